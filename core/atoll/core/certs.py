@@ -1,0 +1,194 @@
+"""TLS for the control plane: an Ed25519 certificate authority and P-256 leaf certificates.
+
+gRPC refuses Ed25519 *leaf* certificates, so every TLS key is P-256; the authority that signs them may be
+Ed25519. A subject is a URI in the SAN: `atoll://node/<peer id>`, `atoll://admin/<name>`; the server also
+carries the DNS name `SERVER_NAME`, which clients ask for whatever address they dial. Private keys never
+leave the machine that made them: nodes send a CSR, signed once more by their identity key.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from atoll.core.errors import CertificateInvalid, KeyFileCorrupt
+from atoll.core.files import read_private, write_private
+
+SERVER_NAME = "coordinator.atoll"
+LEAF_LIFETIME = dt.timedelta(hours=24)
+CA_LIFETIME = dt.timedelta(days=3650)
+_BACKDATE = dt.timedelta(minutes=5)  # tolerates clocks that are a little behind
+
+
+@dataclass(frozen=True)
+class Credential:
+    """A TLS key with the chain that proves it, all PEM: what gRPC wants."""
+
+    key_pem: bytes
+    chain_pem: bytes
+    ca_pem: bytes
+
+
+class CertificateAuthority:
+    """Signs leaves. Lives in the coordinator only."""
+
+    def __init__(self, key: ed25519.Ed25519PrivateKey, certificate: x509.Certificate) -> None:
+        self._key = key
+        self._certificate = certificate
+        self.pem = certificate.public_bytes(serialization.Encoding.PEM)
+        self.sha256 = certificate_sha256(self.pem)
+
+    @classmethod
+    def load_or_create(cls, key_path: Path, certificate_path: Path, now: float) -> CertificateAuthority:
+        """Read both files, or make both. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
+        if key_path.exists() != certificate_path.exists():
+            raise KeyFileCorrupt(
+                f"of {key_path.name} and {certificate_path.name} in {key_path.parent} only one is there",
+                "restore both from a backup: without them every node must enrol again",
+            )
+        if not key_path.exists():
+            cls._create(key_path, certificate_path, now)
+        try:
+            key = serialization.load_pem_private_key(read_private(key_path), None)
+            certificate = x509.load_pem_x509_certificate(read_private(certificate_path))
+        except ValueError as error:
+            raise KeyFileCorrupt(f"{key_path} or its certificate cannot be read: {error}") from error
+        if not isinstance(key, ed25519.Ed25519PrivateKey) or key.public_key() != certificate.public_key():
+            raise KeyFileCorrupt(f"{key_path} is not the key of {certificate_path}")
+        return cls(key, certificate)
+
+    @staticmethod
+    def _create(key_path: Path, certificate_path: Path, now: float) -> None:
+        key = ed25519.Ed25519PrivateKey.generate()
+        start = _moment(now)
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Atoll certificate authority")])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start - _BACKDATE)
+            .not_valid_after(start + CA_LIFETIME)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .sign(key, None)
+        )
+        write_private(key_path, _private_pem(key))
+        write_private(certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(
+        self,
+        public_key: ec.EllipticCurvePublicKey,
+        subject: str,
+        now: float,
+        *,
+        server: bool = False,
+        lifetime: dt.timedelta = LEAF_LIFETIME,
+    ) -> bytes:
+        """A leaf for `subject` (a URI), PEM, followed by the CA's certificate."""
+        start = _moment(now)
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject)]
+        if server:
+            names.append(x509.DNSName(SERVER_NAME))
+        purpose = ExtendedKeyUsageOID.SERVER_AUTH if server else ExtendedKeyUsageOID.CLIENT_AUTH
+        leaf = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")]))
+            .issuer_name(self._certificate.subject)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start - _BACKDATE)
+            .not_valid_after(start + lifetime)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .sign(self._key, None)
+        )
+        return leaf.public_bytes(serialization.Encoding.PEM) + self.pem
+
+    def issue_local(
+        self, subject: str, now: float, *, server: bool = False, lifetime: dt.timedelta = LEAF_LIFETIME
+    ) -> Credential:
+        """A key and a leaf made here, for the server itself and for the admin credential."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        chain = self.issue(key.public_key(), subject, now, server=server, lifetime=lifetime)
+        return Credential(_private_pem(key), chain, self.pem)
+
+
+def new_tls_key_and_csr() -> tuple[bytes, bytes]:
+    """A fresh P-256 key as PEM and its CSR as DER."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")])
+    csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return _private_pem(key), csr.public_bytes(serialization.Encoding.DER)
+
+
+def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
+    """The key of a CSR, its self-signature checked. Raises `CertificateInvalid`."""
+    try:
+        csr = x509.load_der_x509_csr(csr_der)
+        valid = csr.is_signature_valid
+        key = csr.public_key()
+    except (ValueError, InvalidSignature) as error:
+        raise CertificateInvalid(f"the certificate request does not parse: {error}") from error
+    if not valid or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise CertificateInvalid("the certificate request must carry a P-256 key and its own signature")
+    return key
+
+
+def certificate_sha256(pem: bytes) -> str:
+    """Hex SHA-256 of the DER of the first certificate in `pem`: the CA's name in tokens."""
+    der = x509.load_pem_x509_certificate(pem).public_bytes(serialization.Encoding.DER)
+    return hashlib.sha256(der).hexdigest()
+
+
+def not_after(pem: bytes) -> float:
+    """Unix seconds at which the first certificate in `pem` ends."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+
+
+def subject_uri(pem_or_der: bytes) -> str:
+    """The `atoll://` URI of a leaf. Raises `CertificateInvalid`."""
+    load = x509.load_pem_x509_certificate if pem_or_der.startswith(b"-----") else x509.load_der_x509_certificate
+    try:
+        names = load(pem_or_der).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise CertificateInvalid("the certificate names nobody") from error
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1:
+        raise CertificateInvalid("the certificate must name exactly one member")
+    return uris[0]
+
+
+def _moment(unix: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(int(unix), dt.UTC)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

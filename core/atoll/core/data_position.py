@@ -1,0 +1,124 @@
+"""Which samples were consumed, and who may consume which next. Pure; every member computes the same.
+
+Samples are numbers in the run's deterministic order. Genesis hands each member a first range. At every
+commit the members' consumed counts move their ranges forward, members that left give theirs back, and
+whoever holds less than its target is topped up: first with what was given back, then from the cursor. So
+no sample is skipped, and none is trained twice but those in flight on a machine that died, whose progress
+died with them. Nothing here needs the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+
+Range = tuple[int, int]
+LEASE_ROUNDS = 4  # a member holds samples for about that many rounds at its last pace
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """The whole data position of a run."""
+
+    cursor: int = 0
+    returned: tuple[Range, ...] = ()
+    holdings: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+
+    def to_proto(self) -> manifest_pb2.DataPosition:
+        """The form that stands in a manifest."""
+        return manifest_pb2.DataPosition(
+            cursor=self.cursor,
+            returned=[pb.SampleRange(start=start, end=end) for start, end in self.returned],
+            holdings=[
+                manifest_pb2.DataHolding(
+                    peer_id=peer,
+                    ranges=[pb.SampleRange(start=start, end=end) for start, end in self.holdings[peer]],
+                )
+                for peer in sorted(self.holdings)
+            ],
+        )
+
+    @classmethod
+    def from_proto(cls, message: manifest_pb2.DataPosition) -> DataPosition:
+        """Read it back."""
+        return cls(
+            cursor=message.cursor,
+            returned=tuple((piece.start, piece.end) for piece in message.returned),
+            holdings={
+                holding.peer_id: tuple((piece.start, piece.end) for piece in holding.ranges)
+                for holding in message.holdings
+            },
+        )
+
+
+def first_position(members: Sequence[str], samples_each: int) -> DataPosition:
+    """Genesis: equal ranges, in the order of the members."""
+    holdings = {peer: ((i * samples_each, (i + 1) * samples_each),) for i, peer in enumerate(members)}
+    return DataPosition(cursor=len(members) * samples_each, holdings=holdings)
+
+
+def advance(
+    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], minimum_lease: int
+) -> DataPosition:
+    """The position after a round: `consumed` samples per member since the last one.
+
+    Consuming more than one holds is allowed up to re-reading (a member whose ranges ran dry trains the last
+    of them again): its holding is then simply empty. Raises `PeerMisbehaved` for a negative count.
+    """
+    if any(count < 0 for count in consumed.values()):
+        raise PeerMisbehaved("a member claims to have consumed a negative number of samples")
+    present = set(members)
+    returned = list(position.returned)
+    for peer in sorted(set(position.holdings) - present):
+        returned.extend(position.holdings[peer])
+    left = {peer: drop(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
+    cursor = position.cursor
+    for peer, ranges in left.items():
+        target = max(minimum_lease, LEASE_ROUNDS * consumed.get(peer, 0))
+        missing = target - length(ranges)
+        if missing <= 0:
+            continue
+        taken, returned = _take(returned, missing)
+        rest = missing - length(taken)
+        if rest:
+            taken = [*taken, (cursor, cursor + rest)]
+            cursor += rest
+        left[peer] = _join([*ranges, *taken])
+    return DataPosition(cursor, _join(sorted(returned)), left)
+
+
+def length(ranges: Sequence[Range]) -> int:
+    """How many samples the ranges hold."""
+    return sum(end - start for start, end in ranges)
+
+
+def drop(ranges: Sequence[Range], count: int) -> tuple[Range, ...]:
+    """The ranges without their first `count` samples; empty when there are fewer."""
+    return tuple(_take(list(ranges), count)[1])
+
+
+def _take(ranges: list[Range], count: int) -> tuple[list[Range], list[Range]]:
+    taken: list[Range] = []
+    rest: list[Range] = []
+    for start, end in ranges:
+        middle = min(end, start + count)
+        count -= middle - start
+        if middle > start:
+            taken.append((start, middle))
+        if end > middle:
+            rest.append((middle, end))
+    return taken, rest
+
+
+def _join(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    joined: list[Range] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return tuple(joined)

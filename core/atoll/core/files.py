@@ -1,0 +1,69 @@
+"""Files that must survive a power cut, and files that only their owner may read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from atoll.core.errors import DataDirUnusable
+
+
+def make_private_dir(path: Path) -> Path:
+    """Create `path` (and parents) with mode 0700. Raises `DataDirUnusable`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return path
+
+
+def write_atomic(path: Path, chunks: bytes | Iterable[bytes | memoryview], mode: int = 0o644) -> None:
+    """Replace `path` so that a reader or a power cut sees the old bytes or the new ones, never a mix.
+
+    Temporary name in the same directory, fsync, rename, fsync of the directory. Raises `DataDirUnusable`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """`write_atomic` with mode 0600."""
+    write_atomic(path, data, mode=0o600)
+
+
+def read_private(path: Path) -> bytes:
+    """The bytes of a file of ours. Raises `DataDirUnusable` when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unusable(path: Path, error: OSError) -> DataDirUnusable:
+    return DataDirUnusable(
+        f"cannot use {path}: {error.strerror or error}",
+        "check the owner, the permissions and the free space of that directory, or name another with --data-dir",
+    )

@@ -1,0 +1,83 @@
+"""Frames: what travels on every stream between peers.
+
+    0      2        3      4              8            12         16
+    +------+--------+------+--------------+------------+----------+--------+------+
+    | "AT" | 1      | kind | header bytes | body bytes | CRC-32   | header | body |
+    +------+--------+------+--------------+------------+----------+--------+------+
+
+Big-endian. The header is a protobuf message, the body raw bytes (a part, a slice of state). Lengths are
+checked before anything is allocated; the checksum covers header and body. libp2p already authenticates and
+encrypts; the checksum is for our own mistakes and for streams that were once seen cut silently.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from atoll.core.errors import FrameInvalid
+
+MAX_FRAME_BYTES = 8 * 1024 * 1024  # header and body together
+PREFIX = struct.Struct(">2sBBIII")
+_MAGIC = b"AT"
+_VERSION = 1
+
+Buffer = bytes | bytearray | memoryview
+
+
+class FrameKind(IntEnum):
+    """What the header holds. The protocol of the stream says which message exactly."""
+
+    MESSAGE = 1  # header: a protobuf message of that protocol; no body
+    PART = 2  # header: PartHeader; body: the encoded part
+    BODY = 3  # header empty; body: bytes of a reply
+    REFUSAL = 4  # header: Refusal; the sender closes the stream after it
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One received frame."""
+
+    kind: FrameKind
+    header: bytes
+    body: bytes | memoryview = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first 16 bytes, checked."""
+
+    kind: FrameKind
+    header_bytes: int
+    body_bytes: int
+    checksum: int
+
+
+def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"") -> bytes:
+    """The 16 bytes that go before `header` and `body`. Raises `FrameInvalid` above the cap."""
+    if len(header) + len(body) > MAX_FRAME_BYTES:
+        raise FrameInvalid(f"a frame of {len(header) + len(body)} bytes is over the cap of {MAX_FRAME_BYTES}")
+    checksum = zlib.crc32(body, zlib.crc32(header))
+    return PREFIX.pack(_MAGIC, _VERSION, kind, len(header), len(body), checksum)
+
+
+def unpack_prefix(data: bytes, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
+    """Read 16 bytes from a peer. Raises `FrameInvalid`; nothing was allocated by then."""
+    magic, version, kind, header_bytes, body_bytes, checksum = PREFIX.unpack(data)
+    if magic != _MAGIC or version != _VERSION:
+        raise FrameInvalid("the stream does not carry atoll frames of version 1")
+    if header_bytes + body_bytes > max_bytes:
+        raise FrameInvalid(f"a peer announced a frame of {header_bytes + body_bytes} bytes; the cap is {max_bytes}")
+    try:
+        return Prefix(FrameKind(kind), header_bytes, body_bytes, checksum)
+    except ValueError as error:
+        raise FrameInvalid(f"frame kind {kind} is unknown") from error
+
+
+def check_frame(prefix: Prefix, header: bytes, body: bytes | memoryview) -> Frame:
+    """Compare the checksum and return the frame. Raises `FrameInvalid`."""
+    if zlib.crc32(body, zlib.crc32(header)) != prefix.checksum:
+        raise FrameInvalid("a frame arrived damaged: its checksum does not match")
+    return Frame(prefix.kind, header, body)

@@ -1,0 +1,49 @@
+"""Errors across gRPC: the tree goes out as status + `ErrorDetail`, and comes back as the same class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from atoll.core import errors
+from atoll.v1 import common_pb2 as pb
+
+_DETAIL_KEY = "atoll-error-bin"
+
+
+def status_of(error: errors.AtollError) -> grpc.StatusCode:
+    """The gRPC status of an error."""
+    return grpc.StatusCode[error.grpc_status]
+
+
+def trailing_metadata(error: errors.AtollError) -> tuple[tuple[str, bytes], ...]:
+    """The detail that travels beside status and sentence."""
+    detail = pb.ErrorDetail(reason=error.reason, remedy=error.remedy)
+    return ((_DETAIL_KEY, detail.SerializeToString()),)
+
+
+def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
+    """Turn a failed call into our error; `what` names the other side for people ("the coordinator at …")."""
+    code: grpc.StatusCode = error.code()
+    sentence = str(error.details() or code.name)
+    detail = _detail(error.trailing_metadata() or ())
+    if detail is not None:
+        return errors.by_reason(detail.reason)(sentence, detail.remedy)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return errors.Unreachable(
+            f"{what} does not answer: {sentence}", "check the address, the network and the server"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(f"{what} did not answer in time")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return errors.Rejected(f"{what} refused us: {sentence}")
+    return errors.AtollError(f"{what} failed: {code.name}: {sentence}")
+
+
+def _detail(metadata: Sequence[Any]) -> pb.ErrorDetail | None:
+    for key, value in metadata:
+        if key == _DETAIL_KEY:
+            return pb.ErrorDetail.FromString(value)
+    return None

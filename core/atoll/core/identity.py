@@ -1,0 +1,124 @@
+"""A node's Ed25519 identity: its libp2p peer id and its signing key in one.
+
+The peer id is the base58 text of the identity multihash of the key's libp2p protobuf
+(https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md): two bytes of multihash header, four of
+protobuf, then the 32 key bytes. The key file is the same protobuf of the private key, which is what p2pd
+reads, so one file serves both.
+
+Signatures carry a context, so that one made for a record can never pass for one on a manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from atoll.core.errors import KeyFileCorrupt, SignatureInvalid
+from atoll.core.files import read_private, write_private
+from atoll.v1 import common_pb2 as pb
+
+_PUBLIC_PREFIX = bytes([0x08, 0x01, 0x12, 0x20])  # libp2p PublicKey{Type: Ed25519, Data: 32 bytes}
+_PRIVATE_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])  # libp2p PrivateKey{Type: Ed25519, Data: seed ‖ public}
+_MULTIHASH_PREFIX = bytes([0x00, 0x24])  # identity hash of 36 bytes
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+class Identity:
+    """A private identity key. Keep it in one process; pass signatures around, not keys."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key: bytes = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self.peer_id: str = peer_id_of(self.public_key)
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A fresh identity."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """Read the key at `path`, or create it with mode 0600. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
+        if not path.exists():
+            fresh = cls.generate()
+            write_private(path, fresh._to_libp2p())
+            return fresh
+        return cls.load(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read the key at `path`. Raises `KeyFileCorrupt`."""
+        data = read_private(path)
+        seed, public = data[4:36], data[36:]
+        if len(data) == 68 and data.startswith(_PRIVATE_PREFIX):
+            identity = cls(Ed25519PrivateKey.from_private_bytes(seed))
+            if identity.public_key == public:
+                return identity
+        raise KeyFileCorrupt(
+            f"{path} is not an Ed25519 identity key that atoll wrote",
+            "restore it from a backup, or move it away and join with a new token as a new node",
+        )
+
+    def _to_libp2p(self) -> bytes:
+        seed = self._key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        return _PRIVATE_PREFIX + seed + self.public_key
+
+    def sign(self, context: str, payload: bytes) -> bytes:
+        """64 bytes of Ed25519 over the context and the payload."""
+        return self._key.sign(_framed(context, payload))
+
+    def seal(self, context: str, payload: bytes) -> pb.Signed:
+        """The payload with our signature and public key."""
+        return pb.Signed(payload=payload, signature=self.sign(context, payload), public_key=self.public_key)
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """The libp2p peer id of a raw 32-byte Ed25519 public key, base58."""
+    if len(public_key) != 32:
+        raise SignatureInvalid(f"an Ed25519 public key has 32 bytes, this one {len(public_key)}")
+    return _base58(_MULTIHASH_PREFIX + _PUBLIC_PREFIX + public_key)
+
+
+def verify(context: str, payload: bytes, signature: bytes, public_key: bytes) -> None:
+    """Raise `SignatureInvalid` unless `public_key` signed `payload` for `context`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _framed(context, payload))
+    except (InvalidSignature, ValueError) as error:
+        raise SignatureInvalid(f"the {context} signature does not verify") from error
+
+
+def open_sealed(context: str, sealed: pb.Signed, public_key: bytes) -> bytes:
+    """The payload of `sealed`, if `public_key` signed it for `context`; else `SignatureInvalid`."""
+    if sealed.public_key != public_key:
+        raise SignatureInvalid(f"the {context} was signed by another key than the expected one")
+    verify(context, sealed.payload, sealed.signature, public_key)
+    return sealed.payload
+
+
+def fingerprint(public_key: bytes) -> str:
+    """Hex SHA-256 of a public key: how an operator is named in certificates."""
+    return hashlib.sha256(public_key).hexdigest()
+
+
+def random_secret(size: int = 24) -> bytes:
+    """Bytes from the operating system's generator."""
+    return os.urandom(size)
+
+
+def _framed(context: str, payload: bytes) -> bytes:
+    return b"atoll/" + context.encode() + b"/1\0" + payload
+
+
+def _base58(data: bytes) -> str:
+    number = int.from_bytes(data, "big")
+    digits = ""
+    while number:
+        number, remainder = divmod(number, 58)
+        digits = _BASE58[remainder] + digits
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return "1" * zeros + digits

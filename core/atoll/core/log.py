@@ -1,0 +1,40 @@
+"""Structured logs: one event with named values a line. Colours on a terminal, JSON otherwise, always on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal, cast
+
+import structlog
+
+Format = Literal["auto", "console", "json"]
+
+
+def configure(level: str = "info", output: Format = "auto", **bound: str) -> None:
+    """Set up this process's logs; `bound` values (node, run) stand in every line."""
+    human = sys.stderr.isatty() if output == "auto" else output == "console"
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
+    ]
+    if human:
+        shared.append(structlog.dev.ConsoleRenderer(pad_event_to=32))
+    else:
+        shared += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=shared,
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, force=True)
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(**bound)
+
+
+def get(component: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose lines name the component."""
+    return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))

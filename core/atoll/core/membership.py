@@ -1,0 +1,155 @@
+"""Who belongs: membership certificates and the deny-list, both signed by the operator.
+
+Peers check these offline, in the gate and in DHT records, so nothing here does I/O. A certificate stays
+good for a stated grace after `not_after` while the coordinator cannot be reached to renew it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+
+from atoll.core import protocol
+from atoll.core.errors import Banned, CertificateInvalid, SignatureInvalid
+from atoll.core.identity import Identity, fingerprint, open_sealed, peer_id_of
+from atoll.v1 import common_pb2 as pb
+
+CERTIFICATE_LIFETIME = timedelta(hours=24)
+RENEW_AT = 2 / 3  # of the lifetime
+GRACE = timedelta(hours=72)
+SKEW_ALLOWED = timedelta(minutes=5)
+MAX_CERTIFICATE_BYTES = 2048
+
+ROLES = {"node": pb.ROLE_NODE, "seed": pb.ROLE_SEED, "admin": pb.ROLE_ADMIN}
+ROLE_NAMES = {number: name for name, number in ROLES.items()}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A verified membership certificate."""
+
+    peer_id: str
+    public_key: bytes
+    run_id: str
+    roles: frozenset[str]
+    epoch: int
+    not_after: float  # Unix seconds
+    node_name: str
+    sealed: pb.Signed  # as it may be shown to others
+
+    def valid_at(self, now: float) -> bool:
+        """Whether a peer may still be served at Unix time `now`, grace included."""
+        return now <= self.not_after + GRACE.total_seconds()
+
+
+def issue_membership(
+    operator: Identity,
+    *,
+    public_key: bytes,
+    run_id: str,
+    roles: frozenset[str],
+    epoch: int,
+    now: float,
+    node_name: str,
+) -> pb.Signed:
+    """Sign a certificate for 24 h from `now` (Unix seconds)."""
+    payload = pb.Membership(
+        protocol=protocol.ours(),
+        peer_id=peer_id_of(public_key),
+        public_key=public_key,
+        operator_id=fingerprint(operator.public_key),
+        run_id=run_id,
+        roles=sorted(ROLES[role] for role in roles),
+        epoch=epoch,
+        not_before_unix_ms=int(now * 1000),
+        not_after_unix_ms=int((now + CERTIFICATE_LIFETIME.total_seconds()) * 1000),
+        node_name=node_name,
+    )
+    return operator.seal("membership", payload.SerializeToString())
+
+
+@dataclass(frozen=True)
+class Deny:
+    """A verified deny-list."""
+
+    number: int
+    peer_ids: frozenset[str]
+
+
+EMPTY_DENY = Deny(0, frozenset())
+
+
+@dataclass(frozen=True)
+class Authority:
+    """What it takes to check anyone's membership of one run: the operator's key and the run's name."""
+
+    operator_key: bytes
+    run_id: str
+
+    def verify_membership(self, sealed: pb.Signed, now: float, *, expect_peer_id: str | None = None) -> Member:
+        """Check signature, operator, run, key, time and version. Raises `CertificateInvalid` and kin."""
+        if sealed.ByteSize() > MAX_CERTIFICATE_BYTES:
+            raise CertificateInvalid(f"a membership certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
+        try:
+            card = pb.Membership.FromString(open_sealed("membership", sealed, self.operator_key))
+        except (SignatureInvalid, DecodeError) as error:
+            raise CertificateInvalid(f"the membership certificate is not from our operator: {error}") from error
+        protocol.check(card.protocol, f"peer {card.peer_id}")
+        self._check_subject(card, expect_peer_id)
+        if now < card.not_before_unix_ms / 1000 - SKEW_ALLOWED.total_seconds():
+            raise CertificateInvalid("the membership certificate is not valid yet", "check this machine's clock")
+        member = Member(
+            peer_id=card.peer_id,
+            public_key=card.public_key,
+            run_id=card.run_id,
+            roles=frozenset(ROLE_NAMES[role] for role in card.roles if role in ROLE_NAMES),
+            epoch=card.epoch,
+            not_after=card.not_after_unix_ms / 1000,
+            node_name=card.node_name,
+            sealed=sealed,
+        )
+        if not member.valid_at(now):
+            raise CertificateInvalid("the membership certificate has expired", "join again with a new token")
+        return member
+
+    def _check_subject(self, card: pb.Membership, expect_peer_id: str | None) -> None:
+        if card.operator_id != fingerprint(self.operator_key) or card.run_id != self.run_id:
+            raise CertificateInvalid(f"the membership certificate is for run {card.run_id!r}, not {self.run_id!r}")
+        if peer_id_of(card.public_key) != card.peer_id:
+            raise CertificateInvalid("the membership certificate names a peer id that is not its key's")
+        if expect_peer_id is not None and card.peer_id != expect_peer_id:
+            raise CertificateInvalid(f"peer {expect_peer_id} showed the certificate of {card.peer_id}")
+
+    def verify_deny_list(self, sealed: pb.Signed) -> Deny:
+        """Check signature and operator. Raises `SignatureInvalid`, `CertificateInvalid`."""
+        try:
+            listed = pb.DenyList.FromString(open_sealed("deny-list", sealed, self.operator_key))
+        except DecodeError as error:
+            raise SignatureInvalid("the deny-list does not parse") from error
+        if listed.operator_id != fingerprint(self.operator_key):
+            raise CertificateInvalid("the deny-list is another operator's")
+        return Deny(listed.number, frozenset(listed.peer_ids))
+
+
+def issue_deny_list(operator: Identity, number: int, peer_ids: frozenset[str], now: float) -> pb.Signed:
+    """Sign a deny-list. `number` must be higher than any issued before."""
+    payload = pb.DenyList(
+        operator_id=fingerprint(operator.public_key),
+        number=number,
+        peer_ids=sorted(peer_ids),
+        issued_unix_ms=int(now * 1000),
+    )
+    return operator.seal("deny-list", payload.SerializeToString())
+
+
+def newer(current: Deny, offered: Deny) -> Deny:
+    """The deny-list to keep: numbers never go back."""
+    return offered if offered.number > current.number else current
+
+
+def refuse_banned(deny: Deny, peer_id: str) -> None:
+    """Raise `Banned` if the peer stands on the list."""
+    if peer_id in deny.peer_ids:
+        raise Banned(f"peer {peer_id} was banned by the operator")

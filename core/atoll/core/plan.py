@@ -1,0 +1,111 @@
+"""Plans: signed by the operator, checked by whoever follows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from atoll.core import protocol
+from atoll.core.errors import SignatureInvalid
+from atoll.core.identity import Identity, open_sealed
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import plan_pb2
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one node does: the layers it holds, the samples it starts with, what it may claim."""
+
+    peer_id: str
+    first_layer: int
+    last_layer: int  # inclusive
+    data_ranges: tuple[Range, ...]
+    max_round_tokens: int
+    max_reduce_bytes_per_second: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A verified plan. Assignments are ordered by peer id."""
+
+    run_id: str
+    version: int
+    assignments: tuple[Assignment, ...]
+    routes: tuple[tuple[str, ...], ...]
+    genesis_manifest_hash: bytes
+    issued_unix_ms: int = 0
+    reason: str = ""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Peer ids, ordered."""
+        return tuple(item.peer_id for item in self.assignments)
+
+    def assignment(self, peer_id: str) -> Assignment | None:
+        """What `peer_id` does, or None when it is not part of this plan."""
+        return next((item for item in self.assignments if item.peer_id == peer_id), None)
+
+    def to_proto(self) -> plan_pb2.Plan:
+        """The message that is signed."""
+        return plan_pb2.Plan(
+            protocol=protocol.ours(),
+            run_id=self.run_id,
+            version=self.version,
+            assignments=[
+                plan_pb2.Assignment(
+                    peer_id=item.peer_id,
+                    span=plan_pb2.Span(first=item.first_layer, last=item.last_layer),
+                    data_ranges=[pb.SampleRange(start=start, end=end) for start, end in item.data_ranges],
+                    max_round_tokens=item.max_round_tokens,
+                    max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
+                )
+                for item in self.assignments
+            ],
+            routes=[plan_pb2.Route(peer_ids=route) for route in self.routes],
+            genesis_manifest_hash=self.genesis_manifest_hash,
+            issued_unix_ms=self.issued_unix_ms,
+            reason=self.reason,
+        )
+
+    @classmethod
+    def from_proto(cls, message: plan_pb2.Plan) -> Plan:
+        """Read a plan whose signature was checked."""
+        return cls(
+            run_id=message.run_id,
+            version=message.version,
+            assignments=tuple(
+                Assignment(
+                    peer_id=item.peer_id,
+                    first_layer=item.span.first,
+                    last_layer=item.span.last,
+                    data_ranges=tuple((piece.start, piece.end) for piece in item.data_ranges),
+                    max_round_tokens=item.max_round_tokens,
+                    max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
+                )
+                for item in message.assignments
+            ),
+            routes=tuple(tuple(route.peer_ids) for route in message.routes),
+            genesis_manifest_hash=message.genesis_manifest_hash,
+            issued_unix_ms=message.issued_unix_ms,
+            reason=message.reason,
+        )
+
+
+def sign_plan(operator: Identity, plan: Plan) -> pb.Signed:
+    """Seal a plan for members."""
+    return operator.seal("plan", plan.to_proto().SerializeToString(deterministic=True))
+
+
+def verify_plan(sealed: pb.Signed, operator_key: bytes, run_id: str) -> Plan:
+    """Check signature, version of the protocol, run. Raises `SignatureInvalid`, `ProtocolMismatch`."""
+    try:
+        message = plan_pb2.Plan.FromString(open_sealed("plan", sealed, operator_key))
+    except DecodeError as error:
+        raise SignatureInvalid("the plan does not parse") from error
+    protocol.check(message.protocol, "the coordinator")
+    if message.run_id != run_id:
+        raise SignatureInvalid(f"the plan is for run {message.run_id!r}, not {run_id!r}")
+    return Plan.from_proto(message)

@@ -1,0 +1,184 @@
+"""The run spec: one training job as data. TOML in, frozen models out, unknown keys are errors.
+
+A spec names architectures that atoll knows and numbers; it can never name code. The coordinator stores
+it, every node validates it again, and `RunSpec.resolved_toml` writes the copy with all defaults filled in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from datetime import timedelta
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from atoll.core.errors import RunSpecError
+
+SPEC_VERSION = 1
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=10)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class RunSection(_Section):
+    """Identity and length of the run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]  # also the run id
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    min_nodes: Annotated[int, Field(ge=1, le=1024)] = 1  # ready nodes before genesis
+    stop_tokens: Positive  # committed tokens after which the run is finished
+
+
+class ModelSection(_Section):
+    """A Llama-compatible decoder: a preset, with any of its numbers replaced."""
+
+    preset: Literal["nano", "micro", "30m", "125m", "350m", "1b", "3b", "7b"] = "nano"
+    vocabulary: Positive | None = None  # default: what the tokenizer needs
+    dimension: Positive | None = None
+    layers: Positive | None = None
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    hidden_dimension: Positive | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    tie_embeddings: bool | None = None
+
+
+class DataSection(_Section):
+    """Where each node finds the corpus, and how it becomes samples of `sequence_length` tokens."""
+
+    source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
+    path: str  # file, directory or glob; a data set's name or path for huggingface. `atoll join --data` overrides
+    field: str = "text"  # column or JSON key that holds the text
+    subset: str | None = None  # huggingface configuration name
+    split: str = "train"
+    tokenizer: str = "bytes"  # or a Hugging Face tokenizer's name or path
+    sequence_length: Annotated[int, Field(ge=8, le=1 << 20)] = 128
+    validation_samples: Annotated[int, Field(ge=1, le=65536)] = 64  # held out from the end of the corpus
+
+
+class OptimizerSection(_Section):
+    """Inner steps: AdamW, with a schedule on committed global tokens."""
+
+    learning_rate: Rate = 2e-3
+    minimum_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"  # from warm-up's end to stop_tokens
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    micro_batch_samples: Positive = 4
+    accumulate: Positive = 1  # micro-batches per inner step
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+
+class SyncSection(_Section):
+    """Outer rounds: when they are due, what they cost, and how the outer step moves the anchor."""
+
+    round_tokens: Positive  # of all members together, since the last round
+    round_max_seconds: timedelta = timedelta(seconds=60)
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "int4"
+    outer_learning_rate: Rate = 0.7
+    outer_momentum: Fraction = 0.9
+    part_elements: Annotated[int, Field(ge=128, le=2**21)] = 131_072  # a multiple of 128
+
+    @field_validator("part_elements")
+    @classmethod
+    def _whole_blocks(cls, value: int) -> int:
+        if value % 128:
+            raise ValueError("must be a multiple of 128, the codec's block")
+        return value
+
+    @field_validator("round_max_seconds", mode="before")
+    @classmethod
+    def _seconds(cls, value: object) -> object:
+        return timedelta(seconds=value) if isinstance(value, int | float) else value
+
+    @field_validator("round_max_seconds")
+    @classmethod
+    def _positive(cls, value: timedelta) -> timedelta:
+        if value <= timedelta(0):
+            raise ValueError("must be positive")
+        return value
+
+
+class RunSpec(_Section):
+    """The whole file."""
+
+    version: int
+    run: RunSection
+    model: ModelSection = ModelSection()
+    data: DataSection
+    optimizer: OptimizerSection = OptimizerSection()
+    sync: SyncSection
+
+    @model_validator(mode="after")
+    def _known_version(self) -> RunSpec:
+        if self.version != SPEC_VERSION:
+            raise ValueError(f"version {self.version} is not {SPEC_VERSION}, the only one this release reads")
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one inner step of one node: the effective local batch."""
+        return self.optimizer.micro_batch_samples * self.optimizer.accumulate * self.data.sequence_length
+
+    def model_hash(self) -> str:
+        """Hex SHA-256 that names the architecture: model section, tokenizer, sequence length."""
+        named = {"model": self.model.model_dump(mode="json"), "tokenizer": self.data.tokenizer}
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+    def resolved_toml(self) -> str:
+        """The spec as TOML with every default written out."""
+        lines = [f"version = {self.version}"]
+        for name in ("run", "model", "data", "optimizer", "sync"):
+            lines.append(f"\n[{name}]")
+            section: _Section = getattr(self, name)
+            for key, value in section:
+                if value is not None:
+                    lines.append(f"{key} = {_toml_value(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
+    """Read and check TOML text. Raises `RunSpecError` that names every wrong key."""
+    try:
+        return RunSpec.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise RunSpecError(f"{where} is not TOML: {error}") from error
+    except ValidationError as error:
+        raise RunSpecError(
+            f"{where}: " + "; ".join(_problem(item["loc"], item["msg"], item["type"]) for item in error.errors()),
+            "docs/reference/run-spec.md lists every key",
+        ) from error
+
+
+def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
+    name = ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        return f"unknown key {name}"
+    if kind == "missing":
+        return f"{name} is missing"
+    plain = message.removeprefix("Value error, ")
+    return f"{name}: {plain}" if name else plain
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, timedelta):
+        return repr(value.total_seconds())
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

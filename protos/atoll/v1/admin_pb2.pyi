@@ -1,0 +1,266 @@
+from atoll.v1 import common_pb2 as _common_pb2
+from atoll.v1 import plan_pb2 as _plan_pb2
+from atoll.v1 import membership_pb2 as _membership_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CreateTokenRequest(_message.Message):
+    __slots__ = ("run_id", "uses", "ttl_seconds", "roles")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    uses: int
+    ttl_seconds: int
+    roles: _containers.RepeatedScalarFieldContainer[_common_pb2.Role]
+    def __init__(self, run_id: _Optional[str] = ..., uses: _Optional[int] = ..., ttl_seconds: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ...) -> None: ...
+
+class CreateTokenResponse(_message.Message):
+    __slots__ = ("token", "view")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    view: TokenView
+    def __init__(self, token: _Optional[str] = ..., view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
+
+class TokenView(_message.Message):
+    __slots__ = ("id", "run_id", "roles", "uses_left", "uses_total", "created_unix_ms", "expires_unix_ms", "revoked")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    USES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    USES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    run_id: str
+    roles: _containers.RepeatedScalarFieldContainer[_common_pb2.Role]
+    uses_left: int
+    uses_total: int
+    created_unix_ms: int
+    expires_unix_ms: int
+    revoked: bool
+    def __init__(self, id: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., uses_left: _Optional[int] = ..., uses_total: _Optional[int] = ..., created_unix_ms: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., revoked: _Optional[bool] = ...) -> None: ...
+
+class ListTokensRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTokensResponse(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenView]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenView, _Mapping]]] = ...) -> None: ...
+
+class RevokeTokenRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class RevokeTokenResponse(_message.Message):
+    __slots__ = ("view",)
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    view: TokenView
+    def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
+
+class NodeView(_message.Message):
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ENROLLED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MULTIADDRS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    run_id: str
+    roles: _containers.RepeatedScalarFieldContainer[_common_pb2.Role]
+    profile: _membership_pb2.NodeProfile
+    status: _membership_pb2.NodeStatus
+    enrolled_unix_ms: int
+    last_seen_unix_ms: int
+    connected: bool
+    banned: bool
+    draining: bool
+    multiaddrs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class ListNodesResponse(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeView]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ...) -> None: ...
+
+class GetNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class BanNodeRequest(_message.Message):
+    __slots__ = ("node", "reason")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    reason: str
+    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CreateRunRequest(_message.Message):
+    __slots__ = ("spec_toml", "start")
+    SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    spec_toml: str
+    start: bool
+    def __init__(self, spec_toml: _Optional[str] = ..., start: _Optional[bool] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class RunView(_message.Message):
+    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
+    HEAD_ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_OPENED_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_LOSS_FIELD_NUMBER: _ClassVar[int]
+    NODES_READY_FIELD_NUMBER: _ClassVar[int]
+    MIN_NODES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    state: _membership_pb2.RunState
+    spec_toml: str
+    head_round: int
+    committed_tokens: int
+    stop_tokens: int
+    rounds_opened: int
+    rounds_committed: int
+    plan_version: int
+    validation_loss: float
+    nodes_ready: int
+    min_nodes: int
+    layers: _plan_pb2.LayerTable
+    evaluations: _containers.RepeatedCompositeFieldContainer[_membership_pb2.EvaluationReport]
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ...) -> None: ...
+
+class ListRunsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRunsResponse(_message.Message):
+    __slots__ = ("runs",)
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[RunView]
+    def __init__(self, runs: _Optional[_Iterable[_Union[RunView, _Mapping]]] = ...) -> None: ...
+
+class GetPlanRequest(_message.Message):
+    __slots__ = ("run_id", "version")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    version: int
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class PlanView(_message.Message):
+    __slots__ = ("plan", "signed")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SIGNED_FIELD_NUMBER: _ClassVar[int]
+    plan: _plan_pb2.Plan
+    signed: _common_pb2.Signed
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., signed: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("after_id", "follow")
+    AFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    after_id: int
+    follow: bool
+    def __init__(self, after_id: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("id", "unix_ms", "kind", "run_id", "subject", "message")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    unix_ms: int
+    kind: str
+    run_id: str
+    subject: str
+    message: str
+    def __init__(self, id: _Optional[int] = ..., unix_ms: _Optional[int] = ..., kind: _Optional[str] = ..., run_id: _Optional[str] = ..., subject: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ListRoundsRequest(_message.Message):
+    __slots__ = ("run_id", "after_round", "limit")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    after_round: int
+    limit: int
+    def __init__(self, run_id: _Optional[str] = ..., after_round: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class RoundView(_message.Message):
+    __slots__ = ("round", "committed", "reason", "tokens", "members", "seconds", "unix_ms", "parts_zeroed", "opener")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_ZEROED_FIELD_NUMBER: _ClassVar[int]
+    OPENER_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    committed: bool
+    reason: str
+    tokens: int
+    members: int
+    seconds: float
+    unix_ms: int
+    parts_zeroed: int
+    opener: str
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., tokens: _Optional[int] = ..., members: _Optional[int] = ..., seconds: _Optional[float] = ..., unix_ms: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., opener: _Optional[str] = ...) -> None: ...
+
+class ListRoundsResponse(_message.Message):
+    __slots__ = ("rounds",)
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundView]
+    def __init__(self, rounds: _Optional[_Iterable[_Union[RoundView, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,197 @@
+from atoll.v1 import common_pb2 as _common_pb2
+from atoll.v1 import manifest_pb2 as _manifest_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "membership")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    protocol: _common_pb2.ProtocolVersion
+    membership: _common_pb2.Signed
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class TokenReport(_message.Message):
+    __slots__ = ("round", "tokens")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    tokens: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("round", "head_hash", "members", "deadline_ms")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    head_hash: bytes
+    members: _containers.RepeatedScalarFieldContainer[str]
+    deadline_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., head_hash: _Optional[bytes] = ..., members: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("round", "tokens", "samples")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    tokens: int
+    samples: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class PartRange(_message.Message):
+    __slots__ = ("reducer", "start", "end")
+    REDUCER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    reducer: str
+    start: int
+    end: int
+    def __init__(self, reducer: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("round", "contributions", "partition", "codec", "elements", "part_elements", "deadline_ms")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    PART_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    contributions: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Contribution]
+    partition: _containers.RepeatedCompositeFieldContainer[PartRange]
+    codec: _common_pb2.Codec
+    elements: int
+    part_elements: int
+    deadline_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Digest(_message.Message):
+    __slots__ = ("round", "layers")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    layers: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LayerState]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[_manifest_pb2.LayerState, _Mapping]]] = ...) -> None: ...
+
+class Propose(_message.Message):
+    __slots__ = ("round", "manifest_payload")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    manifest_payload: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., manifest_payload: _Optional[bytes] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("round", "signature")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    signature: _common_pb2.Signed
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("round", "manifest")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    manifest: _manifest_pb2.CommittedManifest
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ...) -> None: ...
+
+class Abandon(_message.Message):
+    __slots__ = ("round", "reason")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    reason: str
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RoundMessage(_message.Message):
+    __slots__ = ("report", "open", "ready", "start", "digest", "propose", "vote", "commit", "abandon", "refusal")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    report: TokenReport
+    open: Open
+    ready: Ready
+    start: Start
+    digest: Digest
+    propose: Propose
+    vote: Vote
+    commit: Commit
+    abandon: Abandon
+    refusal: Refusal
+    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., propose: _Optional[_Union[Propose, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class ExchangeHeader(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ...) -> None: ...
+
+class PartHeader(_message.Message):
+    __slots__ = ("index", "elements", "codec")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    elements: int
+    codec: _common_pb2.Codec
+    def __init__(self, index: _Optional[int] = ..., elements: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("run_id", "manifest_round", "head_manifest", "anchor", "momentum")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    HEAD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    manifest_round: int
+    head_manifest: bool
+    anchor: StateSlice
+    momentum: StateSlice
+    def __init__(self, run_id: _Optional[str] = ..., manifest_round: _Optional[int] = ..., head_manifest: _Optional[bool] = ..., anchor: _Optional[_Union[StateSlice, _Mapping]] = ..., momentum: _Optional[_Union[StateSlice, _Mapping]] = ...) -> None: ...
+
+class StateSlice(_message.Message):
+    __slots__ = ("round", "start", "end")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    start: int
+    end: int
+    def __init__(self, round: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class StateReply(_message.Message):
+    __slots__ = ("refusal", "manifest", "body_bytes")
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    refusal: Refusal
+    manifest: _manifest_pb2.CommittedManifest
+    body_bytes: int
+    def __init__(self, refusal: _Optional[_Union[Refusal, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,216 @@
+from atoll.v1 import common_pb2 as _common_pb2
+from atoll.v1 import plan_pb2 as _plan_pb2
+from atoll.v1 import manifest_pb2 as _manifest_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
+    NODE_STATE_JOINING: _ClassVar[NodeState]
+    NODE_STATE_READY: _ClassVar[NodeState]
+    NODE_STATE_CATCHING_UP: _ClassVar[NodeState]
+    NODE_STATE_TRAINING: _ClassVar[NodeState]
+    NODE_STATE_PAUSED: _ClassVar[NodeState]
+    NODE_STATE_DRAINING: _ClassVar[NodeState]
+    NODE_STATE_FINISHED: _ClassVar[NodeState]
+    NODE_STATE_FAILED: _ClassVar[NodeState]
+
+class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUN_STATE_UNSPECIFIED: _ClassVar[RunState]
+    RUN_STATE_CREATED: _ClassVar[RunState]
+    RUN_STATE_WAITING: _ClassVar[RunState]
+    RUN_STATE_GENESIS: _ClassVar[RunState]
+    RUN_STATE_TRAINING: _ClassVar[RunState]
+    RUN_STATE_PAUSED: _ClassVar[RunState]
+    RUN_STATE_FINISHED: _ClassVar[RunState]
+    RUN_STATE_STOPPED: _ClassVar[RunState]
+
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ORDER_UNSPECIFIED: _ClassVar[Order]
+    ORDER_WRITE_GENESIS: _ClassVar[Order]
+    ORDER_DRAIN: _ClassVar[Order]
+NODE_STATE_UNSPECIFIED: NodeState
+NODE_STATE_JOINING: NodeState
+NODE_STATE_READY: NodeState
+NODE_STATE_CATCHING_UP: NodeState
+NODE_STATE_TRAINING: NodeState
+NODE_STATE_PAUSED: NodeState
+NODE_STATE_DRAINING: NodeState
+NODE_STATE_FINISHED: NodeState
+NODE_STATE_FAILED: NodeState
+RUN_STATE_UNSPECIFIED: RunState
+RUN_STATE_CREATED: RunState
+RUN_STATE_WAITING: RunState
+RUN_STATE_GENESIS: RunState
+RUN_STATE_TRAINING: RunState
+RUN_STATE_PAUSED: RunState
+RUN_STATE_FINISHED: RunState
+RUN_STATE_STOPPED: RunState
+ORDER_UNSPECIFIED: Order
+ORDER_WRITE_GENESIS: Order
+ORDER_DRAIN: Order
+
+class RenewRequest(_message.Message):
+    __slots__ = ("csr_der", "csr_signature")
+    CSR_DER_FIELD_NUMBER: _ClassVar[int]
+    CSR_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    csr_der: bytes
+    csr_signature: bytes
+    def __init__(self, csr_der: _Optional[bytes] = ..., csr_signature: _Optional[bytes] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ("certificate_chain_pem", "membership", "deny_list")
+    CERTIFICATE_CHAIN_PEM_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    DENY_LIST_FIELD_NUMBER: _ClassVar[int]
+    certificate_chain_pem: bytes
+    membership: _common_pb2.Signed
+    deny_list: _common_pb2.Signed
+    def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
+class NodeProfile(_message.Message):
+    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CPU_THREADS_FIELD_NUMBER: _ClassVar[int]
+    ATOLL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    device_name: str
+    device_memory_bytes: int
+    host_memory_bytes: int
+    cpu_threads: int
+    atoll_version: str
+    tokens_per_second: float
+    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_LOSS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_ROUND_FIELD_NUMBER: _ClassVar[int]
+    HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    AVERAGING_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    AVERAGING_BYTES_FP32_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    DATA_STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_JOINED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_REPEATED_FIELD_NUMBER: _ClassVar[int]
+    state: NodeState
+    steps: int
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    train_loss: float
+    head_round: int
+    head_hash: bytes
+    plan_version: int
+    averaging_bytes_sent: int
+    averaging_bytes_fp32: int
+    other_bytes_sent: int
+    data_stall_seconds: float
+    detail: str
+    rounds_joined: int
+    samples_repeated: int
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ...) -> None: ...
+
+class RoundReport(_message.Message):
+    __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    committed: bool
+    reason: str
+    manifest: _manifest_pb2.CommittedManifest
+    seconds: float
+    wire_bytes: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., seconds: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
+
+class EvaluationReport(_message.Message):
+    __slots__ = ("round", "loss", "committed_tokens")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    loss: float
+    committed_tokens: int
+    def __init__(self, round: _Optional[int] = ..., loss: _Optional[float] = ..., committed_tokens: _Optional[int] = ...) -> None: ...
+
+class GenesisReport(_message.Message):
+    __slots__ = ("layers", "manifest")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    layers: _plan_pb2.LayerTable
+    manifest: _manifest_pb2.CommittedManifest
+    def __init__(self, layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MULTIADDRS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    GENESIS_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    profile: NodeProfile
+    status: NodeStatus
+    multiaddrs: _containers.RepeatedScalarFieldContainer[str]
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundReport]
+    evaluations: _containers.RepeatedCompositeFieldContainer[EvaluationReport]
+    genesis: GenesisReport
+    corpus_digest: str
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds")
+    ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RUN_STATE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    GENESIS_FIELD_NUMBER: _ClassVar[int]
+    DENY_LIST_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    acknowledged_sequence: int
+    run_state: RunState
+    plan: _common_pb2.Signed
+    layers: _plan_pb2.LayerTable
+    genesis: _manifest_pb2.CommittedManifest
+    deny_list: _common_pb2.Signed
+    order: Order
+    seeds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
