@@ -171,6 +171,10 @@ class NotPermitted(Rejected):
     grpc_status = "PERMISSION_DENIED"
 
 
+class NotIntroduced(Rejected):
+    """A peer has not shown its membership on this connection, or ours was lost by a restart: hello first."""
+
+
 class SignatureInvalid(Rejected):
     """A signature does not verify."""
 

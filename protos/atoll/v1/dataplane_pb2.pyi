@@ -65,7 +65,7 @@ class PartRange(_message.Message):
     def __init__(self, reducer: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("round", "contributions", "partition", "codec", "elements", "part_elements", "deadline_ms")
+    __slots__ = ("round", "contributions", "partition", "codec", "elements", "part_elements", "deadline_ms", "unix_ms")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Start(_message.Message):
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     PART_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     contributions: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Contribution]
     partition: _containers.RepeatedCompositeFieldContainer[PartRange]
@@ -80,31 +81,18 @@ class Start(_message.Message):
     elements: int
     part_elements: int
     deadline_ms: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    unix_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., unix_ms: _Optional[int] = ...) -> None: ...
 
 class Digest(_message.Message):
-    __slots__ = ("round", "layers")
+    __slots__ = ("round", "layers", "signature")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
-    round: _common_pb2.RoundId
-    layers: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LayerState]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[_manifest_pb2.LayerState, _Mapping]]] = ...) -> None: ...
-
-class Propose(_message.Message):
-    __slots__ = ("round", "manifest_payload")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    MANIFEST_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    round: _common_pb2.RoundId
-    manifest_payload: bytes
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., manifest_payload: _Optional[bytes] = ...) -> None: ...
-
-class Vote(_message.Message):
-    __slots__ = ("round", "signature")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
+    layers: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LayerState]
     signature: _common_pb2.Signed
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[_manifest_pb2.LayerState, _Mapping]]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("round", "manifest")
@@ -123,28 +111,22 @@ class Abandon(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundMessage(_message.Message):
-    __slots__ = ("report", "open", "ready", "start", "digest", "propose", "vote", "commit", "abandon", "refusal")
+    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    PROPOSE_FIELD_NUMBER: _ClassVar[int]
-    VOTE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     report: TokenReport
     open: Open
     ready: Ready
     start: Start
     digest: Digest
-    propose: Propose
-    vote: Vote
     commit: Commit
     abandon: Abandon
-    refusal: Refusal
-    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., propose: _Optional[_Union[Propose, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
 
 class ExchangeHeader(_message.Message):
     __slots__ = ("round",)

@@ -1,0 +1,134 @@
+"""What members may put into the DHT: built and checked here, without I/O.
+
+A record is a `DhtRecord` sealed by its owner. It carries the owner's membership certificate, so that any
+storer can check it offline, and it names the key, the owner and the expiry it is stored under, so that it
+cannot be moved to another place or kept alive by somebody else. The list of keys is closed: addresses and
+heads of one run. Checks depend on the record's own expiry and not on a deny-list, because every storer and
+reader must judge alike: readers drop banned owners afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+
+from atoll.core import protocol
+from atoll.core.errors import InvalidRequest, PeerMisbehaved, SignatureInvalid
+from atoll.core.identity import Identity, open_sealed
+from atoll.core.membership import Authority, Member
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import records_pb2 as records
+
+MAX_RECORD_BYTES = 4096
+MAX_LIFETIME = timedelta(seconds=600)
+MAX_MULTIADDRS = 16
+MAX_MULTIADDR_BYTES = 256
+EXPIRY_TOLERANCE_SECONDS = 1.0
+_CONTEXT = "dht-record"
+
+
+def nodes_key(run_id: str) -> str:
+    """Where members publish their addresses."""
+    return f"{run_id}.nodes"
+
+
+def heads_key(run_id: str) -> str:
+    """Where members publish their newest manifest."""
+    return f"{run_id}.heads"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record is stored: what the DHT says about it from outside."""
+
+    key: str
+    subkey: str  # the owner's peer id
+    expires: float  # Unix seconds
+
+
+@dataclass(frozen=True)
+class Record:
+    """A verified record. Exactly one of `multiaddrs` and `head` is set, by key."""
+
+    owner: Member
+    expires: float  # Unix seconds
+    multiaddrs: tuple[str, ...] = ()
+    head: tuple[int, bytes] | None = None  # round, manifest hash
+
+
+def build_addresses(
+    identity: Identity, membership: pb.Signed, run_id: str, expires: float, multiaddrs: Sequence[str]
+) -> bytes:
+    """The sealed record that says where its owner can be dialled. Raises `InvalidRequest`."""
+    if not 0 < len(multiaddrs) <= MAX_MULTIADDRS or any(len(a.encode()) > MAX_MULTIADDR_BYTES for a in multiaddrs):
+        raise InvalidRequest(f"a node publishes 1 to {MAX_MULTIADDRS} addresses of {MAX_MULTIADDR_BYTES} bytes")
+    record = _blank(identity, membership, nodes_key(run_id), expires)
+    record.address.multiaddrs.extend(multiaddrs)
+    return _seal(identity, record)
+
+
+def build_head(
+    identity: Identity, membership: pb.Signed, run_id: str, expires: float, head: tuple[int, bytes]
+) -> bytes:
+    """The sealed record that names its owner's newest manifest. Raises `InvalidRequest`."""
+    record = _blank(identity, membership, heads_key(run_id), expires)
+    record.head.round, record.head.manifest_hash = head
+    return _seal(identity, record)
+
+
+def verify_record(data: bytes, place: Place, authority: Authority, now: float) -> Record:
+    """Check everything about a record found at `place`. Raises `PeerMisbehaved`, `Rejected` and kin."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
+    if not math.isfinite(place.expires) or place.expires > now + MAX_LIFETIME.total_seconds():
+        raise PeerMisbehaved(f"a DHT record lives at most {MAX_LIFETIME}")
+    try:
+        sealed = pb.Signed.FromString(data)
+        record = records.DhtRecord.FromString(sealed.payload)
+    except DecodeError as error:
+        raise PeerMisbehaved("a DHT record does not parse") from error
+    protocol.check(record.protocol, f"the DHT record of {place.subkey}")
+    owner = authority.verify_membership(record.membership, place.expires, expect_peer_id=place.subkey)
+    if open_sealed(_CONTEXT, sealed, owner.public_key) != sealed.payload:
+        raise SignatureInvalid("a DHT record was not signed by its owner")
+    _check_place(record, place)
+    return _read_body(record, owner, place, authority.run_id)
+
+
+def _blank(identity: Identity, membership: pb.Signed, key: str, expires: float) -> records.DhtRecord:
+    return records.DhtRecord(
+        protocol=protocol.ours(),
+        key=key,
+        peer_id=identity.peer_id,
+        expires_unix_ms=int(expires * 1000),
+        membership=membership,
+    )
+
+
+def _seal(identity: Identity, record: records.DhtRecord) -> bytes:
+    data = identity.seal(_CONTEXT, record.SerializeToString()).SerializeToString()
+    if len(data) > MAX_RECORD_BYTES:
+        raise InvalidRequest(f"a DHT record of {len(data)} bytes is over the cap of {MAX_RECORD_BYTES}")
+    return data
+
+
+def _check_place(record: records.DhtRecord, place: Place) -> None:
+    if (record.key, record.peer_id) != (place.key, place.subkey):
+        raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored under another key or owner")
+    if abs(record.expires_unix_ms / 1000 - place.expires) > EXPIRY_TOLERANCE_SECONDS:
+        raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored with another expiry than its own")
+
+
+def _read_body(record: records.DhtRecord, owner: Member, place: Place, run_id: str) -> Record:
+    kind = record.WhichOneof("body")
+    if place.key == nodes_key(run_id) and kind == "address":
+        multiaddrs = tuple(record.address.multiaddrs)
+        if len(multiaddrs) <= MAX_MULTIADDRS and all(len(a.encode()) <= MAX_MULTIADDR_BYTES for a in multiaddrs):
+            return Record(owner, place.expires, multiaddrs=multiaddrs)
+    if place.key == heads_key(run_id) and kind == "head" and len(record.head.manifest_hash) == 32:
+        return Record(owner, place.expires, head=(record.head.round, record.head.manifest_hash))
+    raise PeerMisbehaved(f"a DHT record of {owner.peer_id} does not hold what {place.key} is for")

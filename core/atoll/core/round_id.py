@@ -1,0 +1,55 @@
+"""The name of one attempt at one outer round, and the order of peers that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from atoll.v1 import common_pb2 as pb
+
+
+@dataclass(frozen=True, order=True)
+class RoundId:
+    """Plan version, fragment, number and attempt of a run's round."""
+
+    run_id: str
+    plan_version: int
+    fragment: int
+    number: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.number}.{self.attempt}@plan{self.plan_version}"
+
+    def retry(self) -> RoundId:
+        """The next attempt at the same round."""
+        return replace(self, attempt=self.attempt + 1)
+
+    def order(self, peers: Iterable[str]) -> tuple[str, ...]:
+        """Peers by SHA-256 of round id and peer id: who opens first, and in which order sums run.
+
+        It changes with every round and attempt, so that no peer opens all the time and a dead opener is
+        passed over by trying again.
+        """
+        return tuple(sorted(peers, key=lambda peer: hashlib.sha256(f"{self.key}/{peer}".encode()).digest()))
+
+    @property
+    def key(self) -> str:
+        """All fields as one line of text."""
+        return f"{self.run_id}/{self.plan_version}/{self.fragment}/{self.number}/{self.attempt}"
+
+    def to_proto(self) -> pb.RoundId:
+        """The wire form."""
+        return pb.RoundId(
+            run_id=self.run_id,
+            plan_version=self.plan_version,
+            fragment=self.fragment,
+            number=self.number,
+            attempt=self.attempt,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.RoundId) -> RoundId:
+        """Read it back."""
+        return cls(message.run_id, message.plan_version, message.fragment, message.number, message.attempt)

@@ -1,0 +1,123 @@
+"""Codecs: how a part of the flat vector becomes bytes, and exactly how it becomes numbers again.
+
+`int8` and `int4` are uniform in blocks of 128 elements: one bf16 scale a block (fp16 scales lose blocks
+below 1e-7), then the codes. Encoding happens once per part, so it may round as the machine likes; decoding
+happens on every member and must give the same bits everywhere, so it is one conversion and one separately
+rounded multiplication. Layout: all scales (little-endian bf16), then all codes; int4 packs two codes a byte,
+low nibble first. A last block that is not full is padded with zeros before packing.
+
+`decode` is also the ingress check: a body of the wrong size, or one that holds a value that is not finite,
+raises `PartInvalid` before it can touch a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import PartInvalid
+from atoll.core.frames import Buffer
+from atoll.v1 import common_pb2 as pb
+
+BLOCK = 128
+_SCALE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A named pair of functions with a size formula."""
+
+    name: str
+    number: pb.Codec
+    encoded_bytes: Callable[[int], int]  # of n elements
+    _encode: Callable[[Tensor], bytes]
+    _decode: Callable[[Tensor, int], Tensor]
+
+    def encode(self, values_E: Tensor) -> bytes:
+        """Bytes of a 1-D fp32 tensor. Raises `PartInvalid` if a value is not finite."""
+        if not bool(torch.isfinite(values_E).all()):
+            raise PartInvalid("this node's own update holds values that are not finite; it was not sent")
+        return self._encode(values_E)
+
+    def decode(self, body: Buffer, elements: int) -> Tensor:
+        """The 1-D fp32 tensor that every member gets from these bytes. Raises `PartInvalid`."""
+        expected = self.encoded_bytes(elements)
+        if len(body) != expected:
+            raise PartInvalid(
+                f"a part of {elements} elements in {self.name} has {expected} bytes, this one {len(body)}"
+            )
+        if elements == 0:
+            return torch.empty(0)
+        raw = torch.frombuffer(body if isinstance(body, bytearray) else bytearray(body), dtype=torch.uint8)
+        values_E = self._decode(raw, elements)
+        if not bool(torch.isfinite(values_E).all()):
+            raise PartInvalid(f"a part in {self.name} holds values that are not finite")
+        return values_E
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _encode_half(dtype: torch.dtype) -> Callable[[Tensor], bytes]:
+    limit = torch.finfo(dtype).max
+    return lambda values_E: _bytes_of(values_E.clamp(-limit, limit).to(dtype))
+
+
+def _decode_as(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor]:
+    return lambda raw, elements: raw.view(dtype)[:elements].to(torch.float32)
+
+
+def _blocks(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+def _quantise(values_E: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Codes in [-levels, levels] as int8 [blocks, BLOCK] and scales as bf16 [blocks]."""
+    blocks = _blocks(values_E.numel())
+    padded = torch.nn.functional.pad(values_E, (0, blocks * BLOCK - values_E.numel())).view(blocks, BLOCK)
+    scales = (padded.abs().amax(dim=1) / levels).to(torch.bfloat16)
+    divisor = scales.to(torch.float32).unsqueeze(1)
+    codes = torch.where(divisor > 0, padded / divisor, 0.0).round().clamp(-levels, levels).to(torch.int8)
+    return codes, scales
+
+
+def _encode_int8(values_E: Tensor) -> bytes:
+    codes, scales = _quantise(values_E, 127)
+    return _bytes_of(scales) + _bytes_of(codes)
+
+
+def _decode_int8(raw: Tensor, elements: int) -> Tensor:
+    blocks = _blocks(elements)
+    scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
+    codes = raw[blocks * _SCALE_BYTES :].view(torch.int8).view(blocks, BLOCK).to(torch.float32)
+    return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
+
+
+def _encode_int4(values_E: Tensor) -> bytes:
+    codes, scales = _quantise(values_E, 7)
+    nibbles = (codes.view(-1) + 8).to(torch.uint8)
+    return _bytes_of(scales) + _bytes_of(nibbles[0::2] | (nibbles[1::2] << 4))
+
+
+def _decode_int4(raw: Tensor, elements: int) -> Tensor:
+    blocks = _blocks(elements)
+    scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
+    packed = raw[blocks * _SCALE_BYTES :]
+    nibbles = torch.stack((packed & 0x0F, packed >> 4), dim=1).view(blocks, BLOCK)
+    codes = torch.sub(nibbles.to(torch.float32), 8.0)
+    return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
+
+
+_ALL = (
+    Codec("fp32", pb.CODEC_FP32, lambda n: 4 * n, _bytes_of, _decode_as(torch.float32)),
+    Codec("bf16", pb.CODEC_BF16, lambda n: 2 * n, _encode_half(torch.bfloat16), _decode_as(torch.bfloat16)),
+    Codec("fp16", pb.CODEC_FP16, lambda n: 2 * n, _encode_half(torch.float16), _decode_as(torch.float16)),
+    Codec("int8", pb.CODEC_INT8, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK), _encode_int8, _decode_int8),
+    Codec("int4", pb.CODEC_INT4, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4),
+)
+CODECS = {codec.name: codec for codec in _ALL}
+BY_NUMBER = {codec.number: codec for codec in _ALL}

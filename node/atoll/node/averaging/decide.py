@@ -1,0 +1,113 @@
+"""The decisions of a round as pure functions: what Start says, whether a Start is honest, what is signed.
+
+The opener builds with these functions and every member checks with them, so the rules stand once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from atoll.core import protocol
+from atoll.core.data_position import DataPosition, advance
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.partition import partition
+from atoll.node.averaging.round_types import RoundPolicy
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+
+def build_start(
+    policy: RoundPolicy, plan: Plan, round_id: RoundId, ready: Mapping[str, dp.Ready], unix_ms: int
+) -> dp.Start:
+    """What the opener sends to all: weights frozen at min(tokens, cap), the partition by the plan's caps."""
+    members = round_id.order(plan.members)
+    contributions = [
+        manifest_pb2.Contribution(
+            peer_id=peer,
+            tokens=ready[peer].tokens,
+            weight=min(ready[peer].tokens, _cap(plan, peer)),
+            samples=ready[peer].samples,
+        )
+        for peer in members
+    ]
+    return dp.Start(
+        round=round_id.to_proto(),
+        contributions=contributions,
+        partition=_partition(policy, plan, members),
+        codec=CODECS[policy.codec].number,
+        elements=policy.elements,
+        part_elements=policy.part_elements,
+        deadline_ms=int(policy.exchange_timeout.total_seconds() * 1000),
+        unix_ms=unix_ms,
+    )
+
+
+def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Ready, me: str, start: dp.Start) -> None:
+    """Raise `PeerMisbehaved` unless an honest opener could have sent this to us."""
+    members = tuple(item.peer_id for item in start.contributions)
+    if members != round_id.order(plan.members):
+        raise PeerMisbehaved("Start names other members than the plan, or in another order")
+    for item in start.contributions:
+        if item.weight != min(item.tokens, _cap(plan, item.peer_id)):
+            raise PeerMisbehaved(f"Start gives {item.peer_id} a weight that its tokens and the plan do not allow")
+        if item.peer_id == me and (item.tokens, item.samples) != (mine.tokens, mine.samples):
+            raise PeerMisbehaved("Start does not repeat what we reported")
+    if not any(item.weight for item in start.contributions):
+        raise PeerMisbehaved("Start of a round to which nobody contributes")
+    if start.codec != CODECS[policy.codec].number:
+        raise PeerMisbehaved("Start names another codec than the run spec")
+    if (start.elements, start.part_elements) != (policy.elements, policy.part_elements):
+        raise PeerMisbehaved("Start has other sizes than the run spec")
+    if list(start.partition) != _partition(policy, plan, members):
+        raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
+
+
+def manifest_payload(
+    policy: RoundPolicy, plan: Plan, head: Head, start: dp.Start, layers: tuple[manifest_pb2.LayerState, ...]
+) -> bytes:
+    """The bytes that every member signs: equal on all that computed the same digests."""
+    members = [item.peer_id for item in start.contributions]
+    parts_total = sum(-(-(piece.end - piece.start) // start.part_elements) for piece in start.partition)
+    message = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=start.round,
+        previous_hash=head.hash,
+        contributions=start.contributions,
+        layers=layers,
+        codec=start.codec,
+        committed_tokens=head.committed_tokens + sum(item.tokens for item in start.contributions),
+        data=advance(
+            position_at(head, plan),
+            members,
+            {item.peer_id: item.samples for item in start.contributions},
+            policy.minimum_lease,
+        ).to_proto(),
+        parts_total=parts_total,
+        parts_zeroed=0,
+        committed_unix_ms=start.unix_ms,
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def position_at(head: Head, plan: Plan) -> DataPosition:
+    """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says."""
+    if head.round > 0:
+        return head.data
+    holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
+    cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
+    return DataPosition(cursor=cursor, holdings=holdings)
+
+
+def _cap(plan: Plan, peer: str) -> int:
+    assignment = plan.assignment(peer)
+    return assignment.max_round_tokens if assignment else 0
+
+
+def _partition(policy: RoundPolicy, plan: Plan, members: tuple[str, ...]) -> list[dp.PartRange]:
+    bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
+    pieces = partition(policy.elements, members, bandwidth)
+    return [dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end) for piece in pieces]

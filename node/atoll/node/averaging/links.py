@@ -1,0 +1,107 @@
+"""Round messages between members: one stream kept open per peer and direction, messages in order.
+
+A message that cannot be delivered is dropped and counted; every round has deadlines that notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+
+from atoll.core import log
+from atoll.core.errors import AtollError, DeadlineExceeded, PeerMisbehaved, Unreachable
+from atoll.core.frames import FrameKind
+from atoll.node.transport import Network, Stream
+from atoll.v1 import dataplane_pb2 as dp
+
+PROTOCOL = "/atoll/round/1"
+_OPEN_TIMEOUT = timedelta(seconds=10)
+_IDLE_TIMEOUT = timedelta(minutes=10)  # a member reports tokens far more often than that
+_QUEUE = 256
+
+_log = log.get("rounds")
+
+
+class RoundLinks:
+    """Sends to any member, and brings what members send to one callback."""
+
+    def __init__(self, network: Network, receive: Callable[[str, dp.RoundMessage], None]) -> None:
+        self._network = network
+        self._receive = receive
+        self._queues: dict[str, asyncio.Queue[dp.RoundMessage]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.dropped = 0
+        network.handle(PROTOCOL, self._serve)
+
+    def send(self, peer: str, message: dp.RoundMessage) -> None:
+        """Queue a message. Never blocks; a full queue (the peer is long gone) drops the message."""
+        queue = self._queues.get(peer)
+        if queue is None:
+            queue = self._queues[peer] = asyncio.Queue(_QUEUE)
+            self._keep(self._deliver(peer, queue))
+        try:
+            queue.put_nowait(message)
+        except asyncio.QueueFull:
+            self.dropped += 1
+
+    async def close(self) -> None:
+        """Stop sending."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, stream: Stream) -> None:
+        while True:
+            try:
+                frame = await stream.receive(_IDLE_TIMEOUT)
+            except (Unreachable, DeadlineExceeded):
+                return  # the sender opens another when it has something to say
+            try:
+                message = dp.RoundMessage.FromString(frame.header)
+            except DecodeError as error:
+                raise PeerMisbehaved("a round message does not parse") from error
+            self._receive(stream.peer_id, message)
+
+    async def _deliver(self, peer: str, queue: asyncio.Queue[dp.RoundMessage]) -> None:
+        stream: Stream | None = None
+        watch: asyncio.Task[None] | None = None
+        try:
+            while True:
+                payload = (await queue.get()).SerializeToString()
+                if watch is not None and watch.done():
+                    stream = None
+                for _ in range(2):
+                    try:
+                        if stream is None:
+                            stream = await self._network.open(peer, PROTOCOL, _OPEN_TIMEOUT)
+                            watch = self._keep(_until_end(stream))
+                        await stream.send(FrameKind.MESSAGE, payload)
+                        break
+                    except AtollError as error:
+                        _log.debug("round message not delivered", peer=peer, reason=str(error))
+                        if stream is not None:
+                            await stream.close()
+                        stream = None
+                else:
+                    self.dropped += 1
+        finally:
+            if stream is not None:
+                await stream.close()
+
+    def _keep(self, work: asyncio._CoroutineLike[None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _until_end(stream: Stream) -> None:
+    """Ends when the other side hangs up or refuses: it never answers on this protocol otherwise."""
+    try:
+        while True:
+            await stream.receive(_IDLE_TIMEOUT)
+    except AtollError:
+        return

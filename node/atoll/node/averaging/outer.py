@@ -1,0 +1,62 @@
+"""The outer step, and the digests that prove that everyone took the same one.
+
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): the averaged pseudo-gradient g goes through SGD
+with Nesterov momentum, `m ← μ·m + g`, `θ ← θ − η·(g + μ·m)`.
+
+Replicas must agree bit for bit on any CPU and any number of threads, so only elementwise operations appear,
+each rounded on its own: no `add(alpha=)`, no `lerp`, no fused optimiser (they contract to fused multiply-adds
+on some machines and not on others: measured).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from atoll.v1 import manifest_pb2
+
+
+def outer_step(
+    anchor_E: Tensor, momentum_E: Tensor, average_E: Tensor, learning_rate: float, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """New anchor and new momentum, both fp32 [E]; the arguments stay as they are."""
+    new_momentum_E = torch.add(torch.mul(momentum_E, momentum), average_E)
+    step_E = torch.mul(new_momentum_E, momentum)
+    torch.add(step_E, average_E, out=step_E)
+    torch.mul(step_E, learning_rate, out=step_E)
+    return torch.sub(anchor_E, step_E, out=step_E), new_momentum_E
+
+
+def layer_states(
+    anchor_E: Tensor, momentum_E: Tensor, offsets: Sequence[int], round_number: int
+) -> tuple[manifest_pb2.LayerState, ...]:
+    """SHA-256 of every layer's slice of both vectors. `offsets` has one entry more than there are layers."""
+    return tuple(
+        manifest_pb2.LayerState(
+            layer=layer,
+            round=round_number,
+            anchor_digest=digest(anchor_E[start:end]),
+            momentum_digest=digest(momentum_E[start:end]),
+        )
+        for layer, (start, end) in enumerate(pairwise(offsets))
+    )
+
+
+def digest(values_E: Tensor) -> bytes:
+    """SHA-256 of the little-endian fp32 bytes."""
+    return hashlib.sha256(values_E.contiguous().numpy().data.cast("B")).digest()
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Σ wᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; members of weight 0 are left out."""
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight > 0]
+    total = sum(weight for _, weight in counted)
+    first, weight = counted[0]
+    sum_E = torch.mul(first, float(weight) / float(total))
+    for value, weight in counted[1:]:
+        torch.add(sum_E, torch.mul(value, float(weight) / float(total)), out=sum_E)
+    return sum_E

@@ -1,0 +1,89 @@
+"""What enrolment gave this node, on disk: written once as a whole, renewed as a whole."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from atoll.core.certs import Credential
+from atoll.core.errors import KeyFileCorrupt
+from atoll.core.files import read_private, write_private
+from atoll.core.membership import Authority, Deny
+from atoll.v1 import common_pb2 as pb
+
+FILE_NAME = "credentials.json"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Everything needed to speak to the coordinator and to other members."""
+
+    run_id: str
+    coordinator: str  # host:port of the membership service
+    tls_key_pem: str
+    tls_chain_pem: str
+    ca_pem: str
+    operator_key: bytes
+    membership: bytes  # serialised Signed
+    deny_list: bytes  # serialised Signed
+    seeds: tuple[str, ...]
+    run_spec_toml: str
+
+    @property
+    def tls(self) -> Credential:
+        """For the mutual-TLS channel."""
+        return Credential(self.tls_key_pem.encode(), self.tls_chain_pem.encode(), self.ca_pem.encode())
+
+    @property
+    def authority(self) -> Authority:
+        """For checking other members."""
+        return Authority(self.operator_key, self.run_id)
+
+    def sealed_membership(self) -> pb.Signed:
+        """Our certificate, as peers see it."""
+        return pb.Signed.FromString(self.membership)
+
+    def deny(self) -> Deny:
+        """The deny-list as of the last word of the coordinator."""
+        return self.authority.verify_deny_list(pb.Signed.FromString(self.deny_list))
+
+    def renewed(
+        self, *, tls_key_pem: bytes, chain_pem: bytes, membership: pb.Signed, deny_list: pb.Signed
+    ) -> Credentials:
+        """The same with a fresh certificate."""
+        return replace(
+            self,
+            tls_key_pem=tls_key_pem.decode(),
+            tls_chain_pem=chain_pem.decode(),
+            membership=membership.SerializeToString(),
+            deny_list=deny_list.SerializeToString(),
+        )
+
+    def save(self, directory: Path) -> None:
+        """Replace the file, mode 0600. Raises `DataDirUnusable`."""
+        plain = {
+            key: b64encode(value).decode() if isinstance(value, bytes) else value for key, value in asdict(self).items()
+        }
+        write_private(directory / FILE_NAME, json.dumps({"version": 1, **plain}, indent=1).encode())
+
+    @classmethod
+    def load(cls, directory: Path) -> Credentials | None:
+        """Read the file; None when this node never joined. Raises `KeyFileCorrupt`."""
+        path = directory / FILE_NAME
+        if not path.exists():
+            return None
+        try:
+            plain = json.loads(read_private(path))
+            if plain.pop("version") != 1:
+                raise ValueError("another version")
+            for key in ("operator_key", "membership", "deny_list"):
+                plain[key] = b64decode(plain[key], validate=True)
+            loaded = cls(**{**plain, "seeds": tuple(plain["seeds"])})
+            loaded.deny()
+        except (ValueError, TypeError, KeyError) as error:
+            raise KeyFileCorrupt(
+                f"{path} cannot be read: {error}", "move it away and join again with a new token"
+            ) from error
+        return loaded

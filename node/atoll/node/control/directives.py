@@ -1,0 +1,61 @@
+"""What the coordinator wants of this node, verified and in one place. Parts of the node wait on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from atoll.core import log
+from atoll.core.errors import AtollError
+from atoll.core.membership import Authority, Deny
+from atoll.core.plan import Plan, verify_plan
+from atoll.v1 import membership_pb2 as mb
+
+_log = log.get("coordinator")
+
+
+class Directives:
+    """The newest verified plan, order, run state and seeds; `changed` wakes whoever waits."""
+
+    def __init__(self, authority: Authority, deny_listed: Callable[[Deny], None]) -> None:
+        self.plan: Plan | None = None
+        self.order = mb.ORDER_UNSPECIFIED
+        self.run_state = mb.RUN_STATE_UNSPECIFIED
+        self.seeds: tuple[str, ...] = ()
+        self._authority = authority
+        self._deny_listed = deny_listed
+        self._changed = asyncio.Condition()
+        self._wakers: set[asyncio.Task[None]] = set()
+
+    def take(self, response: mb.HeartbeatResponse) -> None:
+        """Believe what is signed; a plan or list that does not verify is logged and ignored."""
+        try:
+            if response.HasField("plan"):
+                plan = verify_plan(response.plan, self._authority.operator_key, self._authority.run_id)
+                if self.plan is None or plan.version > self.plan.version:
+                    self.plan = plan
+                    _log.info("plan received", version=plan.version, members=len(plan.members), reason=plan.reason)
+            if response.HasField("deny_list"):
+                self._deny_listed(self._authority.verify_deny_list(response.deny_list))
+        except AtollError as error:
+            _log.error("the coordinator sent something that does not verify", reason=str(error))
+        self.order = response.order
+        self.run_state = response.run_state
+        self.seeds = tuple(response.seeds) or self.seeds
+        self.wake()
+
+    def wake(self) -> None:
+        """Let waiters look again."""
+
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        task = asyncio.get_running_loop().create_task(notify())
+        self._wakers.add(task)
+        task.add_done_callback(self._wakers.discard)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` holds. The caller sets the deadline, where one makes sense."""
+        async with self._changed:
+            await self._changed.wait_for(condition)

@@ -1,0 +1,120 @@
+"""Enrolment: a token becomes credentials. The coordinator is checked before it is told anything."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+import ssl
+from datetime import timedelta
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from atoll.core import protocol
+from atoll.core.certs import SERVER_NAME, new_tls_key_and_csr
+from atoll.core.clock import Clock, unix_ms
+from atoll.core.errors import CaMismatch, Unreachable
+from atoll.core.grpc_errors import from_rpc_error
+from atoll.core.identity import Identity
+from atoll.core.run_spec import parse_run_spec
+from atoll.core.tokens import JoinToken, split_endpoint
+from atoll.node.control.credentials import Credentials
+from atoll.v1 import enrolment_pb2, enrolment_pb2_grpc
+
+TIMEOUT = timedelta(seconds=10)
+
+
+async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clock) -> Credentials:
+    """Trade the token for credentials. Raises what the coordinator says, `CaMismatch`, `Unreachable`."""
+    ca_pem = await asyncio.to_thread(fetch_ca, token)
+    key_pem, csr_der = new_tls_key_and_csr()
+    request = enrolment_pb2.EnrolRequest(
+        protocol=protocol.ours(),
+        token_id=token.token_id,
+        token_secret=token.secret,
+        csr_der=csr_der,
+        identity_public_key=identity.public_key,
+        csr_signature=identity.sign("csr", csr_der),
+        node_name=node_name,
+        node_unix_ms=unix_ms(clock),
+    )
+    options = [("grpc.ssl_target_name_override", SERVER_NAME)]
+    channel_credentials = grpc.ssl_channel_credentials(root_certificates=ca_pem)
+    async with grpc.aio.secure_channel(token.endpoint, channel_credentials, options) as channel:
+        try:
+            response = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(request, timeout=TIMEOUT.total_seconds())
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, f"the coordinator at {token.endpoint}") from error
+    return _checked(response, token, identity, key_pem, ca_pem, clock)
+
+
+def _checked(
+    response: enrolment_pb2.EnrolResponse,
+    token: JoinToken,
+    identity: Identity,
+    key_pem: bytes,
+    ca_pem: bytes,
+    clock: Clock,
+) -> Credentials:
+    """Believe nothing unread: spec, membership and deny-list must hold before they are written."""
+    host, _ = split_endpoint(token.endpoint)
+    member_host, _, member_port = response.membership_endpoint.rpartition(":")
+    credentials = Credentials(
+        run_id=response.run_id,
+        coordinator=f"{member_host or _bracketed(host)}:{member_port}",
+        tls_key_pem=key_pem.decode(),
+        tls_chain_pem=response.certificate_chain_pem.decode(),
+        ca_pem=ca_pem.decode(),
+        operator_key=response.operator_public_key,
+        membership=response.membership.SerializeToString(),
+        deny_list=response.deny_list.SerializeToString(),
+        seeds=tuple(response.seeds),
+        run_spec_toml=response.run_spec_toml,
+    )
+    parse_run_spec(credentials.run_spec_toml, f"the spec of run {response.run_id}")
+    credentials.authority.verify_membership(response.membership, clock.unix(), expect_peer_id=identity.peer_id)
+    credentials.deny()
+    return credentials
+
+
+def fetch_ca(token: JoinToken) -> bytes:
+    """The authority's certificate, PEM, from one TLS handshake; nothing of ours is sent.
+
+    Raises `CaMismatch` unless its SHA-256 is the token's, `Unreachable` when nobody answers.
+    """
+    host, port = split_endpoint(token.endpoint)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the hash in the token is the check
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host, port), timeout=TIMEOUT.total_seconds()) as plain,
+            context.wrap_socket(plain) as tls,
+        ):
+            chain = _unverified_chain(tls)
+    except OSError as error:
+        raise Unreachable(
+            f"no coordinator answers at {token.endpoint}: {error}",
+            "check the address in the token, the coordinator's enrolment port, and firewalls on the way",
+        ) from error
+    for der in chain:
+        if hashlib.sha256(der).hexdigest() == token.ca_sha256:
+            return x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM)
+    raise CaMismatch(
+        f"the server at {token.endpoint} is not the coordinator that made this token",
+        "ask your operator for a new token: `atollctl token create`",
+    )
+
+
+def _unverified_chain(tls: ssl.SSLSocket) -> list[bytes]:
+    if hasattr(tls, "get_unverified_chain"):  # Python 3.13
+        return list(tls.get_unverified_chain())
+    inner = tls._sslobj  # type: ignore[attr-defined]  # 3.11 and 3.12 have it only here
+    return [certificate.public_bytes(ssl._ssl.ENCODING_DER) for certificate in inner.get_unverified_chain()]  # type: ignore[attr-defined]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,203 @@
+"""The line to the coordinator: heartbeats up, plans and orders down, certificates renewed in time.
+
+The line may break for hours; training does not notice. Reports wait here until the coordinator says that
+they are durable, so nothing acknowledged is ever lost and nothing is counted twice (reports are idempotent).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import grpc
+
+from atoll.core import log
+from atoll.core.certs import SERVER_NAME, new_tls_key_and_csr, not_after
+from atoll.core.clock import Clock
+from atoll.core.errors import Banned, CorpusError, ProtocolMismatch
+from atoll.core.grpc_errors import from_rpc_error
+from atoll.core.identity import Identity
+from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
+from atoll.node.control.credentials import Credentials
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import membership_pb2_grpc
+
+BEAT = timedelta(seconds=1)
+CALL_TIMEOUT = timedelta(seconds=10)
+_SILENCE = timedelta(seconds=30)  # the coordinator answers every heartbeat
+_BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))
+_FINAL = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
+
+_log = log.get("coordinator")
+
+
+@dataclass
+class Outgoing:
+    """Reports on their way: `pending` not sent yet, `sent` by the sequence of the heartbeat that carried them."""
+
+    pending: list[mb.RoundReport | mb.EvaluationReport] = field(default_factory=list)
+    sent: dict[int, list[mb.RoundReport | mb.EvaluationReport]] = field(default_factory=dict)
+
+    def take(self, sequence: int) -> list[mb.RoundReport | mb.EvaluationReport]:
+        """Everything that waits, now travelling with `sequence`."""
+        batch, self.pending = self.pending, []
+        if batch:
+            self.sent[sequence] = batch
+        return batch
+
+    def acknowledged(self, sequence: int) -> None:
+        """Reports up to that heartbeat are durable."""
+        for number in [number for number in self.sent if number <= sequence]:
+            del self.sent[number]
+
+    def again(self) -> None:
+        """The line broke: what was not acknowledged travels again."""
+        self.pending = [report for number in sorted(self.sent) for report in self.sent[number]] + self.pending
+        self.sent = {}
+
+
+class CoordinatorLink:
+    """One member's line to the coordinator."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        identity: Identity,
+        clock: Clock,
+        *,
+        describe: Callable[[bool], mb.HeartbeatRequest],
+        received: Callable[[mb.HeartbeatResponse], None],
+        renewed: Callable[[Credentials], None],
+    ) -> None:
+        self.credentials = credentials
+        self.connected = False
+        self._identity = identity
+        self._clock = clock
+        self._describe = describe  # True: with the static facts
+        self._received = received
+        self._renewed = renewed
+        self._outgoing = Outgoing()
+        self._sequence = 0
+        self._hurry = asyncio.Event()
+
+    def report(self, report: mb.RoundReport | mb.EvaluationReport) -> None:
+        """Tell the coordinator, now or when it is back."""
+        self._outgoing.pending.append(report)
+        self._hurry.set()
+
+    def hurry(self) -> None:
+        """Send a heartbeat now: something changed that others wait for."""
+        self._hurry.set()
+
+    async def run(self) -> None:
+        """Keep the line up until cancelled. Raises `Banned` and its like: there trying again is no use."""
+        backoff = _BACKOFF[0]
+        while True:
+            try:
+                await self._renew_if_due()
+                await self._converse()
+            except grpc.aio.AioRpcError as error:
+                problem = from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}")
+                if isinstance(problem, _FINAL):
+                    raise problem from error
+                if self.connected:
+                    backoff = _BACKOFF[0]
+                _log.warning("coordinator out of reach", reason=str(problem), retry_seconds=backoff.total_seconds())
+            except TimeoutError:
+                _log.warning("the coordinator fell silent")
+            self.connected = False
+            self._outgoing.again()
+            await asyncio.sleep(backoff.total_seconds())
+            backoff = min(backoff * 2, _BACKOFF[1])
+
+    async def leave(self, reason: str) -> None:
+        """Say goodbye. A coordinator that does not answer will notice by itself."""
+        try:
+            async with self._channel() as channel:
+                stub = membership_pb2_grpc.MembershipServiceStub(channel)
+                await stub.Leave(mb.LeaveRequest(reason=reason), timeout=CALL_TIMEOUT.total_seconds())
+        except grpc.aio.AioRpcError as error:
+            _log.warning("could not say goodbye", reason=str(from_rpc_error(error, "the coordinator")))
+
+    async def flush(self, timeout: timedelta) -> bool:
+        """Wait until every report is durable; False when the time is over."""
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                while self._outgoing.pending or self._outgoing.sent:
+                    self._hurry.set()
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            return False
+        return True
+
+    # --- one connection ------------------------------------------------------------------------------
+
+    async def _converse(self) -> None:
+        async with self._channel() as channel:
+            call = membership_pb2_grpc.MembershipServiceStub(channel).Heartbeat(self._requests())
+            responses = call.__aiter__()
+            while True:
+                async with asyncio.timeout(_SILENCE.total_seconds()):
+                    response = await anext(responses, None)
+                if response is None:
+                    return
+                self.connected = True
+                self._outgoing.acknowledged(response.acknowledged_sequence)
+                self._received(response)
+                if self._renewal_due():
+                    return
+
+    async def _requests(self) -> AsyncIterator[mb.HeartbeatRequest]:
+        first = True
+        while True:
+            self._hurry.clear()
+            self._sequence += 1
+            request = self._describe(first)
+            request.sequence = self._sequence
+            for report in self._outgoing.take(self._sequence):
+                if isinstance(report, mb.RoundReport):
+                    request.rounds.append(report)
+                else:
+                    request.evaluations.append(report)
+            yield request
+            first = False
+            try:
+                async with asyncio.timeout(BEAT.total_seconds()):
+                    await self._hurry.wait()
+            except TimeoutError:
+                continue
+
+    # --- certificates ----------------------------------------------------------------------------------
+
+    def _renewal_due(self) -> bool:
+        left = not_after(self.credentials.tls_chain_pem.encode()) - self._clock.unix()
+        return left < CERTIFICATE_LIFETIME.total_seconds() * (1 - RENEW_AT)
+
+    async def _renew_if_due(self) -> None:
+        if not self._renewal_due():
+            return
+        key_pem, csr_der = new_tls_key_and_csr()
+        request = mb.RenewRequest(csr_der=csr_der, csr_signature=self._identity.sign("csr", csr_der))
+        async with self._channel() as channel:
+            stub = membership_pb2_grpc.MembershipServiceStub(channel)
+            response = await stub.Renew(request, timeout=CALL_TIMEOUT.total_seconds())
+        self.credentials = self.credentials.renewed(
+            tls_key_pem=key_pem,
+            chain_pem=response.certificate_chain_pem,
+            membership=response.membership,
+            deny_list=response.deny_list,
+        )
+        self._renewed(self.credentials)
+        _log.info("certificate renewed")
+
+    def _channel(self) -> grpc.aio.Channel:
+        tls = self.credentials.tls
+        channel_credentials = grpc.ssl_channel_credentials(tls.ca_pem, tls.key_pem, tls.chain_pem)
+        options = [
+            ("grpc.ssl_target_name_override", SERVER_NAME),
+            ("grpc.keepalive_time_ms", 15_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+        ]
+        return grpc.aio.secure_channel(self.credentials.coordinator, channel_credentials, options)

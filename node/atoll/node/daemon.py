@@ -1,0 +1,395 @@
+"""The node daemon, read top-down: lock → identity → join → swarm → supervise → drain.
+
+One asyncio process owns p2pd, gate, DHT, rounds, the line to the coordinator and the local API; the trainer
+is a child of its own. SIGTERM or SIGINT drains within a deadline; a second signal stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from atoll.core import log, sdnotify
+from atoll.core.clock import Clock
+from atoll.core.errors import AlreadyRunning, AtollError, ChildDied, DataDirUnusable, InvalidTransition, UsageError
+from atoll.core.files import make_private_dir
+from atoll.core.identity import Identity
+from atoll.core.membership import Deny, Member
+from atoll.core.run_spec import parse_run_spec
+from atoll.core.tokens import JoinToken
+from atoll.node.config import NodeConfig
+from atoll.node.control.credentials import Credentials
+from atoll.node.control.directives import Directives
+from atoll.node.control.enrol import enrol
+from atoll.node.control.link import CoordinatorLink
+from atoll.node.localapi import LocalApi
+from atoll.node.session import NodeContext, TrainingSession
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.status import LiveStatus
+from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.training.trainer import TrainerConfig
+from atoll.v1 import membership_pb2 as mb
+
+START_TIMEOUT = timedelta(seconds=60)
+DRAIN_TIMEOUT = timedelta(seconds=30)
+CLOSE_TIMEOUT = timedelta(seconds=5)
+ADDRESS_LIFETIME = timedelta(seconds=300)
+ADDRESS_REFRESH = timedelta(seconds=60)
+LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
+AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
+
+_log = log.get("daemon")
+
+
+async def run_daemon(config: NodeConfig, token: JoinToken | None, clock: Clock) -> None:
+    """Be a member until told to leave. Raises the error that made it impossible."""
+    make_private_dir(config.data_dir)
+    with locked(config.data_dir):
+        identity = Identity.load_or_create(config.path("identity.key"))
+        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
+        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
+        credentials = await join(config, identity, name, token, clock)
+        await Daemon(config, identity, credentials, clock).run()
+
+
+async def join(config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock) -> Credentials:
+    """Credentials of an earlier enrolment, or new ones for the token."""
+    known = Credentials.load(config.data_dir)
+    if known is not None and token is None:
+        return known
+    if token is None:
+        raise UsageError(
+            "this node has not joined a run yet and was given no token",
+            "ask your operator for one, then: atoll join --token - (and paste it)",
+        )
+    credentials = await enrol(token, identity, name, clock)
+    credentials.save(config.data_dir)
+    return credentials
+
+
+class Daemon:
+    """A running member."""
+
+    def __init__(self, config: NodeConfig, identity: Identity, credentials: Credentials, clock: Clock) -> None:
+        self._config = config
+        self._identity = identity
+        self._credentials = credentials
+        self._clock = clock
+        self._me: Member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
+        self._spec = parse_run_spec(credentials.run_spec_toml)
+        self._status = LiveStatus()
+        self._directives = Directives(credentials.authority, self._deny_listed)
+        self._leaving = asyncio.Event()
+        self._farewell = "left"
+        self._host: SwarmHost | None = None
+        self._session: TrainingSession | None = None
+        self._resume_timer: asyncio.TimerHandle | None = None
+        self._link = CoordinatorLink(
+            credentials,
+            identity,
+            clock,
+            describe=self._describe,
+            received=self._directives.take,
+            renewed=self._certificate_renewed,
+        )
+
+    async def run(self) -> None:
+        """Start everything, supervise it, drain when asked."""
+        self._catch_signals()
+        run_dir = make_private_dir(self._config.path("runs", self._spec.run.name))
+        api = LocalApi(self._config.data_dir, self._commands())
+        await api.start()
+        try:
+            self._host = await self._join_swarm()
+            work = [self._link.run(), self._watch_p2pd(self._host), self._keep_address(self._host), self._watchdog()]
+            if "seed" in self._me.roles:
+                self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
+            else:
+                self._session = self._make_session(self._host, run_dir)
+                work += [self._session.run(), self._find_members(self._host), self._obey_orders()]
+            await self._supervise(work)
+        finally:
+            await api.close()
+            if self._session is not None:
+                await self._session.stop_trainer()
+            if self._host is not None:
+                await self._host.close(CLOSE_TIMEOUT)
+            shutil.rmtree(self._config.path("run"), ignore_errors=True)
+
+    # --- starting ------------------------------------------------------------------------------------
+
+    async def _join_swarm(self) -> SwarmHost:
+        config = self._config
+        is_seed = "seed" in self._me.roles
+        host = await SwarmHost.start(
+            SwarmConfig(
+                identity_path=config.path("identity.key"),
+                runtime_dir=make_private_dir(config.path("run")),
+                listen=(_multiaddr(config.listen, config.port),),
+                announce=(_multiaddr(config.announce, config.port),) if config.announce else (),
+                seeds=self._credentials.seeds,
+                relay_service=is_seed,
+            ),
+            identity=self._identity,
+            authority=self._credentials.authority,
+            membership=self._credentials.sealed_membership(),
+            deny=self._credentials.deny(),
+            clock=self._clock,
+            timeout=START_TIMEOUT,
+        )
+        _log.info("joined the swarm", peer_id=self._identity.peer_id, addresses=list(host.multiaddrs()))
+        sdnotify.notify("READY=1")
+        return host
+
+    def _make_session(self, host: SwarmHost, run_dir: Path) -> TrainingSession:
+        config = self._config
+        return TrainingSession(
+            NodeContext(
+                identity=self._identity,
+                spec=self._spec,
+                trainer=TrainerConfig(
+                    run_spec_toml=self._credentials.run_spec_toml,
+                    corpus_path=config.data or None,
+                    device=config.device,
+                    cpu_threads=config.cpu_threads or os.cpu_count() or 1,
+                    minimum_step_seconds=config.minimum_step_seconds,
+                ),
+                network=host,
+                directives=self._directives,
+                link=self._link,
+                manifests=ManifestStore(run_dir / "manifests", self._spec.run.name),
+                status=self._status,
+                run_dir=run_dir,
+                clock=self._clock,
+            )
+        )
+
+    # --- supervising ---------------------------------------------------------------------------------
+
+    async def _supervise(self, work: list[Any]) -> None:
+        """Until leaving, or until one of the tasks fails; a finished session is no reason to leave."""
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
+        leaving = asyncio.create_task(self._leaving.wait())
+        waiting: set[asyncio.Task[Any]] = {*tasks, leaving}
+        try:
+            while not leaving.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {leaving}:
+                    task.result()
+            await self._drain()
+        except AtollError as error:
+            self._status.enter(mb.NODE_STATE_FAILED, str(error))
+            raise
+        finally:
+            for task in (*tasks, leaving):
+                task.cancel()
+            await asyncio.gather(*tasks, leaving, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Finish the round if one comes in time, tell what is left to tell, say goodbye."""
+        self._status.enter(mb.NODE_STATE_DRAINING, "finishing the round, then leaving")
+        self._link.hurry()
+        sdnotify.notify("STOPPING=1")
+        if self._session is not None and not self._session.finished.is_set():
+            await self._session.next_round(DRAIN_TIMEOUT)
+        if self._link.connected:
+            await self._link.flush(CLOSE_TIMEOUT)
+        await self._link.leave(self._farewell)
+        _log.info("left", reason=self._farewell)
+
+    async def _watch_p2pd(self, host: SwarmHost) -> None:
+        raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
+
+    async def _watchdog(self) -> None:
+        interval = sdnotify.watchdog_interval()
+        while interval is not None:
+            sdnotify.notify("WATCHDOG=1")
+            await asyncio.sleep(interval.total_seconds() / 2)
+
+    async def _keep_address(self, host: SwarmHost) -> None:
+        """Our address and head in the DHT, renewed long before they expire."""
+        while True:
+            try:
+                await host.publish_address(ADDRESS_LIFETIME)
+                if self._status.head_hash:
+                    await host.publish_head(self._status.head_round, self._status.head_hash, ADDRESS_LIFETIME)
+            except AtollError as error:
+                _log.warning("could not publish in the DHT", reason=str(error))
+            known = self._status.head_round
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ADDRESS_REFRESH.total_seconds()):
+                    await self._directives.until(lambda known=known: self._status.head_round > known)
+
+    async def _find_members(self, host: SwarmHost) -> None:
+        """Look the members of the plan up in the DHT until all can be dialled, and again for each plan."""
+        missing: set[str] = set()
+        while True:
+            plan = self._directives.plan
+            if plan is not None:
+                try:
+                    known = await host.lookup_addresses()
+                    missing = set(plan.members) - set(known) - {self._identity.peer_id}
+                except AtollError as error:
+                    _log.warning("DHT lookup failed", reason=str(error))
+            pause = LOOKUP_INTERVAL if missing or plan is None else ADDRESS_REFRESH
+            version = plan.version if plan else 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause.total_seconds()):
+                    await self._directives.until(lambda version=version: self._newer_plan(version))
+
+    def _newer_plan(self, version: int) -> bool:
+        return self._directives.plan is not None and self._directives.plan.version > version
+
+    async def _obey_orders(self) -> None:
+        await self._directives.until(
+            lambda: self._directives.order == mb.ORDER_DRAIN or self._directives.run_state == mb.RUN_STATE_STOPPED
+        )
+        drained = self._directives.order == mb.ORDER_DRAIN
+        self.leave("drained by the operator" if drained else "the operator stopped the run")
+
+    # --- what others ask for -------------------------------------------------------------------------
+
+    def leave(self, reason: str) -> None:
+        """Drain and stop."""
+        self._farewell = reason
+        self._leaving.set()
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: signal.Signals) -> None:
+            if self._leaving.is_set():
+                _log.warning("second signal: stopping at once")
+                os._exit(128 + number)  # children die with us
+            self.leave(f"stopped by {number.name}")
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+
+    def _describe(self, first: bool) -> mb.HeartbeatRequest:
+        status = self._status
+        request = mb.HeartbeatRequest(status=status.to_proto(*self._bytes_sent()))
+        facts = status.facts
+        if facts is not None:
+            request.corpus_digest = facts.corpus_digest
+            request.profile.CopyFrom(
+                mb.NodeProfile(
+                    device=facts.device,
+                    device_name=facts.device_name,
+                    device_memory_bytes=facts.device_memory_bytes,
+                    cpu_threads=self._config.cpu_threads or os.cpu_count() or 1,
+                    tokens_per_second=facts.tokens_per_second,
+                )
+            )
+        if self._host is not None:
+            request.multiaddrs.extend(self._host.multiaddrs())
+        if self._session is not None and self._session.genesis is not None:
+            request.genesis.CopyFrom(self._session.genesis)
+        return request
+
+    def _bytes_sent(self) -> tuple[int, int]:
+        if self._host is None:
+            return 0, 0
+        averaging = sum(self._host.bytes_sent(name) for name in AVERAGING_PROTOCOLS)
+        return averaging, self._host.total_bytes_sent() - averaging
+
+    def _certificate_renewed(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        credentials.save(self._config.data_dir)
+        if self._host is not None:
+            self._host.gate.set_membership(credentials.sealed_membership())
+
+    def _deny_listed(self, deny: Deny) -> None:
+        if self._host is not None:
+            self._host.gate.set_deny_list(deny)
+
+    # --- the local API -------------------------------------------------------------------------------
+
+    def _commands(self) -> dict[str, Any]:
+        return {
+            "status": self._api_status,
+            "pause": self._api_pause,
+            "resume": self._api_resume,
+            "finish": self._api_finish,
+            "leave": self._api_leave,
+            "generate": self._api_generate,
+        }
+
+    async def _api_status(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "name": self._me.node_name,
+            "peer_id": self._identity.peer_id,
+            "run": self._spec.run.name,
+            "roles": sorted(self._me.roles),
+            "pid": os.getpid(),
+            "coordinator": self._credentials.coordinator,
+            "coordinator_connected": self._link.connected,
+            "stop_tokens": self._spec.run.stop_tokens,
+            **self._status.to_json(*self._bytes_sent()),
+        }
+
+    async def _api_pause(self, request: dict[str, Any]) -> dict[str, Any]:
+        session = self._training()
+        session.pause()
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+        seconds = float(request.get("seconds") or 0)
+        if seconds > 0:
+            self._resume_timer = asyncio.get_running_loop().call_later(seconds, session.resume)
+        return {"paused": True, "until_unix": time.time() + seconds if seconds else None}
+
+    async def _api_resume(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+        self._training().resume()
+        return {"paused": False}
+
+    async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
+        self.leave("finished its round at its owner's wish")
+        return {"leaving": True}
+
+    async def _api_leave(self, _: dict[str, Any]) -> dict[str, Any]:
+        self.leave("left at its owner's wish")
+        return {"leaving": True}
+
+    async def _api_generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        text = await self._training().generate(str(request.get("prompt", "")), int(request.get("tokens", 200)))
+        return {"text": text}
+
+    def _training(self) -> TrainingSession:
+        if self._session is None:
+            raise InvalidTransition("this member is a seed or still starting; it does not train")
+        return self._session
+
+
+@contextlib.contextmanager
+def locked(data_dir: Path) -> Iterator[None]:
+    """One daemon a data directory. Raises `AlreadyRunning`."""
+    try:
+        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise DataDirUnusable(f"cannot write in {data_dir}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise AlreadyRunning(
+            f"another atoll daemon runs on {data_dir}", "stop it with `atoll leave`, or use another --data-dir"
+        ) from error
+    else:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _multiaddr(host: str, port: int) -> str:
+    kind = "ip6" if ":" in host else "ip4" if host.replace(".", "").isdigit() else "dns4"
+    return f"/{kind}/{host}/tcp/{port}"

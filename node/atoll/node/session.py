@@ -1,0 +1,361 @@
+"""A run on one node, read top-down: load → (genesis) → synchronise → train in rounds → finish.
+
+The session owns the trainer and the committed state. It follows the coordinator's directives but needs the
+coordinator for none of its steps once it has a plan. If the trainer dies, the session starts another one
+from the anchor; the membership does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atoll.core import log, protocol
+from atoll.core.clock import Clock, unix_ms
+from atoll.core.errors import AtollError, ChildDied, InvalidTransition, Unreachable
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, sign_manifest
+from atoll.core.plan import Plan
+from atoll.core.round_id import RoundId
+from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.decide import position_at
+from atoll.node.averaging.engine import AveragingEngine, Listener, policy_of
+from atoll.node.averaging.links import RoundLinks
+from atoll.node.control.directives import Directives
+from atoll.node.control.link import CoordinatorLink
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.catchup import StateServer, catch_up
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.status import LiveStatus
+from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.transport import Network
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+LOAD_TIMEOUT = timedelta(minutes=10)
+STOP_TIMEOUT = timedelta(seconds=5)
+_EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
+_RETRY = timedelta(seconds=1)
+_TRAINER_RESTARTS = 5  # in a row, with no committed round between them
+
+T = TypeVar("T")
+
+_log = log.get("session")
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """What the session works with; made once by the daemon."""
+
+    identity: Identity
+    spec: RunSpec
+    trainer: TrainerConfig
+    network: Network
+    directives: Directives
+    link: CoordinatorLink
+    manifests: ManifestStore
+    status: LiveStatus
+    run_dir: Path  # final anchor and the trainer's log
+    clock: Clock
+
+
+class TrainingSession:
+    """One run on this node, from loading to the final anchor."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self.genesis: mb.GenesisReport | None = None  # while the coordinator does not know it yet
+        self.finished = asyncio.Event()
+        self._it = context
+        self._head: Head | None = None
+        self._state: AnchorState | None = None
+        self._trainer: Trainer | None = None
+        self._engine: AveragingEngine | None = None
+        self._owner_paused = False
+        self._links = RoundLinks(context.network, self._receive)
+        self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
+        StateServer(context.network, context.spec.run.name, context.manifests, self._current)
+
+    # --- the main path -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the run is finished. Raises what makes this node useless: a corpus or model it cannot load."""
+        restarts, last_round = 0, -1
+        try:
+            while not self.finished.is_set():
+                try:
+                    trainer = await self._load()
+                    await self._train_through(trainer)
+                except ChildDied as error:
+                    head_round = self._head.round if self._head else -1
+                    restarts = restarts + 1 if head_round == last_round else 1
+                    last_round = head_round
+                    self._it.status.trainer_restarts += 1
+                    _log.error("trainer died", reason=str(error), restart=restarts)
+                    if restarts > _TRAINER_RESTARTS:
+                        raise
+                    await asyncio.sleep(_RETRY.total_seconds() * restarts)
+        finally:
+            await self._links.close()
+            await self.stop_trainer()
+
+    async def _load(self) -> Trainer:
+        """A trainer with the model and corpus loaded; the anchor survives in our memory if it had one."""
+        it = self._it
+        it.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
+        await self.stop_trainer()
+        trainer = await Trainer.spawn(it.trainer, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
+        self._trainer = trainer
+        it.status.facts, it.status.training = trainer.facts, trainer.status
+        if self._state is not None:
+            trainer.anchor.copy_(self._state.anchor_E)
+            self._state.anchor_E = trainer.anchor
+        else:
+            self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
+        return trainer
+
+    async def _train_through(self, trainer: Trainer) -> None:
+        while not self.finished.is_set():
+            self._wait_state()
+            await self._or_trainer_death(trainer, self._it.directives.until(self._has_work))
+            if self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None:
+                await self._write_genesis(trainer)
+            if self._in_plan() and not self._owner_paused:
+                await self._follow_plan(trainer)
+
+    async def _follow_plan(self, trainer: Trainer) -> None:
+        """Synchronise with the others, then train in rounds until finished or no longer in the plan."""
+        it, plan = self._it, self._plan()
+        try:
+            head = await self._or_trainer_death(trainer, self._synchronise(plan))
+        except ChildDied:
+            raise
+        except AtollError as error:
+            _log.warning("cannot synchronise yet", reason=str(error))
+            await asyncio.sleep(_RETRY.total_seconds())
+            return
+        ranges = position_at(head, plan).holdings.get(it.identity.peer_id, ())
+        await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
+        self._moved(head)
+        engine = self._make_engine(trainer, head, plan)
+        running = asyncio.create_task(engine.run(self._links))
+        self._engine = engine
+        following = asyncio.create_task(self._steer(trainer, engine))
+        try:
+            await self._first_of(trainer, running, following)
+        finally:
+            self._engine = None
+            for task in (running, following):
+                task.cancel()
+            await asyncio.gather(running, following, return_exceptions=True)
+        if engine.finished.is_set():
+            await self._finish(trainer)
+        else:
+            await trainer.pause()
+            await trainer.discard()
+
+    async def _steer(self, trainer: Trainer, engine: AveragingEngine) -> None:
+        """Pass on plans, pauses and resumes; returns when a plan goes on without this node."""
+        it = self._it
+        training: bool | None = None
+        while self._in_plan():
+            plan = self._plan()
+            if plan.version > engine.plan.version:
+                engine.plan_received(plan)
+            wanted = self._may_train()
+            if wanted is not training:
+                await (trainer.train() if wanted else trainer.pause())
+                training = wanted
+                state = mb.NODE_STATE_TRAINING if wanted else mb.NODE_STATE_PAUSED
+                it.status.enter(state, "training" if wanted else self._why_paused())
+                it.link.hurry()
+            seen = (plan.version, wanted)
+            await it.directives.until(
+                lambda seen=seen: not self._in_plan() or (self._plan().version, self._may_train()) != seen
+            )
+
+    async def _finish(self, trainer: Trainer) -> None:
+        """Write the anchor of the last common round and say so."""
+        it = self._it
+        await trainer.pause()
+        assert self._head is not None
+        assert self._state is not None
+        names = [layer.name for layer in trainer.facts.layers.layers]
+        path = await asyncio.to_thread(self._state.write, it.run_dir, self._head, names)
+        it.status.anchor_path = str(path)
+        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; anchor at {path}")
+        _log.info("run finished", round=self._head.round, anchor=str(path))
+        it.link.hurry()
+        self.finished.set()
+
+    # --- getting to a common state ---------------------------------------------------------------------
+
+    async def _write_genesis(self, trainer: Trainer) -> None:
+        """Initialise the model here and sign round 0; the others fetch it by digest."""
+        it, spec = self._it, self._it.spec
+        it.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor")
+        await trainer.initialise()
+        assert self._state is not None
+        self._state.momentum_E.zero_()
+        manifest = manifest_pb2.Manifest(
+            protocol=protocol.ours(),
+            round=RoundId(spec.run.name, 0, 0, 0, 0).to_proto(),
+            layers=self._state.layer_states(0),
+            corpus_digest=bytes.fromhex(trainer.facts.corpus_digest),
+            committed_unix_ms=unix_ms(it.clock),
+        )
+        payload = manifest.SerializeToString(deterministic=True)
+        committed = manifest_pb2.CommittedManifest(payload=payload, signatures=[sign_manifest(it.identity, payload)])
+        head = Head(committed)
+        it.manifests.append(head)
+        self._moved(head)
+        self.genesis = mb.GenesisReport(layers=trainer.facts.layers, manifest=committed)
+        loss = await trainer.evaluate()
+        it.link.report(mb.EvaluationReport(round=0, loss=loss, committed_tokens=0))
+
+    async def _synchronise(self, plan: Plan) -> Head:
+        it = self._it
+        assert self._state is not None
+        if self._head is not None and self._head.round == 0 and self._head.hash != plan.genesis_manifest_hash:
+            self._head = None  # a genesis that the coordinator did not choose
+        it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
+        try:
+            head = await catch_up(
+                it.network, plan.members, it.spec.run.name, plan.genesis_manifest_hash, self._state, self._head
+            )
+        except Unreachable:
+            if self._head is None:
+                raise
+            return self._head  # nobody else has any: we wrote genesis, or are alone
+        if head is not self._head:
+            it.manifests.append(head)
+        return head
+
+    def _make_engine(self, trainer: Trainer, head: Head, plan: Plan) -> AveragingEngine:
+        it = self._it
+        assert self._state is not None
+        return AveragingEngine(
+            identity=it.identity,
+            spec=it.spec,
+            policy=policy_of(it.spec, layers=len(trainer.facts.layers.layers), elements=trainer.facts.elements),
+            trainer=trainer,
+            state=self._state,
+            manifests=it.manifests,
+            network=it.network,
+            exchanges=self._exchanges,
+            head=head,
+            plan=plan,
+            clock=it.clock,
+            counters=it.status.counters,
+            listener=Listener(committed=self._moved, report=it.link.report, evaluated=self._evaluated),
+        )
+
+    # --- orders from the owner -------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """The owner wants the machine back; progress since the last round stays here."""
+        self._owner_paused = True
+        self._it.directives.wake()
+
+    def resume(self) -> None:
+        """Train again."""
+        self._owner_paused = False
+        self._it.directives.wake()
+
+    async def next_round(self, timeout: timedelta) -> bool:
+        """Wait for the next committed round, so that no progress is lost by leaving; False if none came."""
+        start = self._it.status.head_round
+        engine = self._engine
+        if engine is None or self._owner_paused:
+            return False
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                await self._it.directives.until(lambda: self._it.status.head_round > start or self.finished.is_set())
+        except TimeoutError:
+            return False
+        return True
+
+    async def generate(self, prompt: str, tokens: int) -> str:
+        """Text from the committed anchor. Raises `InvalidTransition` before there is one."""
+        if self._trainer is None or self._head is None:
+            raise InvalidTransition("there is no anchor to generate from yet")
+        return await self._trainer.generate(prompt, tokens)
+
+    async def stop_trainer(self) -> None:
+        """End the trainer process, if there is one."""
+        if self._trainer is not None:
+            trainer, self._trainer = self._trainer, None
+            await trainer.stop(STOP_TIMEOUT)
+
+    # --- small words -----------------------------------------------------------------------------------
+
+    def _receive(self, peer: str, message: dp.RoundMessage) -> None:
+        if self._engine is not None:
+            self._engine.receive(peer, message)
+
+    def _current(self) -> tuple[Head, AnchorState] | None:
+        head = self._engine.head if self._engine else self._head
+        return (head, self._state) if head is not None and self._state is not None else None
+
+    def _moved(self, head: Head) -> None:
+        status = self._it.status
+        self._head = head
+        status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
+        self._it.directives.wake()
+
+    def _evaluated(self, report: mb.EvaluationReport) -> None:
+        self._it.status.validation_loss = report.loss
+        self._it.link.report(report)
+
+    def _plan(self) -> Plan:
+        assert self._it.directives.plan is not None
+        plan = self._it.directives.plan
+        self._it.status.plan_version, self._it.status.members = plan.version, len(plan.members)
+        self.genesis = None  # a plan is the proof that the coordinator has it
+        return plan
+
+    def _in_plan(self) -> bool:
+        plan = self._it.directives.plan
+        return plan is not None and self._it.identity.peer_id in plan.members
+
+    def _may_train(self) -> bool:
+        return not self._owner_paused and self._it.directives.run_state != mb.RUN_STATE_PAUSED
+
+    def _why_paused(self) -> str:
+        return "paused by its owner" if self._owner_paused else "the operator paused the run"
+
+    def _wait_state(self) -> None:
+        if self._owner_paused:
+            self._it.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
+        else:
+            self._it.status.enter(mb.NODE_STATE_READY, "ready; waiting for a plan")
+        self._it.link.hurry()
+
+    def _has_work(self) -> bool:
+        waiting_for_genesis = self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None
+        changed = self._owner_paused != (self._it.status.state == mb.NODE_STATE_PAUSED)
+        return waiting_for_genesis or changed or (self._in_plan() and not self._owner_paused)
+
+    async def _or_trainer_death(self, trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        await self._first_of(trainer, task)
+        return task.result()
+
+    async def _first_of(self, trainer: Trainer, *tasks: asyncio.Future[object]) -> None:
+        """Wait for one of the tasks; raise what it raised, or `ChildDied` when the trainer went first."""
+        try:
+            await asyncio.wait([*tasks, trainer.died], return_when=asyncio.FIRST_COMPLETED)
+            if trainer.died.done():
+                raise ChildDied(f"the trainer ended: {trainer.died.result()}")
+            for task in tasks:
+                if task.done():
+                    task.result()
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise

@@ -1,0 +1,92 @@
+"""The committed state of a run on this node: anchor and outer momentum, and what the next round staged.
+
+The anchor lives in memory that the trainer shares, so `commit` writes it only between two orders to the
+trainer. Files hold one flat fp32 tensor a layer and kind, with round and manifest hash as metadata.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atoll.core.errors import CheckpointCorrupt, DataDirUnusable
+from atoll.core.manifest import Head
+from atoll.node.averaging.outer import digest, layer_states, outer_step
+from atoll.v1 import manifest_pb2
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a round would make of the state, kept apart until the round commits."""
+
+    anchor_E: Tensor
+    momentum_E: Tensor
+    layers: tuple[manifest_pb2.LayerState, ...]
+
+
+class AnchorState:
+    """Anchor and momentum of one committed round, fp32 [E]."""
+
+    def __init__(self, anchor_E: Tensor, offsets: Sequence[int]) -> None:
+        self.anchor_E = anchor_E
+        self.momentum_E = torch.zeros_like(anchor_E)
+        self.offsets = tuple(offsets)
+
+    def layer_states(self, round_number: int) -> tuple[manifest_pb2.LayerState, ...]:
+        """Digests of what stands now."""
+        return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
+
+    def stage(self, average_E: Tensor, learning_rate: float, momentum: float, round_number: int) -> Staged:
+        """The outer step beside the current state, with the digests that a commit would have. Pure."""
+        vectors = outer_step(self.anchor_E, self.momentum_E, average_E, learning_rate, momentum)
+        return Staged(*vectors, layer_states(*vectors, self.offsets, round_number))
+
+    def commit(self, staged: Staged) -> None:
+        """The staged state becomes the state."""
+        self.anchor_E.copy_(staged.anchor_E)
+        self.momentum_E = staged.momentum_E
+
+    def adopt(self, anchor_E: Tensor, momentum_E: Tensor, head: Head) -> None:
+        """Take fetched state if every digest is the manifest's. Raises `CheckpointCorrupt`."""
+        for state, (start, end) in zip(head.manifest.layers, pairwise(self.offsets), strict=True):
+            same_anchor = digest(anchor_E[start:end]) == state.anchor_digest
+            if not same_anchor or digest(momentum_E[start:end]) != state.momentum_digest:
+                raise CheckpointCorrupt(f"layer {state.layer} of round {head.round} does not match its digest")
+        self.anchor_E.copy_(anchor_E)
+        self.momentum_E = momentum_E
+
+    def write(self, directory: Path, head: Head, layer_names: Sequence[str]) -> Path:
+        """`anchor.safetensors` and `momentum.safetensors` of `head`; returns the anchor's path."""
+        metadata = {"round": str(head.round), "manifest": head.hash.hex(), "run": head.manifest.round.run_id}
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, vector_E in (("anchor", self.anchor_E), ("momentum", self.momentum_E)):
+            pieces = {
+                layer: vector_E[start:end].clone()
+                for layer, (start, end) in zip(layer_names, pairwise(self.offsets), strict=True)
+            }
+            paths.append(_save(pieces, directory / f"{name}.safetensors", metadata))
+        return paths[0]
+
+
+def _save(pieces: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> Path:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(pieces, temporary, metadata=metadata)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataDirUnusable(f"cannot write {path}: {error.strerror or error}") from error
+    return path

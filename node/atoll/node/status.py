@@ -1,0 +1,88 @@
+"""What this node is doing, for its owner, the coordinator, and logs: one object, filled in as things happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.node.averaging.engine import RoundCounters
+from atoll.node.training.trainer import TrainerFacts, TrainerStatus
+from atoll.v1 import membership_pb2 as mb
+
+STATE_NAMES = {
+    number: name.removeprefix("NODE_STATE_").lower().replace("_", "-") for name, number in mb.NodeState.items()
+}
+
+
+@dataclass
+class LiveStatus:
+    """Mutable on purpose: the session writes, heartbeats and the local API read."""
+
+    state: mb.NodeState = mb.NODE_STATE_JOINING
+    detail: str = "starting"
+    facts: TrainerFacts | None = None
+    training: TrainerStatus | None = None
+    counters: RoundCounters = field(default_factory=RoundCounters)
+    head_round: int = 0
+    head_hash: bytes = b""
+    committed_tokens: int = 0
+    plan_version: int = 0
+    members: int = 0
+    validation_loss: float | None = None
+    anchor_path: str = ""
+    trainer_restarts: int = 0
+
+    def enter(self, state: mb.NodeState, detail: str) -> None:
+        """Move on, and say why in one sentence."""
+        self.state, self.detail = state, detail
+
+    def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
+        """What goes into a heartbeat."""
+        training = self.training
+        return mb.NodeStatus(
+            state=self.state,
+            steps=training.steps if training else 0,
+            tokens=training.tokens if training else 0,
+            tokens_per_second=training.tokens_per_second if training else 0.0,
+            step_seconds=training.step_seconds if training else 0.0,
+            train_loss=training.train_loss if training else 0.0,
+            data_stall_seconds=training.data_stall_seconds if training else 0.0,
+            samples_repeated=training.samples_repeated if training else 0,
+            head_round=self.head_round,
+            head_hash=self.head_hash,
+            plan_version=self.plan_version,
+            averaging_bytes_sent=averaging_bytes,
+            averaging_bytes_fp32=self.counters.bytes_fp32,
+            other_bytes_sent=other_bytes,
+            rounds_joined=self.counters.joined,
+            detail=self.detail,
+        )
+
+    def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:
+        """What `atoll status --output json` prints."""
+        message = self.to_proto(averaging_bytes, other_bytes)
+        return {
+            "state": STATE_NAMES[message.state],
+            "detail": self.detail,
+            "device": self.facts.device_name if self.facts else "",
+            "steps": message.steps,
+            "tokens": message.tokens,
+            "tokens_per_second": round(message.tokens_per_second, 1),
+            "step_seconds": round(message.step_seconds, 4),
+            "train_loss": round(message.train_loss, 4),
+            "validation_loss": self.validation_loss,
+            "data_stall_seconds": round(message.data_stall_seconds, 3),
+            "samples_repeated": message.samples_repeated,
+            "round": self.head_round,
+            "committed_tokens": self.committed_tokens,
+            "plan_version": self.plan_version,
+            "members": self.members,
+            "rounds_joined": self.counters.joined,
+            "rounds_committed": self.counters.committed,
+            "rounds_abandoned": self.counters.abandoned,
+            "averaging_bytes_sent": averaging_bytes,
+            "averaging_bytes_fp32": self.counters.bytes_fp32,
+            "other_bytes_sent": other_bytes,
+            "trainer_restarts": self.trainer_restarts,
+            "anchor": self.anchor_path,
+        }
