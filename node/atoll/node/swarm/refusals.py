@@ -7,7 +7,9 @@ What a peer wrote is shown to people only after unprintable characters are gone 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -19,6 +21,7 @@ from atoll.node.transport import Handler, Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 MAX_SENTENCE_CHARACTERS = 500
+LINGER = timedelta(seconds=1)  # for a refused peer to read why and close
 
 _log = log.get("swarm")
 
@@ -70,14 +73,9 @@ async def run_handler(protocol: str, stream: Stream, handler: Handler, on_crash:
 
 
 async def _tell(stream: Stream, error: AtollError) -> None:
-    try:
-        await stream.send(FrameKind.REFUSAL, refusal_header(error))
-        await _linger(stream)
-    except AtollError:
-        _log.debug("refusal not delivered", peer=stream.peer_id)
-
-
-async def _linger(stream: Stream) -> None:
-    """Discard what the peer still sends until it closes: closing on unread data would lose the refusal."""
-    for _ in range(16):
-        await stream.receive(timedelta(seconds=1))
+    """Send the refusal, then discard what still comes: closing on unread data would lose it on the way."""
+    with suppress(AtollError, TimeoutError):
+        async with asyncio.timeout(LINGER.total_seconds()):
+            await stream.send(FrameKind.REFUSAL, refusal_header(error))
+            while True:
+                await stream.receive(LINGER)

@@ -1,0 +1,77 @@
+"""The address book: where each peer can be dialled, and whom to ask when we do not know.
+
+p2pd finds nobody by peer id alone, since its own kad is off. Addresses come from configuration (seeds), from
+the coordinator's plan, and from lookups of address records. When an unknown peer must be dialled, the book asks
+its resolver once for all who wait, and not again for a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
+
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
+
+from atoll.core.clock import Clock
+from atoll.core.errors import ConfigError
+
+RESOLVE_AGAIN_AFTER = timedelta(seconds=2)
+MAX_PEERS = 4096
+
+
+class AddressBook:
+    """Multiaddrs by peer id; none of them is trusted, the handshake proves who answers."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._addresses: dict[str, tuple[Multiaddr, ...]] = {}
+        self._resolver: Callable[[], Awaitable[None]] | None = None
+        self._resolving: asyncio.Task[None] | None = None
+        self._resolve_from = 0.0  # monotonic seconds
+
+    def learn(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
+        """Replace what is known about `peer_id`; unreadable addresses are left out."""
+        parsed = tuple(filter(None, (parse(text, peer_id) for text in multiaddrs)))
+        if parsed and (peer_id in self._addresses or len(self._addresses) < MAX_PEERS):
+            self._addresses[peer_id] = parsed
+
+    def known(self, peer_id: str) -> tuple[Multiaddr, ...]:
+        """Where `peer_id` can be dialled, as far as the book says."""
+        return self._addresses.get(peer_id, ())
+
+    def resolve_with(self, resolver: Callable[[], Awaitable[None]]) -> None:
+        """Use `resolver`, which fills the book through `learn` and dials only peers that stand in it."""
+        self._resolver = resolver
+
+    async def find(self, peer_id: str) -> tuple[Multiaddr, ...]:
+        """`known`, after asking the resolver where the book has nothing."""
+        if not self.known(peer_id) and self._resolver is not None:
+            now = self._clock.monotonic()
+            if self._resolving is None and now >= self._resolve_from:
+                self._resolve_from = now + RESOLVE_AGAIN_AFTER.total_seconds()
+                self._resolving = asyncio.ensure_future(self._resolver())
+                self._resolving.add_done_callback(self._resolved)
+            if self._resolving is not None:
+                await asyncio.shield(self._resolving)
+        return self.known(peer_id)
+
+    def _resolved(self, _task: asyncio.Future[None]) -> None:
+        self._resolving = None
+
+
+def parse(text: str, peer_id: str) -> Multiaddr | None:
+    """A multiaddr as p2pd dials it: without the `/p2p/<peer>` at its end. None if it cannot be read."""
+    try:
+        return Multiaddr(text.removesuffix(f"/p2p/{peer_id}"))
+    except (MultiaddrError, ValueError):
+        return None
+
+
+def peer_of(multiaddr: str) -> str:
+    """The peer id at the end of a seed's address. Raises `ConfigError`."""
+    peer_id = multiaddr.rpartition("/p2p/")[2]
+    if "/p2p/" not in multiaddr or not peer_id or parse(multiaddr, peer_id) is None:
+        raise ConfigError(f"{multiaddr!r} does not name a seed", "write it like /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW…")
+    return peer_id

@@ -1,0 +1,171 @@
+"""The directory that members keep together: hivemind's DHT on our gated P2P, in our own event loop.
+
+Two keys: addresses and heads. A record is stored at the nodes nearest to its key, and at every seed besides, so
+that one question to a seed finds anybody's address. What a lookup returns is verified again, since the storers
+are peers like any other. Nothing is cached: records are few, short-lived, and wanted fresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError, DeadlineExceeded, Rejected, Unreachable
+from atoll.core.membership import Authority
+from atoll.core.records import Record, nodes_key
+from atoll.node.swarm.addresses import peer_of
+from atoll.node.swarm.dht_messages import node_id_bytes
+from atoll.node.swarm.p2p import GatedP2P
+from atoll.node.swarm.validators import MemberRecords
+
+REPLICAS = 5
+RPC_TIMEOUT = timedelta(seconds=6)  # hello included
+STORE_TIMEOUT = timedelta(seconds=20)
+LOOKUP_TIMEOUT = timedelta(seconds=20)
+
+_log = log.get("dht")
+
+
+class Directory:
+    """Stores our own records and looks up everybody's."""
+
+    def __init__(self, p2p: GatedP2P, authority: Authority, clock: Clock, seeds: tuple[str, ...]) -> None:
+        self._p2p = p2p
+        self._clock = clock
+        self._authority = authority
+        self._records = MemberRecords(authority, clock)
+        self._seeds = {peer_of(seed): seed for seed in seeds if peer_of(seed) != p2p.peer_id.to_base58()}
+        self._node: DHTNode | None = None
+
+    async def join(self, *, alone_is_fine: bool, timeout: timedelta) -> None:
+        """Meet the seeds and fill the routing table. Raises `Unreachable` naming the seeds, `Rejected`."""
+        for peer_id, address in self._seeds.items():
+            self._p2p.book.learn(peer_id, [address])
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                answering = await self._greet_seeds(alone_is_fine)
+                self._node = await self._create(answering)
+        except TimeoutError as error:
+            raise Unreachable(*self._nobody_answers()) from error
+        self._p2p.book.resolve_with(self._fetch_addresses)
+
+    async def store(self, name: str, value: bytes, expires: float) -> None:
+        """Publish our record under `name` until `expires` (Unix seconds). Raises `Unreachable`."""
+        node, own = self._running(), self._p2p.peer_id.to_base58()
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT.total_seconds()):
+                await self._rejoin(node)
+                stored = await node.store(name, value, expires, subkey=own)
+                at_seeds = await asyncio.gather(
+                    *(self._store_at(node, seed, name, value, expires) for seed in self._seeds)
+                )
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the DHT did not store {name} within {STORE_TIMEOUT}") from error
+        if not stored and not any(at_seeds):
+            raise Unreachable(f"no member of the DHT took our record {name}")
+
+    async def lookup(self, name: str) -> dict[str, Record]:
+        """Everybody's record under `name` by owner, verified, without the banned. Raises `DeadlineExceeded`."""
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT.total_seconds()):
+                found = await self._running().get(name, latest=True)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the DHT did not answer for {name} within {LOOKUP_TIMEOUT}") from error
+        if found is None or not isinstance(found.value, Mapping):
+            return {}
+        return self._verified(name, {subkey: tuple(entry) for subkey, entry in found.value.items()})
+
+    async def close(self, timeout: timedelta) -> None:
+        """Leave. Peers notice by themselves."""
+        if self._node is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout.total_seconds()):
+                    await self._node.shutdown()
+
+    async def _greet_seeds(self, alone_is_fine: bool) -> list[str]:
+        """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
+        greetings = [self._p2p.introductions.ensure(seed) for seed in self._seeds]
+        outcomes = await asyncio.gather(*greetings, return_exceptions=True)
+        answering = [a for a, outcome in zip(self._seeds.values(), outcomes, strict=True) if outcome is None]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Unreachable | Rejected):
+                raise outcome
+        if self._seeds and not answering and not alone_is_fine:
+            rejections = [outcome for outcome in outcomes if isinstance(outcome, Rejected)]
+            raise rejections[0] if rejections else Unreachable(*self._nobody_answers())
+        return answering
+
+    async def _create(self, initial_peers: list[str]) -> DHTNode:
+        return await DHTNode.create(
+            p2p=self._p2p,
+            node_id=DHTID.from_bytes(node_id_bytes(self._p2p.peer_id.to_bytes())),
+            initial_peers=initial_peers,
+            num_replicas=REPLICAS,
+            wait_timeout=RPC_TIMEOUT.total_seconds(),
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            record_validator=self._records,
+            ensure_bootstrap_success=False,  # we greeted them ourselves
+            strict=False,
+        )
+
+    async def _rejoin(self, node: DHTNode) -> None:
+        """Ping the seeds that fell out of the routing table, so that a swarm heals after an outage."""
+        table = node.protocol.routing_table
+        lost = [peer for peer in map(PeerID.from_base58, self._seeds) if table.get(peer_id=peer) is None]
+        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
+
+    async def _store_at(self, node: DHTNode, seed: str, name: str, value: bytes, expires: float) -> bool:
+        own = self._p2p.peer_id.to_base58()
+        values = [MSGPackSerializer.dumps(value)]
+        key = DHTID.generate(source=name)
+        stored = await node.protocol.call_store(PeerID.from_base58(seed), [key], values, expires, subkeys=[own])
+        return bool(stored and stored[0])
+
+    async def _fetch_addresses(self) -> None:
+        """One question to each seed for everybody's address; dials nobody but seeds."""
+        node, name = self._running(), nodes_key(self._authority.run_id)
+        key = DHTID.generate(source=name)
+        answers = await asyncio.gather(
+            *(node.protocol.call_find(PeerID.from_base58(seed), [key]) for seed in self._seeds)
+        )
+        for found in (answer[key][0] for answer in answers if answer):
+            if found is not None and isinstance(found.value, DictionaryDHTValue):
+                entries = {owner: (MSGPackSerializer.loads(raw), until) for owner, (raw, until) in found.value.items()}
+                for owner, record in self._verified(name, entries).items():
+                    self._p2p.book.learn(owner, record.multiaddrs)
+
+    def _verified(self, name: str, entries: dict[str, tuple[bytes, float]]) -> dict[str, Record]:
+        records: dict[str, Record] = {}
+        for subkey, (value, expires) in entries.items():
+            try:
+                record = self._records.read(name, subkey, value, expires)
+            except AtollError as error:
+                _log.info("DHT record dropped", owner=subkey, reason=error.reason, error=str(error))
+                continue
+            if subkey not in self._p2p.gate.deny.peer_ids and expires > self._clock.unix():
+                records[subkey] = record
+        return records
+
+    def _running(self) -> DHTNode:
+        if self._node is None:
+            raise Unreachable("the DHT was not joined yet")
+        return self._node
+
+    def _nobody_answers(self) -> tuple[str, str]:
+        return (
+            f"none of the seeds answers: {', '.join(self._seeds.values())}",
+            "check that a seed runs, that its address is right, and that no firewall is between",
+        )

@@ -1,0 +1,80 @@
+"""What a DHT message may say, checked after the gate and before hivemind looks inside.
+
+hivemind deserialises dictionary values before its validator sees them, trusts the expiry of a reply, and takes
+node ids as told. So: few keys per message, aligned lists, expiries that are finite and near, msgpack within
+limits, and a node id that is the hash of the peer id, so that nobody chooses a place in the key space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+import base58
+from google.protobuf.message import Message
+from hivemind.proto import dht_pb2 as dht
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.records import MAX_LIFETIME
+from atoll.node.swarm.msgpack_scan import check_msgpack
+
+MAX_KEYS = 16
+MAX_NEIGHBOURS = 64
+KEY_BYTES = 20
+
+
+def node_id_bytes(peer_id: bytes) -> bytes:
+    """The one place in the DHT's key space that a peer may take: SHA-1 of its (binary) peer id."""
+    return hashlib.sha1(peer_id, usedforsecurity=False).digest()
+
+
+def check_dht_message(message: Message, sender: str, now: float) -> None:
+    """Raise `PeerMisbehaved` for a message that no honest member sends. `sender`: base58 peer id."""
+    if isinstance(message, dht.StoreRequest):
+        _check_store(message, now)
+    elif isinstance(message, dht.FindRequest):
+        _check_keys(message.keys)
+    elif isinstance(message, dht.FindResponse):
+        _check_found(message, now)
+    elif not isinstance(message, dht.PingRequest | dht.PingResponse | dht.StoreResponse):
+        raise PeerMisbehaved(f"{type(message).__name__} is not a DHT message")
+    claimed: bytes = message.peer.node_id
+    if claimed and claimed != node_id_bytes(base58.b58decode(sender)):
+        raise PeerMisbehaved(f"peer {sender} claims a DHT node id that is not its own")
+
+
+def _check_store(request: dht.StoreRequest, now: float) -> None:
+    _check_keys(request.keys)
+    lists = (request.subkeys, request.values, request.expiration_time, request.in_cache)
+    if any(len(each) != len(request.keys) for each in lists):
+        raise PeerMisbehaved("a store request has lists of different lengths")
+    for expires in request.expiration_time:
+        _check_expiry(expires, now)
+    for value in (*request.values, *filter(None, request.subkeys)):  # an empty subkey means a dictionary
+        check_msgpack(value)
+
+
+def _check_found(response: dht.FindResponse, now: float) -> None:
+    if len(response.results) > MAX_KEYS:
+        raise PeerMisbehaved(f"a find response has at most {MAX_KEYS} results")
+    for result in response.results:
+        ids, peers = result.nearest_node_ids, result.nearest_peer_ids
+        if len(ids) != len(peers) or len(ids) > MAX_NEIGHBOURS:
+            raise PeerMisbehaved("a find response names too many neighbours, or half of one")
+        if any(node_id != node_id_bytes(peer) for node_id, peer in zip(ids, peers, strict=True)):
+            raise PeerMisbehaved("a find response gives a neighbour a node id that is not its own")
+        if result.type != dht.NOT_FOUND:
+            _check_expiry(result.expiration_time, now)
+            check_msgpack(result.value)
+
+
+def _check_keys(keys: Iterable[bytes]) -> None:
+    lengths = [len(key) for key in keys]
+    if len(lengths) > MAX_KEYS or any(length != KEY_BYTES for length in lengths):
+        raise PeerMisbehaved(f"a DHT message has at most {MAX_KEYS} keys of {KEY_BYTES} bytes")
+
+
+def _check_expiry(expires: float, now: float) -> None:
+    if not math.isfinite(expires) or expires > now + MAX_LIFETIME.total_seconds():
+        raise PeerMisbehaved(f"a DHT value lives at most {MAX_LIFETIME}")

@@ -1,0 +1,123 @@
+"""Where p2pd hands over incoming streams: each passes the gate before any handler hears of it.
+
+p2pd connects to our stream socket and names the peer (as the libp2p handshake proved it) and the protocol. A
+member's stream is answered with one empty frame, "come in"; anybody else's with a refusal, and closed, without
+reading. The dialler waits for that frame before it sends, so a refusal is never lost behind its data, and it
+knows at once when our table was lost and it must say hello again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
+from hivemind.proto import p2pd_pb2 as p2pd
+
+from atoll.core import log
+from atoll.core.errors import AtollError, PeerMisbehaved, Unreachable
+from atoll.core.frames import FrameKind
+from atoll.node.swarm import hello
+from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.refusals import refusal_header, run_handler
+from atoll.node.swarm.streams import P2PStream
+from atoll.node.transport import Handler
+
+MAX_STREAMS_PER_PEER = 64
+
+_log = log.get("swarm")
+
+
+class Door:
+    """The server behind our stream socket and the table of handlers."""
+
+    def __init__(self, gate: Gate, introductions: hello.Introductions, sent: Counter[str]) -> None:
+        self.crashes = 0  # handlers that raised something else than an `AtollError`
+        self.refused: Counter[str] = Counter()  # streams turned away, by reason
+        self._gate = gate
+        self._introductions = introductions
+        self._sent = sent
+        self._handlers: dict[str, Handler] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, path: Path) -> None:
+        """Start to take streams on the unix socket `path`."""
+        self._server = await asyncio.start_unix_server(self._accept, path, limit=STREAM_BUFFER_BYTES)
+
+    def handle(self, protocol: str, handler: Handler) -> None:
+        """Run `handler` for members' streams of `protocol`."""
+        self._handlers[protocol] = handler
+
+    async def close(self) -> None:
+        """Stop listening and end every handler."""
+        if self._server is not None:
+            self._server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        info = p2pd.StreamInfo()
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT.total_seconds()):
+                await read_pbmsg_safe(reader, info)
+            peer_id: str = PeerID(info.peer).to_base58()
+            if info.proto == hello.PROTOCOL:
+                await self._introductions.answer(peer_id, reader, writer)
+            else:
+                await self._let_in(peer_id, info.proto, reader, writer)
+        except (OSError, EOFError, TimeoutError) as error:
+            _log.debug("stream lost before it began", error=str(error))
+        finally:
+            writer.transport.abort()  # closed already in the ordinary case
+
+    async def _let_in(
+        self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        stream = P2PStream(
+            peer_id, protocol, reader, writer, guard=lambda: self._gate.require(peer_id), sent=self._sent
+        )
+        try:
+            self._check(peer_id, protocol)
+        except AtollError as error:
+            await self._turn_away(stream, writer, error)
+            return
+        self.keep(stream)
+        with suppress(Unreachable):
+            await stream.send(FrameKind.MESSAGE, b"")
+            await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
+        await stream.close()
+
+    def keep(self, stream: P2PStream) -> None:
+        """Have the gate close `stream` when its peer is evicted."""
+        self._gate.opened(stream.peer_id, stream)
+        stream.on_close(lambda: self._gate.closed(stream.peer_id, stream))
+
+    def _check(self, peer_id: str, protocol: str) -> None:
+        self._gate.require(peer_id)
+        if protocol not in self._handlers:
+            raise Unreachable(f"{protocol} is not served here")
+        if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
+            raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
+
+    async def _turn_away(self, stream: P2PStream, writer: asyncio.StreamWriter, error: AtollError) -> None:
+        cast(asyncio.Transport, writer.transport).pause_reading()
+        self.refused[error.reason] += 1
+        _log.info("stream refused", protocol=stream.protocol, peer=stream.peer_id, reason=error.reason)
+        with suppress(AtollError):
+            await stream.refuse(refusal_header(error))
+        await stream.close()
+
+    def _count_crash(self) -> None:
+        self.crashes += 1

@@ -1,0 +1,133 @@
+"""Who may talk to us: the table that every handler's door asks.
+
+Peers show one another their membership certificates in `/atoll/hello/1` (see `hello.py`); who passed stands in
+this table. A stream is refused before a byte of it is read, a unary call before it is parsed, unless the caller
+(as the libp2p handshake proved it) stands here, is not on the deny-list, and its certificate still holds. The
+table is lost by a restart; a peer that is told `NotIntroduced` says hello again.
+
+No I/O and no hivemind here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+from atoll.core import protocol
+from atoll.core.clock import Clock
+from atoll.core.errors import NotIntroduced
+from atoll.core.membership import Authority, Deny, Member, newer, refuse_banned
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import dataplane_pb2 as wire
+
+
+class Closable(Protocol):
+    """What the gate holds of an open stream."""
+
+    def abort(self) -> None:
+        """End it now, losing what is under way."""
+        ...
+
+
+class Gate:
+    """Admitted members, the deny-list, our own membership, and the streams open to each peer."""
+
+    def __init__(self, authority: Authority, membership: pb.Signed, own_peer_id: str, deny: Deny, clock: Clock) -> None:
+        self._authority = authority
+        self._clock = clock
+        self._own_peer_id = own_peer_id
+        self._members: dict[str, Member] = {}
+        self._streams: defaultdict[str, set[Closable]] = defaultdict(set)
+        self._on_evicted: list[Callable[[str], None]] = []
+        self._deny = deny
+        self._membership = self._checked(membership)
+
+    @property
+    def membership(self) -> pb.Signed:
+        """Our own certificate, as others see it."""
+        return self._membership
+
+    @property
+    def deny(self) -> Deny:
+        return self._deny
+
+    def members(self) -> tuple[Member, ...]:
+        """Everybody admitted now."""
+        return tuple(member for member in self._members.values() if self.knows(member.peer_id))
+
+    def set_membership(self, membership: pb.Signed) -> None:
+        """Show a renewed certificate from now on. Raises `CertificateInvalid` if it is not ours."""
+        self._membership = self._checked(membership)
+
+    def set_deny_list(self, deny: Deny) -> None:
+        """Adopt a newer deny-list (an older one is ignored) and cut everybody on it off."""
+        self._deny = newer(self._deny, deny)
+        for peer_id in self._deny.peer_ids:
+            self.evict(peer_id)
+
+    def on_evicted(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(peer_id)` whenever a member that stood here is cut off."""
+        self._on_evicted.append(callback)
+
+    def hello(self) -> wire.Hello:
+        """What we say to introduce ourselves."""
+        return wire.Hello(protocol=protocol.ours(), membership=self._membership)
+
+    def admit(self, peer_id: str, hello: wire.Hello) -> Member:
+        """Check a hello from `peer_id` (proved by the handshake) and let it in. Raises `Rejected` and kin."""
+        protocol.check(hello.protocol, f"peer {peer_id}")
+        refuse_banned(self._deny, peer_id)
+        member = self._authority.verify_membership(hello.membership, self._clock.unix(), expect_peer_id=peer_id)
+        self._members[peer_id] = member
+        return member
+
+    def require(self, peer_id: str) -> Member:
+        """The caller's membership. Raises `Banned`, `NotIntroduced`."""
+        refuse_banned(self._deny, peer_id)
+        member = self._members.get(peer_id)
+        if member is None or not member.valid_at(self._clock.unix()):
+            self._members.pop(peer_id, None)
+            raise NotIntroduced(f"peer {peer_id} has not shown a membership that holds")
+        return member
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether `require` would pass."""
+        member = self._members.get(peer_id)
+        banned = peer_id in self._deny.peer_ids
+        return member is not None and not banned and member.valid_at(self._clock.unix())
+
+    def evict(self, peer_id: str) -> None:
+        """Forget a member and close its streams."""
+        known = self._members.pop(peer_id, None) is not None
+        for stream in self._streams.pop(peer_id, set()):
+            stream.abort()
+        if known:
+            for callback in self._on_evicted:
+                callback(peer_id)
+
+    def opened(self, peer_id: str, stream: Closable) -> None:
+        """Remember an open stream, so that eviction closes it."""
+        self._streams[peer_id].add(stream)
+
+    def closed(self, peer_id: str, stream: Closable) -> None:
+        """Forget a stream that ended."""
+        streams = self._streams.get(peer_id)
+        if streams is not None:
+            streams.discard(stream)
+            if not streams:
+                del self._streams[peer_id]
+
+    def open_streams(self, peer_id: str) -> int:
+        """How many streams to or from `peer_id` are open."""
+        return len(self._streams.get(peer_id, ()))
+
+    def abort_all(self) -> None:
+        """Close every open stream."""
+        for peer_id in tuple(self._streams):
+            for stream in self._streams.pop(peer_id):
+                stream.abort()
+
+    def _checked(self, membership: pb.Signed) -> pb.Signed:
+        self._authority.verify_membership(membership, self._clock.unix(), expect_peer_id=self._own_peer_id)
+        return membership

@@ -1,0 +1,235 @@
+"""The swarm as the daemon sees it: one object that owns p2pd, gate, door and DHT, and implements `Network`.
+
+    host = await SwarmHost.start(config, identity=…, authority=…, membership=…, deny=…, clock=…, timeout=…)
+    host.handle("/atoll/round/1", serve_round)
+    await host.publish_address(lifetime=timedelta(minutes=5))     # again before it runs out: the daemon's job
+    stream = await host.open(peer_id, "/atoll/round/1", timedelta(seconds=10))
+    await host.close(timedelta(seconds=5))
+
+`died` resolves when p2pd ends by itself; the host is of no use then, and the daemon starts another. A seed is
+the same host with `relay_service=True`, which may be the first of its swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from hivemind.p2p import PeerID
+from hivemind.utils.logging import use_hivemind_log_handler
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, NotIntroduced
+from atoll.core.frames import FrameKind
+from atoll.core.identity import Identity
+from atoll.core.membership import Authority, Deny
+from atoll.core.records import MAX_MULTIADDRS, build_addresses, build_head, heads_key, nodes_key
+from atoll.node.swarm import hello
+from atoll.node.swarm.addresses import AddressBook
+from atoll.node.swarm.dht import Directory
+from atoll.node.swarm.door import Door
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.p2p import GatedP2P
+from atoll.node.swarm.p2pd import P2pd, P2pdConfig
+from atoll.node.swarm.streams import P2PStream
+from atoll.node.transport import Handler
+from atoll.v1 import common_pb2 as pb
+
+MAX_LIFETIME = timedelta(seconds=540)  # a minute below what records allow: clocks differ
+
+_log = log.get("swarm")
+
+
+@dataclass(frozen=True)
+class SwarmConfig:
+    """Where this host listens and whom it asks first. Addresses are TCP multiaddrs; port 0 takes a free one."""
+
+    identity_path: Path
+    runtime_dir: Path  # for sockets, 0700; short, because the kernel bounds socket paths
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]  # what others should dial, where it differs from `listen`
+    seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
+    relay_service: bool
+
+
+class SwarmHost:
+    """A member's presence in the swarm."""
+
+    def __init__(self, identity: Identity, authority: Authority, p2pd: P2pd, p2p: GatedP2P, clock: Clock) -> None:
+        self.gate: Gate = p2p.gate
+        self.died: asyncio.Future[ChildDied] = p2pd.died
+        self._identity = identity
+        self._run_id = authority.run_id
+        self._p2pd = p2pd
+        self._p2p = p2p
+        self._clock = clock
+        self._door = Door(p2p.gate, p2p.introductions, p2p.sent)
+        self._directory = Directory(p2p, authority, clock, ())
+        self._registrations: list[asyncio.Task[None]] = []
+        self._farewells: set[asyncio.Task[None]] = set()
+        self.gate.on_evicted(self._disconnect)
+
+    @classmethod
+    async def start(
+        cls,
+        config: SwarmConfig,
+        *,
+        identity: Identity,
+        authority: Authority,
+        membership: pb.Signed,
+        deny: Deny,
+        clock: Clock,
+        timeout: timedelta,
+    ) -> SwarmHost:
+        """p2pd up, gate up, DHT joined. Raises `PortInUse`, `Unreachable` (naming the seeds), `Rejected`."""
+        use_hivemind_log_handler("nowhere")
+        gate = Gate(authority, membership, identity.peer_id, deny, clock)
+        relays = () if config.relay_service else config.seeds
+        daemon_config = P2pdConfig(
+            config.identity_path, config.runtime_dir, config.listen, config.announce, config.relay_service, relays
+        )
+        p2pd = await P2pd.start(daemon_config, timeout)
+        try:
+            p2p = await GatedP2P.attach(daemon_config, gate, AddressBook(clock), clock)
+        except BaseException:
+            await p2pd.stop(timedelta(0))
+            raise
+        host = cls(identity, authority, p2pd, p2p, clock)
+        try:
+            await host._join(authority, config, timeout)
+        except BaseException:
+            await host.close(timedelta(0))
+            raise
+        return host
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    @property
+    def p2pd_pid(self) -> int:
+        """For supervision and for fault injection."""
+        return self._p2pd.pid
+
+    @property
+    def handler_crashes(self) -> int:
+        """Handlers that raised something else than an `AtollError`."""
+        return self._door.crashes
+
+    def multiaddrs(self) -> tuple[str, ...]:
+        """Where we can be dialled, each with /p2p/<our peer id>."""
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in self._p2p.visible)
+
+    def handle(self, protocol: str, handler: Handler) -> None:
+        """Serve `protocol` to members; `ready()` tells when p2pd knows."""
+        self._door.handle(protocol, handler)
+        self._registrations.append(asyncio.create_task(self._p2p.control.serve_streams(protocol)))
+
+    async def ready(self) -> None:
+        """Wait until everything handed to `handle` can be dialled. Raises `Unreachable`."""
+        pending, self._registrations = self._registrations, []
+        await asyncio.gather(*pending)
+
+    async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> P2PStream:
+        """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                await self._p2p.introductions.ensure(peer_id)
+                try:
+                    return await self._enter(peer_id, protocol, timeout)
+                except NotIntroduced:
+                    await self._p2p.introductions.say(peer_id)  # its table was lost, most likely by a restart
+                    return await self._enter(peer_id, protocol, timeout)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"peer {peer_id} did not open {protocol} within {timeout}") from error
+
+    def learn_addresses(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
+        """Tell the address book where a peer can be dialled."""
+        self._p2p.book.learn(peer_id, multiaddrs)
+
+    async def publish_address(self, lifetime: timedelta) -> None:
+        """Store where we can be dialled. Raises `Unreachable`."""
+        await self.ready()
+        await self._p2p.refresh_visible()
+        expires = self._expiry(lifetime)
+        addresses = self.multiaddrs()[:MAX_MULTIADDRS]
+        record = build_addresses(self._identity, self.gate.membership, self._run_id, expires, addresses)
+        await self._directory.store(nodes_key(self._run_id), record, expires)
+
+    async def publish_head(self, round_number: int, manifest_hash: bytes, lifetime: timedelta) -> None:
+        """Store which manifest is our newest. Raises `Unreachable`."""
+        expires = self._expiry(lifetime)
+        head = (round_number, manifest_hash)
+        record = build_head(self._identity, self.gate.membership, self._run_id, expires, head)
+        await self._directory.store(heads_key(self._run_id), record, expires)
+
+    async def lookup_addresses(self) -> dict[str, tuple[str, ...]]:
+        """Everybody's published addresses; the address book learns them too."""
+        records = await self._directory.lookup(nodes_key(self._run_id))
+        for peer_id, record in records.items():
+            self.learn_addresses(peer_id, record.multiaddrs)
+        return {peer_id: record.multiaddrs for peer_id, record in records.items()}
+
+    async def lookup_heads(self) -> dict[str, tuple[int, bytes]]:
+        """Everybody's newest manifest as published: round and hash. Claims, not facts: fetch and verify."""
+        records = await self._directory.lookup(heads_key(self._run_id))
+        return {peer_id: record.head for peer_id, record in records.items() if record.head is not None}
+
+    def bytes_sent(self, protocol: str) -> int:
+        """Bytes sent so far on streams of `protocol`, ended ones included; "dht" counts the DHT's messages."""
+        return self._p2p.sent[protocol]
+
+    def bytes_sent_total(self) -> int:
+        """Bytes sent so far under all protocols."""
+        return self._p2p.sent.total()
+
+    async def close(self, timeout: timedelta) -> None:
+        """End everything; p2pd gets `timeout` to end by itself. Leaves no process and no file."""
+        for task in self._registrations:
+            task.cancel()
+        await asyncio.gather(*self._registrations, *self._farewells, return_exceptions=True)
+        self.gate.abort_all()
+        await self._door.close()
+        if not self.died.done():
+            await self._directory.close(timeout)
+        await self._p2p.detach()
+        await self._p2pd.stop(timeout)
+
+    async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
+        await self._door.listen(config.runtime_dir / "streams.sock")
+        await self._p2p.control.serve_streams(hello.PROTOCOL)
+        self._directory = Directory(self._p2p, authority, self._clock, config.seeds)
+        await self._directory.join(alone_is_fine=config.relay_service, timeout=timeout)
+
+    async def _enter(self, peer_id: str, protocol: str, timeout: timedelta) -> P2PStream:
+        """Open a stream and wait to be let in."""
+        reader, writer = await self._p2p.open_socket(peer_id, protocol, timeout)
+        stream = P2PStream(
+            peer_id, protocol, reader, writer, guard=lambda: self.gate.require(peer_id), sent=self._p2p.sent
+        )
+        self._door.keep(stream)
+        try:
+            answer = await stream.receive(timeout)
+            if answer.kind is not FrameKind.MESSAGE or answer.header:
+                raise NotIntroduced(f"peer {peer_id} did not let us in")
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    def _expiry(self, lifetime: timedelta) -> float:
+        return self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
+
+    def _disconnect(self, peer_id: str) -> None:
+        task = asyncio.create_task(self._hang_up(peer_id))
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    async def _hang_up(self, peer_id: str) -> None:
+        with suppress(AtollError):
+            await self._p2p.control.disconnect(PeerID.from_base58(peer_id))

@@ -1,0 +1,159 @@
+"""hivemind's `P2P` with the gate in front: what the DHT is given instead of a bare one.
+
+Unary calls (DHT RPCs only) are refused before they are parsed unless the caller stands in the gate's table;
+requests and responses are checked before hivemind deserialises anything in them; outgoing calls say hello
+first, and again when the other side lost its table. Every call has a deadline, because p2pd never answers a
+call whose response is too long. hivemind's own stream handlers cannot be registered: streams come in through
+`door.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
+
+from atoll.core.clock import Clock
+from atoll.core.errors import DeadlineExceeded, NotIntroduced, NotPermitted, PeerMisbehaved, Unreachable
+from atoll.node.swarm.addresses import AddressBook
+from atoll.node.swarm.control import Control
+from atoll.node.swarm.dht_messages import check_dht_message
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.hello import Introductions
+from atoll.node.swarm.p2pd import P2pdConfig
+
+UNARY_TIMEOUT = timedelta(seconds=10)
+MAX_UNARY_BYTES = 4 * 1024 * 1024 - 64 * 1024  # p2pd's own limit, less its envelope
+DHT_TRAFFIC = "dht"  # the name under which unary bytes are counted
+
+Reply = TypeVar("Reply", bound=Message)
+UnaryHandler = Callable[[Any, P2PContext], Awaitable[Message]]
+
+
+class GatedP2P(P2P):  # type: ignore[misc]
+    """Dials peers through the address book and exchanges unary messages with members only."""
+
+    control: Control
+    introductions: Introductions
+    sent: Counter[str]  # bytes by protocol
+
+    @classmethod
+    async def attach(cls, config: P2pdConfig, gate: Gate, book: AddressBook, clock: Clock) -> GatedP2P:
+        """Connect to a running p2pd, as `P2P.replicate` does, with our sockets. Raises `Unreachable`."""
+        self = cls()
+        self._alive = True
+        self._daemon_listen_maddr = Multiaddr(f"/unix{config.control_socket}")
+        self._client_listen_maddr = Multiaddr(f"/unix{config.stream_socket}")
+        self._client = await Control.attach(config.control_socket, config.stream_socket)
+        self.control = self._client.control
+        self.gate = gate
+        self.book = book
+        self.sent = Counter()
+        self.introductions = Introductions(gate, self.open_socket, self.sent, clock)
+        self._clock = clock
+        await self._ping_daemon()
+        return self
+
+    async def detach(self) -> None:
+        """Close our connections to p2pd."""
+        await self.introductions.close()
+        await self.shutdown()
+        await self.control.drain_tasks()
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """The multiaddrs that p2pd listens on or announces, without a peer id."""
+        return tuple(str(address) for address in self._visible_maddrs)
+
+    async def refresh_visible(self) -> None:
+        """Ask p2pd again: relays and port mappings come and go. Raises `Unreachable`."""
+        _, self._visible_maddrs = await self.control.identify()
+
+    async def open_socket(
+        self, peer_id: str, protocol: str, timeout: timedelta
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A raw, ungated stream; dials by the address book. Raises `Unreachable`, `DeadlineExceeded`."""
+        peer = PeerID.from_base58(peer_id)
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                if not self.gate.knows(peer_id) and (known := self.book.known(peer_id)):
+                    await self.control.connect(peer, known, timeout)
+                try:
+                    return await self.control.open_stream(peer, protocol, timeout)
+                except Unreachable:
+                    found = await self.book.find(peer_id)
+                    if not found:
+                        raise
+                await self.control.connect(peer, found, timeout)
+                return await self.control.open_stream(peer, protocol, timeout)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"peer {peer_id} did not answer within {timeout}") from error
+        except Unreachable as error:
+            raise Unreachable(f"peer {peer_id} does not answer: {error}") from error
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: UnaryHandler, input_protobuf_type: type[Message], balanced: bool = False
+    ) -> None:
+        async def serve(request: bytes, remote_id: PeerID) -> bytes:
+            peer_id: str = remote_id.to_base58()
+            self.gate.require(peer_id)
+            message = self._parse(request, input_protobuf_type, peer_id)
+            context = P2PContext(handle_name=handle_name, local_id=self.peer_id, remote_id=remote_id)
+            async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
+                response = await handler(message, context)
+            reply = response.SerializeToString()
+            if len(reply) > MAX_UNARY_BYTES:
+                raise PeerMisbehaved(f"the answer of {len(reply)} bytes is over the cap of {MAX_UNARY_BYTES}")
+            self.sent[DHT_TRAFFIC] += len(reply)
+            return reply
+
+        await self._client.add_unary_handler(handle_name, serve, balanced=balanced)
+
+    async def _call_unary_protobuf_handler(
+        self, peer_id: PeerID, handle_name: str, input: Message, output_protobuf_type: type[Reply]
+    ) -> Reply:
+        name: str = peer_id.to_base58()
+        request = input.SerializeToString()
+        if len(request) > MAX_UNARY_BYTES:
+            raise PeerMisbehaved(f"a request of {len(request)} bytes is over the cap of {MAX_UNARY_BYTES}")
+        try:
+            async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
+                await self.introductions.ensure(name)
+                response = await self._call_introduced(peer_id, handle_name, request)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"peer {name} did not answer {handle_name} within {UNARY_TIMEOUT}") from error
+        return self._parse(response, output_protobuf_type, name)
+
+    async def _call_introduced(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
+        self.sent[DHT_TRAFFIC] += len(request)
+        try:
+            return await self.control.call_unary_handler(peer_id, handle_name, request)
+        except P2PHandlerError as error:
+            if not str(error).startswith(NotIntroduced.__name__):
+                raise
+            await self.introductions.say(peer_id.to_base58())
+        except P2PDaemonError:
+            # p2pd could not dial: it may have forgotten where the peer lives.
+            await self.control.connect(peer_id, await self.book.find(peer_id.to_base58()))
+        return await self.control.call_unary_handler(peer_id, handle_name, request)
+
+    def _parse(self, data: bytes, kind: type[Reply], peer_id: str) -> Reply:
+        try:
+            message = kind.FromString(data)
+        except DecodeError as error:
+            raise PeerMisbehaved(f"peer {peer_id} sent a {kind.__name__} that does not parse") from error
+        check_dht_message(message, peer_id, self._clock.unix())
+        return message
+
+    async def add_binary_stream_handler(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise NotPermitted("stream handlers are registered through the gate")
+
+    async def call_binary_stream_handler(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise NotPermitted("streams are opened through the gate")

@@ -1,0 +1,211 @@
+"""The libp2p daemon: hivemind's bundled `p2pd`, launched and watched by us.
+
+Why not `P2P.create`: its daemon outlives a killed parent, keeps its sockets in the shared temporary folder,
+relays for anybody, and answers for libp2p's own kad to strangers. Here it dies with us, its control socket
+lies in a private directory, kad is off, and it relays (circuit v2, with limits) only on seeds. identify, ping
+and the relay live inside p2pd, outside the gate.
+
+p2pd listens with SO_REUSEPORT, so two daemons would share a port in silence: the port is probed first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.resources import files
+from pathlib import Path
+
+from hivemind.utils.multiaddr import Multiaddr
+
+from atoll.core import log
+from atoll.core.errors import ChildDied, ConfigError, PortInUse
+from atoll.core.files import make_private_dir
+from atoll.node import processes
+
+RELAY_MAX_CIRCUITS = 16  # open relayed connections of one peer
+RELAY_MAX_RESERVATIONS = 128  # peers that wait to be dialled through us
+RELAY_DATA_LIMIT_BYTES = 4 * 1024**3  # in each direction of one relayed connection
+RELAY_TIME_LIMIT = timedelta(minutes=30)  # of one relayed connection; peers dial again
+RELAY_BUFFER_BYTES = 1024 * 1024
+_SOCKET_PATH_MAX_BYTES = 100  # the kernel's limit is 107
+
+_log = log.get("p2pd")
+
+
+@dataclass(frozen=True)
+class P2pdConfig:
+    """How one daemon listens. Addresses are multiaddrs, TCP only."""
+
+    identity_path: Path
+    runtime_dir: Path
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    relay_service: bool
+    trusted_relays: tuple[str, ...]
+
+    @property
+    def control_socket(self) -> Path:
+        return self.runtime_dir / "p2pd.sock"
+
+    @property
+    def stream_socket(self) -> Path:
+        """Where we listen for the streams that p2pd hands over."""
+        return self.runtime_dir / "streams.sock"
+
+
+def command(config: P2pdConfig) -> list[str]:
+    """The daemon's command line."""
+    public = any("/127." not in address and "/::1/" not in address for address in config.listen)
+    flags: dict[str, object] = {
+        "id": config.identity_path,
+        "listen": f"/unix{config.control_socket}",
+        "hostAddrs": ",".join(config.listen),
+        "tls": 1,
+        "connManager": 1,
+        "autonat": int(config.relay_service),
+        "natPortMap": int(public),
+        "relay": 1,
+        "relayService": int(config.relay_service),
+        "relayMaxCircuits": RELAY_MAX_CIRCUITS,
+        "relayMaxReservations": RELAY_MAX_RESERVATIONS,
+        "relayDataLimit": RELAY_DATA_LIMIT_BYTES,
+        "relayTimeLimit": f"{int(RELAY_TIME_LIMIT.total_seconds())}s",
+        "relayBufferSize": RELAY_BUFFER_BYTES,
+        "idleTimeout": "60s",  # should we die before we attach
+    }
+    if config.announce:
+        flags["announceAddrs"] = ",".join(config.announce)
+    if config.trusted_relays and public:
+        # p2pd refuses to use relays without a kad; as a client it answers no questions of strangers.
+        flags |= {"autoRelay": 1, "relayDiscovery": 0, "trustedRelays": ",".join(config.trusted_relays), "dhtClient": 1}
+    program = str(files("hivemind.hivemind_cli") / "p2pd")
+    return [program, *(f"-{name}={value}" for name, value in flags.items())]
+
+
+class P2pd:
+    """A running daemon. `died` resolves when it ends without having been asked to."""
+
+    def __init__(self, config: P2pdConfig, child: asyncio.subprocess.Process) -> None:
+        self.config = config
+        self.died: asyncio.Future[ChildDied] = asyncio.get_running_loop().create_future()
+        self._child = child
+        self._ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._last_line = ""
+        self._stopping = False
+        self._watcher = asyncio.create_task(self._watch())
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @classmethod
+    async def start(cls, config: P2pdConfig, timeout: timedelta) -> P2pd:
+        """Launch and wait until it answers. Raises `PortInUse`, `ConfigError`, `ChildDied`."""
+        _check_socket_paths(config)
+        for address in config.listen:
+            _check_port_free(address)
+        make_private_dir(config.runtime_dir)
+        _remove_sockets(config)
+        child = await processes.start(
+            command(config),
+            environment=_environment(),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        daemon = cls(config, child)
+        try:
+            await daemon._until_ready(timeout)
+        except BaseException:
+            await daemon.stop(timedelta(0))
+            raise
+        return daemon
+
+    async def stop(self, grace: timedelta) -> None:
+        """End the daemon and remove its sockets. Calling twice is fine."""
+        self._stopping = True
+        await processes.stop(self._child, grace)
+        await self._watcher
+        _remove_sockets(self.config)
+
+    async def _until_ready(self, timeout: timedelta) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout.total_seconds()):
+                if await asyncio.shield(self._ready):
+                    return
+        if "address already in use" in self._last_line:
+            raise PortInUse(f"p2pd cannot listen on {', '.join(self.config.listen)}", "choose another port")
+        raise ChildDied(f"p2pd did not start within {timeout}: {self._last_line or 'it said nothing'}")
+
+    async def _watch(self) -> None:
+        """Keep the daemon's output flowing into our log, and notice its end."""
+        output = self._child.stdout
+        assert output is not None
+        while line := await _read_line(output):
+            text = line.decode(errors="replace").strip()
+            self._last_line = text or self._last_line
+            _log.debug("output", line=text)
+            if text.startswith("Peer ID:") and not self._ready.done():
+                self._ready.set_result(True)
+        status = await self._child.wait()
+        if not self._ready.done():
+            self._ready.set_result(False)
+        elif not self._stopping:
+            _log.error("p2pd died", status=status, last_line=self._last_line)
+            self.died.set_result(ChildDied(f"p2pd ended by itself (status {status}): {self._last_line}"))
+
+
+async def _read_line(output: asyncio.StreamReader) -> bytes:
+    try:
+        return await output.readline()
+    except ValueError:  # longer than the reader's limit; it was dropped
+        return b"\n"
+
+
+def _environment() -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_")}
+    return ours | {"GOLOG_LOG_LEVEL": "error"}
+
+
+def _check_socket_paths(config: P2pdConfig) -> None:
+    if len(os.fsencode(config.stream_socket)) > _SOCKET_PATH_MAX_BYTES:
+        raise ConfigError(
+            f"the path {config.stream_socket} is too long for a socket", "choose a data directory with a shorter path"
+        )
+
+
+def _check_port_free(address: str) -> None:
+    """Raise `PortInUse` when somebody listens there already."""
+    host, port, family = _tcp_parts(address)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise PortInUse(
+                f"cannot listen on {address}: {error.strerror or error}",
+                "stop the program that uses that port, or choose another one",
+            ) from error
+
+
+def _tcp_parts(address: str) -> tuple[str, int, socket.AddressFamily]:
+    parts: Sequence[str] = address.split("/")
+    try:
+        Multiaddr(address)
+        _, kind, host, transport, port = parts
+        if kind in ("ip4", "ip6") and transport == "tcp":
+            return host, int(port), socket.AF_INET if kind == "ip4" else socket.AF_INET6
+    except ValueError:  # of the parser, of the unpacking, of the number
+        pass
+    raise ConfigError(f"{address!r} is not a TCP multiaddr", "write it like /ip4/0.0.0.0/tcp/4001")
+
+
+def _remove_sockets(config: P2pdConfig) -> None:
+    for path in (config.control_socket, config.stream_socket):
+        with suppress(FileNotFoundError):
+            path.unlink()

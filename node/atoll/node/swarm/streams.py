@@ -1,0 +1,161 @@
+"""A conversation over one raw libp2p stream: frames with a cap, a checksum and deadlines.
+
+The socket is p2pd's unix socket, one per stream. A frame costs one read for its prefix and one for the rest;
+nothing is allocated before the announced length passed the cap. When `receive` gives up at its deadline, what
+arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel has all of it: the
+body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none moved for
+half a minute.
+
+Streams are never half-closed: p2pd loses the reply then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+
+from atoll.core.errors import DeadlineExceeded, Unreachable
+from atoll.core.frames import (
+    MAX_FRAME_BYTES,
+    PREFIX,
+    Buffer,
+    Frame,
+    FrameKind,
+    Prefix,
+    check_frame,
+    pack_prefix,
+    unpack_prefix,
+)
+from atoll.node.swarm.refusals import receive_or_refusal
+
+STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
+CLOSE_TIMEOUT = timedelta(seconds=5)
+_JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies go out with their prefix in one write
+
+
+class P2PStream:
+    """One end of a stream; implements `transport.Stream`."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        protocol: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        guard: Callable[[], object],
+        sent: Counter[str],
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.protocol = protocol
+        self._peer_id = peer_id
+        self._reader = reader
+        self._writer = writer
+        self._guard = guard  # raises when the peer is no member any more
+        self._sent_by_protocol = sent
+        self._max_frame_bytes = max_frame_bytes
+        self._prefix: Prefix | None = None  # of a frame whose rest has not arrived
+        self._sent = 0
+        self._received = 0
+        self._on_close: list[Callable[[], None]] = []
+        writer.transport.set_write_buffer_limits(high=0)  # `drain` waits until the kernel has everything
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer_id
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._received
+
+    async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
+        self._guard()
+        await self._write(kind, header, body)
+
+    async def refuse(self, header: Buffer) -> None:
+        """Send a refusal; the one frame that a stranger may get."""
+        await self._write(FrameKind.REFUSAL, header, b"")
+
+    async def receive(self, timeout: timedelta) -> Frame:
+        self._guard()
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                frame = await self._read_frame()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"peer {self._peer_id} sent no whole frame within {timeout}") from error
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise self._ended() from error
+        return await receive_or_refusal(self, frame)
+
+    async def close(self) -> None:
+        self._forget()
+        self._writer.close()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT.total_seconds()):
+                await self._writer.wait_closed()
+        except (OSError, TimeoutError):
+            self._writer.transport.abort()
+
+    def abort(self) -> None:
+        """Close without waiting for anything."""
+        self._forget()
+        self._writer.transport.abort()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when this end closes the stream."""
+        self._on_close.append(callback)
+
+    async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
+        start = pack_prefix(kind, header, body)
+        if self._writer.is_closing():
+            raise self._ended()
+        if len(body) < _JOIN_BELOW_BYTES:
+            self._writer.write(b"".join((start, header, body)))
+        else:
+            self._writer.write(start + header)
+            self._writer.write(body)
+        size = PREFIX.size + len(header) + len(body)
+        self._sent += size
+        self._sent_by_protocol[self.protocol] += size
+        await self._flush()
+
+    async def _read_frame(self) -> Frame:
+        if self._prefix is None:
+            start = await self._reader.readexactly(PREFIX.size)
+            self._received += PREFIX.size
+            self._prefix = unpack_prefix(start, self._max_frame_bytes)
+        prefix = self._prefix
+        rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
+        self._prefix = None
+        self._received += len(rest)
+        return check_frame(prefix, bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :])
+
+    async def _flush(self) -> None:
+        transport = self._writer.transport
+        waiting = transport.get_write_buffer_size()
+        while True:
+            try:
+                async with asyncio.timeout(STALL_TIMEOUT.total_seconds()):
+                    return await self._writer.drain()
+            except TimeoutError as error:
+                left = transport.get_write_buffer_size()
+                if left >= waiting:
+                    self.abort()
+                    raise Unreachable(f"peer {self._peer_id} took nothing for {STALL_TIMEOUT}") from error
+                waiting = left
+            except OSError as error:
+                raise self._ended() from error
+
+    def _forget(self) -> None:
+        callbacks, self._on_close = self._on_close, []
+        for callback in callbacks:
+            callback()
+
+    def _ended(self) -> Unreachable:
+        return Unreachable(f"peer {self._peer_id} ended the stream {self.protocol}")

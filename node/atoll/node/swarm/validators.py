@@ -1,0 +1,70 @@
+"""hivemind's question "is this record valid?", answered by `core/records.py`.
+
+Only values under subkeys of the closed list of keys pass; the subkey must be the owner's peer id, and the value
+a msgpack byte string around a sealed `DhtRecord`. Two Ed25519 checks per record cost about a millisecond and a
+dictionary holds one record per member, so accepted records are remembered until they fall out of a bounded list.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from hivemind.dht.crypto import DHTRecord
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.membership import Authority
+from atoll.core.records import MAX_RECORD_BYTES, Place, Record, heads_key, nodes_key, verify_record
+from atoll.node.swarm.msgpack_scan import check_msgpack
+
+REMEMBERED = 4096
+_ENVELOPE_BYTES = 5  # msgpack's prefix of a byte string
+_log = log.get("swarm")
+
+
+class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Accepts what members may say about themselves, and nothing else."""
+
+    def __init__(self, authority: Authority, clock: Clock) -> None:
+        self._authority = authority
+        self._clock = clock
+        names = (nodes_key(authority.run_id), heads_key(authority.run_id))
+        self._names = {DHTID.generate(source=name).to_bytes(): name for name in names}
+        self._accepted: OrderedDict[DHTRecord, None] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """hivemind asks before it stores and after it finds."""
+        if record in self._accepted:
+            return True
+        try:
+            self._check(record)
+        except AtollError as error:
+            _log.info("DHT record refused", reason=error.reason, error=str(error))
+            return False
+        self._accepted[record] = None
+        while len(self._accepted) > REMEMBERED:
+            self._accepted.popitem(last=False)
+        return True
+
+    def read(self, name: str, subkey: str, value: bytes, expires: float) -> Record:
+        """Verify a record that a lookup returned (its envelope is gone by then). Raises `AtollError`."""
+        return verify_record(value, Place(name, subkey, expires), self._authority, self._clock.unix())
+
+    def _check(self, record: DHTRecord) -> None:
+        name = self._names.get(record.key)
+        if name is None:
+            raise PeerMisbehaved("the DHT has no such key")
+        if not isinstance(record.value, bytes) or len(record.value) > MAX_RECORD_BYTES + _ENVELOPE_BYTES:
+            raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
+        if not isinstance(record.expiration_time, float):
+            raise PeerMisbehaved("a DHT record's expiry is a number of seconds")
+        check_msgpack(record.subkey)
+        check_msgpack(record.value)
+        subkey, value = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
+        if not isinstance(subkey, str) or not isinstance(value, bytes):
+            raise PeerMisbehaved("a DHT record is a byte string under its owner's peer id")
+        self.read(name, subkey, value, record.expiration_time)

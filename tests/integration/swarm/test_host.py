@@ -1,0 +1,40 @@
+"""Hosts on loopback: streams, addresses and heads between members."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from atoll.core.frames import FrameKind
+from atoll.node.transport import Stream
+from support.swarm_lab import Lab
+
+SOON = timedelta(seconds=10)
+LIFETIME = timedelta(minutes=5)
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        frame = await stream.receive(SOON)
+        await stream.send(frame.kind, frame.header, frame.body)
+
+
+async def test_members_find_each_other_and_talk(lab: Lab) -> None:
+    seed = await lab.start("seed", relay_service=True)
+    a = await lab.start("a", seeds=seed.multiaddrs())
+    b = await lab.start("b", seeds=seed.multiaddrs())
+    b.handle("/echo/1", echo)
+    await b.publish_address(LIFETIME)
+    await b.publish_head(7, b"\7" * 32, LIFETIME)
+    await a.publish_address(LIFETIME)
+    addresses = await a.lookup_addresses()
+    assert addresses == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
+    assert await a.lookup_heads() == {b.peer_id: (7, b"\7" * 32)}
+
+    stream = await a.open(b.peer_id, "/echo/1", SOON)
+    body = bytes(range(256)) * 4096 * 4
+    await stream.send(FrameKind.PART, b"header", body)
+    frame = await stream.receive(SOON)
+    assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", body)
+    assert a.bytes_sent("/echo/1") == 16 + 6 + len(body) == stream.bytes_sent
+    assert a.bytes_sent("dht") > 0 < a.bytes_sent("/atoll/hello/1")
+    await stream.close()

@@ -1,0 +1,85 @@
+"""A small swarm on loopback, in one process: an operator, and hosts that each own a p2pd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from atoll.core.clock import SystemClock
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, Authority, Deny, issue_membership
+from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.v1 import common_pb2 as pb
+
+ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
+START = timedelta(seconds=20)
+
+
+@dataclass
+class Lab:
+    """Starts hosts of one run and closes what is left of them."""
+
+    directory: Path
+    operator: Identity = field(default_factory=Identity.generate)
+    hosts: list[SwarmHost] = field(default_factory=list)
+    clock: SystemClock = field(default_factory=SystemClock)
+
+    @property
+    def authority(self) -> Authority:
+        return Authority(self.operator.public_key, "reef")
+
+    def identity(self, name: str) -> Identity:
+        return Identity.load_or_create(self.directory / f"{name}.key")
+
+    def certificate(self, name: str, run_id: str = "reef") -> pb.Signed:
+        return issue_membership(
+            self.operator,
+            public_key=self.identity(name).public_key,
+            run_id=run_id,
+            roles=frozenset({"node"}),
+            epoch=1,
+            now=self.clock.unix(),
+            node_name=name,
+        )
+
+    def runtime_dir(self, name: str) -> Path:
+        return self.directory / name
+
+    async def start(
+        self,
+        name: str,
+        *,
+        seeds: tuple[str, ...] = (),
+        listen: tuple[str, ...] = ANY_PORT,
+        relay_service: bool = False,
+        membership: pb.Signed | None = None,
+        authority: Authority | None = None,
+        deny: Deny = EMPTY_DENY,
+    ) -> SwarmHost:
+        identity = self.identity(name)
+        host = await SwarmHost.start(
+            SwarmConfig(
+                identity_path=self.directory / f"{name}.key",
+                runtime_dir=self.runtime_dir(name),
+                listen=listen,
+                announce=(),
+                seeds=seeds,
+                relay_service=relay_service,
+            ),
+            identity=identity,
+            authority=authority or self.authority,
+            membership=membership or self.certificate(name),
+            deny=deny,
+            clock=self.clock,
+            timeout=START,
+        )
+        self.hosts.append(host)
+        return host
+
+    async def close(self) -> None:
+        """Close every host and check that no p2pd and no socket is left."""
+        for host in self.hosts:
+            await host.close(timedelta(seconds=5))
+        assert not [host.p2pd_pid for host in self.hosts if Path(f"/proc/{host.p2pd_pid}").exists()]
+        assert not list(self.directory.rglob("*.sock"))
