@@ -1,0 +1,152 @@
+"""The one place where the state changes: a step is computed, made durable, and only then seen by anyone.
+
+Steps run one after the other on a thread of their own, so the event loop never waits for a disk and no lock
+is needed; readers take `state`, which is immutable. If the store fails, the state stays as it was and the
+caller gets the error: what was not stored did not happen. The operator's key signs plans and deny-lists here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import structlog
+
+from atoll.coordinator.state import machine
+from atoll.coordinator.state.records import DenyRow, Event, PlanRow, Record
+from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
+from atoll.coordinator.state.store import Store
+from atoll.core import log
+from atoll.core.clock import Clock, unix_ms
+from atoll.core.errors import DatabaseCorrupt, Rejected
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, Authority, Deny, issue_deny_list
+from atoll.core.plan import Plan, sign_plan, verify_plan
+from atoll.v1 import common_pb2 as pb
+
+T = TypeVar("T")
+Operation = Callable[[State, Moment], Step[T]]
+TICK_SECONDS = 0.2
+
+
+class Controller:
+    """State, store and operator key under one roof."""
+
+    def __init__(self, store: Store, operator: Identity, clock: Clock, policy: Policy) -> None:
+        self.store = store
+        self.operator = operator
+        self.clock = clock
+        self.policy = policy
+        self.failure: str = ""  # why the last write failed; empty when it did not
+        self._log: structlog.stdlib.BoundLogger = log.get("controller")
+        self._thread = ThreadPoolExecutor(1, "controller")
+        self._watchers: set[asyncio.Event] = set()
+        self._sealed_plans: dict[str, pb.Signed] = {}
+        self._sealed_deny = issue_deny_list(operator, EMPTY_DENY.number, EMPTY_DENY.peer_ids, clock.unix())
+        self.state = self._restore()
+
+    async def do(self, operation: Operation[T]) -> T:
+        """Run one step and return its result once it is durable. Raises what the step or the store raises."""
+        before = self.state.last_event_id
+        step = await asyncio.get_running_loop().run_in_executor(self._thread, self._perform, operation)
+        for watcher in self._watchers if step.state.last_event_id != before or step.records else ():
+            watcher.set()
+        return step.result
+
+    async def read(self, query: Callable[[Store], T]) -> T:
+        """Read from the store without holding up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, query, self.store)
+
+    async def run(self) -> None:
+        """Tick until cancelled. A store that fails is logged and tried again: members train on meanwhile."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                await self.do(lambda state, now: machine.tick(state, now, self.policy))
+            except Exception as error:  # supervision: the coordinator outlives a full disk
+                self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
+
+    @contextmanager
+    def watching(self) -> Iterator[asyncio.Event]:
+        """An event that is set whenever something durable changed."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            yield changed
+        finally:
+            self._watchers.discard(changed)
+
+    def sealed_plan(self, run_id: str) -> pb.Signed | None:
+        """The run's newest plan, signed."""
+        return self._sealed_plans.get(run_id)
+
+    @property
+    def sealed_deny(self) -> pb.Signed:
+        """The deny-list in force, signed."""
+        return self._sealed_deny
+
+    def moment(self) -> Moment:
+        """Now."""
+        return Moment(unix_ms(self.clock), self.clock.monotonic())
+
+    def close(self) -> None:
+        """Finish what was begun, then close the store."""
+        self._thread.shutdown(wait=True)
+        self.store.close()
+
+    def _perform(self, operation: Operation[T]) -> Step[T]:
+        step = operation(self.state, self.moment())
+        plans = [PlanRow(plan.run_id, plan.version, self._seal(plan), plan.issued_unix_ms) for plan in step.plans]
+        deny = [DenyRow(step.deny.number, self._seal_deny(step.deny))] if step.deny else []
+        rows: list[Record] = [*step.records, *plans, *deny]
+        if rows:
+            self._store(rows)
+        for row in plans:
+            self._sealed_plans[row.run_id] = pb.Signed.FromString(row.sealed)
+        for row_of_deny in deny:
+            self._sealed_deny = pb.Signed.FromString(row_of_deny.sealed)
+        self.state = step.state
+        for item in step.records:
+            if isinstance(item, Event):
+                self._log.info(item.message, event_kind=item.kind, run=item.run_id, subject=item.subject)
+        return step
+
+    def _store(self, rows: list[Record]) -> None:
+        try:
+            self.store.apply(rows)
+        except Exception as error:
+            self.failure = str(error)
+            raise
+        self.failure = ""
+
+    def _seal(self, plan: Plan) -> bytes:
+        return sign_plan(self.operator, plan).SerializeToString()
+
+    def _seal_deny(self, deny: Deny) -> bytes:
+        sealed = issue_deny_list(self.operator, deny.number, deny.peer_ids, self.clock.unix())
+        return sealed.SerializeToString()
+
+    def _restore(self) -> State:
+        contents = self.store.load()
+        try:
+            plans = tuple(self._opened_plan(row) for row in contents.plans)
+            deny = self._opened_deny(contents.deny) if contents.deny else None
+        except Rejected as error:
+            raise DatabaseCorrupt(
+                f"the database holds something that this coordinator's key did not sign: {error}",
+                "database and keys must come from the same backup; nothing was changed",
+            ) from error
+        return machine.restore(contents, plans, deny, self.moment())
+
+    def _opened_plan(self, row: PlanRow) -> Plan:
+        sealed = pb.Signed.FromString(row.sealed)
+        plan = verify_plan(sealed, self.operator.public_key, row.run_id)
+        self._sealed_plans[row.run_id] = sealed  # rows come in order of version: the newest stays
+        return plan
+
+    def _opened_deny(self, row: DenyRow) -> Deny:
+        self._sealed_deny = pb.Signed.FromString(row.sealed)
+        return Authority(self.operator.public_key, "").verify_deny_list(self._sealed_deny)

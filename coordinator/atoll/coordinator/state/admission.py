@@ -1,0 +1,216 @@
+"""Who comes in and who must go: tokens, enrolment, renewal, drain, ban, leave. Pure.
+
+Spending a token and writing the node's row are one step, hence one transaction: a token with N uses admits
+N times, whatever dies when.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from atoll.coordinator.state import find
+from atoll.coordinator.state.records import Node, Token
+from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.core.errors import (
+    AlreadyExists,
+    Banned,
+    InvalidRequest,
+    TokenExpired,
+    TokenRevoked,
+    TokenUnknown,
+    TokenUsedUp,
+)
+from atoll.core.membership import Deny
+from atoll.core.tokens import secret_matches
+from atoll.core.units import duration_text
+
+TOKEN_ROLES = ("node", "seed")
+MAX_USES = 100_000
+MAX_TTL_SECONDS = 366 * 24 * 3600
+_NAME = re.compile(r"[a-z0-9-]{1,63}")
+_ASK_AGAIN = "ask your operator for a new one: `atollctl token create`"
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """What the operator asked for; id and secret were drawn outside."""
+
+    token_id: str
+    secret_hash: str
+    run_id: str  # empty: the only run
+    uses: int
+    ttl_seconds: int
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Applicant:
+    """Who shows a token. The key behind `peer_id` was already proven."""
+
+    token_id: str
+    secret: str
+    peer_id: str
+    public_key: bytes
+    node_name: str
+
+
+def create_token(state: State, now: Moment, request: TokenRequest) -> Step[Token]:
+    """A new token. Raises `NotFound`, `InvalidRequest`."""
+    run = find.run(state, request.run_id)
+    roles = request.roles or ("node",)
+    if any(role not in TOKEN_ROLES for role in roles):
+        raise InvalidRequest(f"a token can admit {' or '.join(TOKEN_ROLES)}, not {', '.join(roles)}")
+    if not 1 <= request.uses <= MAX_USES or not 1 <= request.ttl_seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(f"a token has 1 to {MAX_USES} uses and lives 1 second to a year")
+    token = Token(
+        token_id=request.token_id,
+        secret_hash=request.secret_hash,
+        run_id=run.run_id,
+        roles=tuple(sorted(set(roles))),
+        uses_total=request.uses,
+        uses_left=request.uses,
+        created_ms=now.unix_ms,
+        expires_ms=now.unix_ms + request.ttl_seconds * 1000,
+    )
+    draft = Draft(state, now)
+    draft.put(token)
+    uses = "one use" if token.uses_total == 1 else f"{token.uses_total} uses"
+    draft.event("token.created", run.run_id, token.token_id, f"token for {', '.join(token.roles)}, {uses}")
+    return draft.done(token)
+
+
+def revoke_token(state: State, now: Moment, token_id: str) -> Step[Token]:
+    """Make a token useless. Twice is fine. Raises `NotFound`."""
+    token = find.token(state, token_id)
+    draft = Draft(state, now)
+    if not token.revoked:
+        token = replace(token, revoked=True)
+        draft.put(token)
+        draft.event("token.revoked", token.run_id, token.token_id, "token revoked")
+    return draft.done(token)
+
+
+def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
+    """Spend one use of the token and write the node's row. Raises `Rejected` and kin, `AlreadyExists`."""
+    if not _NAME.fullmatch(applicant.node_name):
+        raise InvalidRequest("a node's name has 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
+    token = _usable(state, now, applicant)
+    known = state.nodes.get(applicant.peer_id)
+    if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
+        raise Banned(f"peer {applicant.peer_id} was banned by the operator")
+    live = state.live.get(applicant.peer_id)
+    if known and known.run_id != token.run_id and live and live.connected:
+        raise AlreadyExists(
+            f"peer {applicant.peer_id} is at work in run {known.run_id!r}",
+            "stop it first, or use another data directory: one identity serves one run",
+        )
+    node = Node(
+        peer_id=applicant.peer_id,
+        name=_free_name(state, token.run_id, applicant),
+        run_id=token.run_id,
+        roles=token.roles,
+        public_key=applicant.public_key,
+        epoch=known.epoch + 1 if known else 1,
+        enrolled_ms=now.unix_ms,
+        last_seen_ms=known.last_seen_ms if known else 0,
+    )
+    token = replace(token, uses_left=token.uses_left - 1)
+    draft = Draft(state, now)
+    draft.put(token)
+    draft.put(node)
+    again = " again" if known else ""
+    draft.event("node.enrolled", node.run_id, node.peer_id, f"{node.name} enrolled{again} as {', '.join(node.roles)}")
+    if token.uses_left == 0:
+        draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
+    return draft.done(node)
+
+
+def renew(state: State, now: Moment, peer_id: str) -> Step[Node]:
+    """The next epoch of a member. Raises `Banned`, `CertificateInvalid`."""
+    node = _welcome(state, peer_id)
+    draft = Draft(state, now)
+    node = replace(node, epoch=node.epoch + 1)
+    draft.put(node)
+    return draft.done(node)
+
+
+def drain(state: State, now: Moment, text: str) -> Step[Node]:
+    """Ask a node to finish its round and leave. Raises `NotFound`, `InvalidRequest`."""
+    node = find.node(state, text)
+    draft = Draft(state, now)
+    if not node.draining:
+        node = replace(node, draining=True)
+        draft.put(node)
+        draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} is asked to drain")
+    return draft.done(node)
+
+
+def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
+    """Put a peer on the deny-list, for good. Raises `NotFound`, `InvalidRequest`."""
+    node = find.node(state, text)
+    draft = Draft(state, now)
+    if not node.banned:
+        node = replace(node, banned=True)
+        draft.put(node)
+        draft.issue_deny(Deny(state.deny.number + 1, state.deny.peer_ids | {node.peer_id}))
+        because = f": {reason[:200]}" if reason else ""
+        draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
+    return draft.done(node)
+
+
+def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:
+    """An orderly goodbye. The node may come back while its certificate lasts. Raises `CertificateInvalid`."""
+    node = find.caller(state, peer_id)
+    draft = Draft(state, now)
+    if not node.left:
+        draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
+        because = f": {reason[:200]}" if reason else ""
+        draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
+    return draft.done(None)
+
+
+def seeds_of(state: State, run_id: str) -> tuple[str, ...]:
+    """Multiaddrs of the run's seeds, those that are connected first."""
+
+    def connected_first(node: Node) -> tuple[bool, str]:
+        live = state.live.get(node.peer_id)
+        return (live is None or not live.connected, node.peer_id)
+
+    seeds = [node for node in state.members_of(run_id) if "seed" in node.roles and not (node.banned or node.left)]
+    return tuple(
+        address if "/p2p/" in address else f"{address}/p2p/{node.peer_id}"
+        for node in sorted(seeds, key=connected_first)
+        for address in node.multiaddrs
+    )
+
+
+def _welcome(state: State, peer_id: str) -> Node:
+    node = find.caller(state, peer_id)
+    if node.banned:
+        raise Banned(f"peer {peer_id} was banned by the operator")
+    return node
+
+
+def _usable(state: State, now: Moment, applicant: Applicant) -> Token:
+    token = state.tokens.get(applicant.token_id)
+    if token is None or not secret_matches(applicant.secret, token.secret_hash):
+        raise TokenUnknown("no such token here, or its secret is wrong", "copy the whole token again")
+    if token.revoked:
+        raise TokenRevoked("the operator revoked this token", _ASK_AGAIN)
+    if token.expires_ms <= now.unix_ms:
+        ago = duration_text((now.unix_ms - token.expires_ms) / 1000)
+        raise TokenExpired(f"the token expired {ago} ago", _ASK_AGAIN)
+    if token.uses_left <= 0:
+        raise TokenUsedUp(f"the token was good for {token.uses_total} and has been used up", _ASK_AGAIN)
+    return token
+
+
+def _free_name(state: State, run_id: str, applicant: Applicant) -> str:
+    """The name asked for, or with a number when another peer of the run has it."""
+    taken = {node.name for node in state.members_of(run_id) if node.peer_id != applicant.peer_id}
+    name, number = applicant.node_name, 2
+    while name in taken:
+        name = f"{applicant.node_name[:58]}-{number}"
+        number += 1
+    return name

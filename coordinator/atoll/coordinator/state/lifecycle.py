@@ -1,0 +1,283 @@
+"""The life of a run: from created over genesis to training and its end, and when a new plan is due. Pure.
+
+    CREATED → WAITING → GENESIS → TRAINING → FINISHED
+                 ↖________|           ↕
+                                   PAUSED          any but FINISHED → STOPPED
+
+`advance` moves a run as far as what is known now allows; the operator's orders are the other edges. A run
+that trains follows its nodes: whoever is fit to train is in the plan, and when that set changes and stays
+changed for the debounce, the next plan is issued. An empty plan is never issued: nodes keep the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from atoll.coordinator.planner.replicas import replicate
+from atoll.coordinator.state import find
+from atoll.coordinator.state.records import Node, Run
+from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
+from atoll.core.errors import AlreadyExists, InvalidTransition
+from atoll.core.manifest import manifest_hash
+from atoll.core.run_spec import parse_run_spec
+from atoll.v1 import manifest_pb2, plan_pb2
+from atoll.v1 import membership_pb2 as mb
+
+EDGES: dict[str, frozenset[str]] = {
+    "CREATED": frozenset({"WAITING", "STOPPED"}),
+    "WAITING": frozenset({"GENESIS", "PAUSED", "STOPPED"}),
+    "GENESIS": frozenset({"WAITING", "TRAINING", "PAUSED", "STOPPED"}),
+    "TRAINING": frozenset({"PAUSED", "FINISHED", "STOPPED"}),
+    "PAUSED": frozenset({"WAITING", "TRAINING", "FINISHED", "STOPPED"}),
+    "FINISHED": frozenset(),
+    "STOPPED": frozenset(),
+}
+FIT = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
+
+
+def create_run(state: State, now: Moment, spec_toml: str, *, start: bool) -> Step[Run]:
+    """A run from a spec. Raises `RunSpecError`, `AlreadyExists`."""
+    spec = parse_run_spec(spec_toml)
+    name = spec.run.name
+    if name in state.runs:
+        raise AlreadyExists(f"there is a run called {name!r} already", "give the new one another run.name")
+    draft = Draft(state, now)
+    draft.put(Run(run_id=name, spec_toml=spec.resolved_toml(), state="CREATED", created_ms=now.unix_ms))
+    draft.add_memory(name, RunMemory(spec=spec))
+    draft.event("run.created", name, name, f"run {name} created: {spec.run.stop_tokens} tokens")
+    if start:
+        _move(draft, name, "WAITING", "the run was started")
+    return draft.done(draft.state.runs[name])
+
+
+def start(state: State, now: Moment, run_id: str, policy: Policy) -> Step[Run]:
+    """Start a created run, or go on with a paused one. Raises `NotFound`, `InvalidTransition`."""
+    run = find.run(state, run_id)
+    draft = Draft(state, now)
+    resumed = run.state == "PAUSED"
+    _move(draft, run.run_id, "TRAINING" if run.genesis else "WAITING", "the run goes on" if resumed else "started")
+    draft.remember(run.run_id, hold_until=now.monotonic + policy.resume_seconds, changed_since=None)
+    return draft.done(draft.state.runs[run.run_id])
+
+
+def pause(state: State, now: Moment, run_id: str) -> Step[Run]:
+    """Let the nodes wait. Raises `NotFound`, `InvalidTransition`."""
+    return _ordered(state, now, run_id, "PAUSED", "the operator paused the run")
+
+
+def stop(state: State, now: Moment, run_id: str) -> Step[Run]:
+    """End the run for good. Raises `NotFound`, `InvalidTransition`."""
+    return _ordered(state, now, run_id, "STOPPED", "the operator stopped the run")
+
+
+def finish_if_due(draft: Draft, run_id: str) -> None:
+    """FINISHED, once the committed tokens are those that the spec asks for."""
+    run, spec = draft.state.runs[run_id], draft.state.memory[run_id].spec
+    if run.committed_tokens >= spec.run.stop_tokens and run.state in ("TRAINING", "PAUSED"):
+        _move(draft, run_id, "FINISHED", f"the run reached {run.committed_tokens} tokens in {run.head_round} rounds")
+
+
+def begin_training(draft: Draft, run_id: str) -> None:
+    """Genesis is durable: issue plan 1 to every node that is ready for it."""
+    state = draft.state
+    ready = sorted({state.memory[run_id].writer, *_ready(state, run_id, corpus_expected(state, run_id))})
+    _issue(draft, run_id, ready, "the run begins")
+    _move(draft, run_id, "TRAINING", f"training begins with {len(ready)} nodes")
+
+
+def advance(draft: Draft, run_id: str, policy: Policy) -> None:
+    """Move the run as far as the nodes allow."""
+    match draft.state.runs[run_id].state:
+        case "WAITING":
+            _seek_genesis(draft, run_id)
+        case "GENESIS":
+            _watch_writer(draft, run_id, policy)
+        case "TRAINING":
+            _follow_members(draft, run_id, policy)
+
+
+def ready_count(state: State, run_id: str) -> int:
+    """How many nodes could start or do train: what `min_nodes` is compared with."""
+    return sum(_fit(state, node) for node in state.members_of(run_id))
+
+
+def corpus_expected(state: State, run_id: str) -> str:
+    """The digest that every node's corpus must have; empty while it is undecided."""
+    run = state.runs[run_id]
+    return run.corpus_digest if run.genesis or run.state == "GENESIS" else ""
+
+
+# --- waiting and genesis ---------------------------------------------------------------------------
+
+
+def _seek_genesis(draft: Draft, run_id: str) -> None:
+    state = draft.state
+    needed = state.memory[run_id].spec.run.min_nodes
+    digest = _most_common_corpus(state, run_id)
+    ready = _ready(state, run_id, digest)
+    if not digest or len(ready) < needed:
+        return
+    draft.put(replace(state.runs[run_id], corpus_digest=digest))
+    _move(draft, run_id, "GENESIS", f"{len(ready)} of {needed} nodes are ready")
+    _appoint(draft, run_id, ready)
+
+
+def _watch_writer(draft: Draft, run_id: str, policy: Policy) -> None:
+    state, memory = draft.state, draft.state.memory[run_id]
+    ready = _ready(state, run_id, corpus_expected(state, run_id))
+    in_time = draft.now.monotonic - memory.writer_since < policy.genesis_seconds
+    may_deliver = memory.writer and memory.writer not in memory.passed_over and _still_there(state, memory.writer)
+    if in_time and may_deliver:
+        return
+    if len(ready) >= memory.spec.run.min_nodes:
+        nobody_else = memory.writer in ready and set(ready) <= memory.passed_over
+        if not (in_time and nobody_else):
+            _appoint(draft, run_id, ready)
+        return
+    draft.put(replace(state.runs[run_id], corpus_digest=""))
+    draft.remember(run_id, writer="")
+    _move(draft, run_id, "WAITING", "too few ready nodes are left to begin")
+
+
+def _appoint(draft: Draft, run_id: str, ready: list[str]) -> None:
+    """Ask the lowest peer id that was not asked in vain; when all were, start over."""
+    memory = draft.state.memory[run_id]
+    passed = memory.passed_over | ({memory.writer} if memory.writer else set())
+    fresh = [peer for peer in ready if peer not in passed]
+    writer = fresh[0] if fresh else ready[0]
+    draft.remember(
+        run_id,
+        writer=writer,
+        writer_since=draft.now.monotonic,
+        passed_over=passed if fresh else frozenset(),
+    )
+    name = draft.state.nodes[writer].name
+    draft.event("run.genesis-writer", run_id, writer, f"{name} writes the genesis anchor")
+
+
+def _most_common_corpus(state: State, run_id: str) -> str:
+    """The digest most fit nodes share; of equals, that of the lowest peer id."""
+    digests = Counter(state.live[node.peer_id].corpus_digest for node in state.members_of(run_id) if _fit(state, node))
+    digests.pop("", None)
+    return max(digests, key=lambda digest: digests[digest], default="")
+
+
+def _ready(state: State, run_id: str, digest: str) -> list[str]:
+    return [
+        node.peer_id
+        for node in state.members_of(run_id)
+        if _fit(state, node) and state.live[node.peer_id].corpus_digest == digest
+    ]
+
+
+def _still_there(state: State, peer_id: str) -> bool:
+    """Whether the writer may still deliver: connected or only just gone, and neither unfit nor unwanted."""
+    node, live = state.nodes[peer_id], state.live.get(peer_id)
+    return _wanted(node) and live is not None and not live.lost and (not live.connected or live.status.state in FIT)
+
+
+# --- training --------------------------------------------------------------------------------------
+
+
+def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    if memory.plan is None or now < memory.hold_until:
+        return
+    members = _members(draft.state, run_id)
+    if not members or tuple(members) == memory.plan.members:
+        if memory.changed_since is not None:
+            draft.remember(run_id, changed_since=None)
+        return
+    if memory.changed_since is None:
+        draft.remember(run_id, changed_since=now)
+    elif now - memory.changed_since >= policy.debounce_seconds:
+        _issue(draft, run_id, members, _difference(draft.state, memory.plan.members, members))
+
+
+def _members(state: State, run_id: str) -> list[str]:
+    """Peer ids that the plan should have now, ordered.
+
+    A planned node that only just lost its stream stays, and so does one that is done before we heard of the
+    last round: both would come back or end by themselves within seconds.
+    """
+    plan = state.memory[run_id].plan
+    planned = plan.members if plan else ()
+    digest = corpus_expected(state, run_id)
+    return [
+        node.peer_id
+        for node in state.members_of(run_id)
+        if (_fit(state, node) and state.live[node.peer_id].corpus_digest == digest)
+        or (node.peer_id in planned and _wanted(node) and _may_return(state, node.peer_id))
+    ]
+
+
+def _may_return(state: State, peer_id: str) -> bool:
+    live = state.live.get(peer_id)
+    if live is None or live.lost:
+        return False
+    return not live.connected or live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)
+
+
+def _issue(draft: Draft, run_id: str, members: list[str], reason: str) -> None:
+    run = draft.state.runs[run_id]
+    plan = replicate(
+        draft.state.memory[run_id].spec,
+        version=run.plan_version + 1,
+        members=members,
+        layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
+        genesis_hash=manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload),
+        issued_unix_ms=draft.now.unix_ms,
+        reason=reason,
+    )
+    draft.put(replace(run, plan_version=plan.version))
+    draft.issue_plan(plan)
+    nodes = "1 node" if len(members) == 1 else f"{len(members)} nodes"
+    draft.event("plan.issued", run_id, str(plan.version), f"plan {plan.version} for {nodes}: {reason}")
+
+
+def _difference(state: State, before: tuple[str, ...], after: list[str]) -> str:
+    came = [state.nodes[peer].name for peer in after if peer not in before]
+    went = [f"{state.nodes[peer].name} {_why_gone(state, peer)}" for peer in before if peer not in after]
+    return "; ".join([f"{name} joins" for name in came] + went)
+
+
+def _why_gone(state: State, peer_id: str) -> str:
+    node, live = state.nodes[peer_id], state.live.get(peer_id)
+    for gone, word in ((node.banned, "was banned"), (node.left, "left"), (node.draining, "drains")):
+        if gone:
+            return word
+    if live is None or live.lost:
+        return "was lost"
+    return f"is {mb.NodeState.Name(live.status.state).removeprefix('NODE_STATE_').lower().replace('_', ' ')}"
+
+
+# --- shared ----------------------------------------------------------------------------------------
+
+
+def _wanted(node: Node) -> bool:
+    return "node" in node.roles and not (node.banned or node.left or node.draining)
+
+
+def _fit(state: State, node: Node) -> bool:
+    live = state.live.get(node.peer_id)
+    return _wanted(node) and live is not None and live.connected and live.status.state in FIT
+
+
+def _ordered(state: State, now: Moment, run_id: str, target: str, why: str) -> Step[Run]:
+    run = find.run(state, run_id)
+    draft = Draft(state, now)
+    _move(draft, run.run_id, target, why)
+    return draft.done(draft.state.runs[run.run_id])
+
+
+def _move(draft: Draft, run_id: str, target: str, why: str) -> None:
+    run = draft.state.runs[run_id]
+    if target not in EDGES[run.state]:
+        possible = ", ".join(sorted(EDGES[run.state])).lower() or "nothing"
+        raise InvalidTransition(
+            f"run {run_id!r} is {run.state.lower()}: it cannot become {target.lower()}",
+            f"from here it can become: {possible}",
+        )
+    draft.put(replace(run, state=target))
+    draft.event(f"run.{target.lower()}", run_id, run_id, why)

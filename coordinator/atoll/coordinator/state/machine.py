@@ -1,0 +1,202 @@
+"""The coordinator's state machine: what came in and the time go in, the next state and rows come out. Pure.
+
+Orders of the operator and enrolment are in `admission` and `lifecycle`, what nodes report in `reports`; here
+are the heartbeats and the clock. `tick` is called a few times a second and does everything that nobody asked
+for: silent streams end, lost nodes are named, runs advance. It returns the state it was given when there was
+nothing to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.state import find, lifecycle, reports
+from atoll.coordinator.state.records import Node
+from atoll.coordinator.state.snapshot import Draft, Live, Moment, Policy, RunMemory, State, Step
+from atoll.coordinator.state.store import Contents
+from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
+from atoll.core.manifest import manifest_hash
+from atoll.core.membership import EMPTY_DENY, Deny
+from atoll.core.plan import Plan
+from atoll.core.run_spec import parse_run_spec
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+MAX_MULTIADDRS = 64
+MAX_MULTIADDR_CHARACTERS = 256
+MAX_REPORTS = 256  # of each kind in one heartbeat
+MAX_DETAIL_CHARACTERS = 500
+
+
+def restore(contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now: Moment) -> State:
+    """The state after a restart. `plans` and `deny` are the stored ones, their signatures checked.
+
+    Members of the newest plans get the usual grace to come back, as if their streams had ended just now.
+    """
+    runs = {run.run_id: run for run in contents.runs}
+    memory = {run_id: _remembered(run_id, contents, plans) for run_id in runs}
+    live = {
+        peer: Live(session=0, seen=now.monotonic)
+        for item in memory.values()
+        for peer in (item.plan.members if item.plan else ())
+    }
+    return State(
+        tokens={token.token_id: token for token in contents.tokens},
+        nodes={node.peer_id: node for node in contents.nodes},
+        runs=runs,
+        memory=memory,
+        live=live,
+        deny=deny or EMPTY_DENY,
+        last_event_id=contents.last_event_id,
+    )
+
+
+def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
+    """A heartbeat stream opened: its session number. An older stream of the peer is over with this.
+
+    Raises `Banned`, `CertificateInvalid`.
+    """
+    node = find.caller(state, peer_id)
+    if node.banned:
+        raise Banned(f"peer {peer_id} was banned by the operator")
+    draft = Draft(state, now)
+    session = draft.new_session()
+    draft.set_live(peer_id, Live(session=session, seen=now.monotonic))
+    draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
+    draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
+    return draft.done(session)
+
+
+def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
+    """One message of a stream. Raises `InvalidTransition` when the stream is no longer the node's,
+    `CorpusError` when its text is not the run's, `InvalidRequest`."""
+    node, live = check_session(state, peer_id, session)
+    _check_request(request)
+    draft = Draft(state, now)
+    _take_addresses(draft, node, request)
+    status = mb.NodeStatus()
+    status.CopyFrom(request.status)
+    status.detail = status.detail[:MAX_DETAIL_CHARACTERS]
+    live = replace(
+        live,
+        seen=now.monotonic,
+        status=status,
+        profile=request.profile if request.HasField("profile") else live.profile,
+        corpus_digest=request.corpus_digest or live.corpus_digest,
+    )
+    draft.set_live(peer_id, live)
+    if "node" in node.roles:
+        _take_reports(draft, node, request)
+    return draft.done(None)
+
+
+def check_session(state: State, peer_id: str, session: int) -> tuple[Node, Live]:
+    """The node and what it told us, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
+    node, live = find.caller(state, peer_id), state.live.get(peer_id)
+    if node.banned:
+        raise Banned(f"peer {peer_id} was banned by the operator")
+    expected = lifecycle.corpus_expected(state, node.run_id)
+    if expected and live and live.corpus_digest not in ("", expected):
+        raise CorpusError(
+            f"the corpus of this node ({live.corpus_digest[:12]}…) is not the run's ({expected[:12]}…)",
+            "get the same text as the other nodes: `atoll join --data PATH`",
+        )
+    if live is None or live.session != session:
+        raise InvalidTransition("this heartbeat stream is over: it was silent, or the node opened another", "reconnect")
+    return node, live
+
+
+def disconnect(state: State, now: Moment, peer_id: str, session: int) -> Step[None]:
+    """A stream ended. Nothing happens when the node has another one by now."""
+    draft = Draft(state, now)
+    live = state.live.get(peer_id)
+    if live is not None and live.session == session:
+        _end_stream(draft, peer_id, live)
+    return draft.done(None)
+
+
+def tick(state: State, now: Moment, policy: Policy) -> Step[None]:
+    """What time alone brings about."""
+    draft = Draft(state, now)
+    for peer_id, live in state.live.items():
+        if live.connected and now.monotonic - live.seen > policy.silence_seconds:
+            _end_stream(draft, peer_id, live)
+        elif not live.connected and not live.lost and now.monotonic - live.seen > policy.lost_after_seconds:
+            _lose(draft, peer_id, live)
+    for run_id in state.runs:
+        _tell_strays(draft, run_id)
+        lifecycle.advance(draft, run_id, policy)
+    return draft.done(None)
+
+
+def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> RunMemory:
+    run = next(item for item in contents.runs if item.run_id == run_id)
+    own = sorted((plan for plan in plans if plan.run_id == run_id), key=lambda plan: plan.version)
+    rounds = [row for row in contents.rounds if row.run_id == run_id]
+    committed = {row.number: row.manifest_hash for row in rounds if row.committed}
+    if run.genesis:
+        committed[0] = _genesis_hash(run.genesis)
+    return RunMemory(
+        spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
+        plan=own[-1] if own else None,
+        plan_members={plan.version: frozenset(plan.members) for plan in own},
+        opened=frozenset((row.number, row.plan_version, row.fragment, row.attempt) for row in rounds),
+        committed=committed,
+    )
+
+
+def _genesis_hash(genesis: bytes) -> bytes:
+    return manifest_hash(manifest_pb2.CommittedManifest.FromString(genesis).payload)
+
+
+def _check_request(request: mb.HeartbeatRequest) -> None:
+    if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
+        raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
+    if len(request.multiaddrs) > MAX_MULTIADDRS:
+        raise InvalidRequest(f"a node has at most {MAX_MULTIADDRS} multiaddrs")
+    for address in request.multiaddrs:
+        if (
+            not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
+            or not address.startswith("/")
+            or address.split() != [address]
+        ):
+            raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+
+
+def _take_addresses(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
+    addresses = tuple(request.multiaddrs)
+    if addresses and addresses != node.multiaddrs:
+        draft.put(replace(draft.state.nodes[node.peer_id], multiaddrs=addresses))
+
+
+def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
+    for item in request.rounds:
+        reports.take_round(draft, node.peer_id, node.run_id, item)
+    for evaluation in request.evaluations:
+        reports.take_evaluation(draft, node.peer_id, node.run_id, evaluation)
+    if request.HasField("genesis"):
+        reports.take_genesis(draft, node.peer_id, node.run_id, request.genesis)
+
+
+def _end_stream(draft: Draft, peer_id: str, live: Live) -> None:
+    draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
+    draft.put(replace(draft.state.nodes[peer_id], last_seen_ms=draft.now.unix_ms))
+
+
+def _lose(draft: Draft, peer_id: str, live: Live) -> None:
+    draft.set_live(peer_id, replace(live, lost=True))
+    node = draft.state.nodes[peer_id]
+    if not (node.left or node.banned):
+        draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
+
+
+def _tell_strays(draft: Draft, run_id: str) -> None:
+    """Once per stream, name the nodes whose text is not the run's; `check_session` ends their streams."""
+    expected = lifecycle.corpus_expected(draft.state, run_id)
+    if not expected:
+        return
+    for node in draft.state.members_of(run_id):
+        live = draft.state.live.get(node.peer_id)
+        if live and live.connected and live.corpus_digest not in ("", expected):
+            draft.event("node.corpus-differs", run_id, node.peer_id, f"{node.name} has another corpus than the run")
+            _end_stream(draft, node.peer_id, live)

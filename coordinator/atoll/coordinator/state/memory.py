@@ -1,0 +1,67 @@
+"""A store that forgets when the process ends: for tests, and the simplest statement of what a store does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar, cast
+
+from atoll.coordinator.state.records import (
+    RECORDS,
+    DenyRow,
+    Evaluation,
+    Event,
+    Node,
+    PlanRow,
+    Record,
+    Round,
+    Run,
+    Token,
+)
+from atoll.coordinator.state.store import Contents, Store
+
+_R = TypeVar("_R", bound=Record)
+
+
+class MemoryStore(Store):
+    """One dictionary per table."""
+
+    def __init__(self) -> None:
+        self._tables: dict[type[Record], dict[tuple[object, ...], Record]] = {table: {} for table in RECORDS}
+
+    def load(self) -> Contents:
+        denied = self._rows(DenyRow)
+        events = self._rows(Event)
+        return Contents(
+            tokens=self._rows(Token),
+            nodes=self._rows(Node),
+            runs=self._rows(Run),
+            plans=self._rows(PlanRow),
+            rounds=tuple(replace(row, manifest=b"") for row in self._rows(Round)),
+            deny=denied[-1] if denied else None,
+            last_event_id=events[-1].event_id if events else 0,
+        )
+
+    def apply(self, records: Sequence[Record]) -> None:
+        for row in records:
+            self._tables[type(row)][tuple(getattr(row, name) for name in row.KEY)] = row
+
+    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
+        return tuple(row for row in self._rows(Event) if row.event_id > after_id)[:limit]
+
+    def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
+        rows = (row for row in self._rows(Round) if row.run_id == run_id and row.number > after_round)
+        return tuple(replace(row, manifest=b"") for row in rows)[:limit]
+
+    def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
+        return tuple(row for row in self._rows(Evaluation) if row.run_id == run_id)
+
+    def plan(self, run_id: str, version: int) -> PlanRow | None:
+        return cast("PlanRow | None", self._tables[PlanRow].get((run_id, version)))
+
+    def close(self) -> None:
+        return
+
+    def _rows(self, table: type[_R]) -> tuple[_R, ...]:
+        rows = self._tables[cast("type[Record]", table)]
+        return tuple(cast("_R", rows[key]) for key in sorted(rows, key=lambda key: cast("tuple[str, ...]", key)))

@@ -1,0 +1,15 @@
+"""Run by Alembic inside `upgrade`: it hands over the connection that the server opened."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from atoll.coordinator.state.tables import METADATA
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=METADATA,
+    transactional_ddl=True,  # SQLite can: a migration that is cut short leaves nothing behind
+)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,52 @@
+"""The first schema: tokens, nodes, runs, plans, rounds, evaluations, deny-lists, events."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+TABLES = {
+    "tokens": (
+        "token_id* text, secret_hash text, run_id text, roles text, uses_total int, uses_left int, created_ms int,"
+        "expires_ms int, revoked bool"
+    ),
+    "nodes": (
+        "peer_id* text, name text, run_id text, roles text, public_key blob, epoch int, enrolled_ms int,"
+        "last_seen_ms int, banned bool, draining bool, left bool, multiaddrs text"
+    ),
+    "runs": (
+        "run_id* text, spec_toml text, state text, created_ms int, corpus_digest text, layers blob, genesis blob,"
+        "plan_version int, head_round int, committed_tokens int, loss_round int, loss real"
+    ),
+    "plans": "run_id* text, version* int, sealed blob, issued_ms int",
+    "rounds": (
+        "run_id* text, number* int, plan_version* int, fragment* int, attempt* int, committed bool, reason text,"
+        "opener text, seconds real, reported_ms int, wire_bytes int, tokens int, members int, parts_zeroed int,"
+        "manifest_hash blob, manifest blob"
+    ),
+    "evaluations": "run_id* text, round* int, loss real, committed_tokens int",
+    "deny_lists": "number* int, sealed blob",
+    "events": "event_id* int, unix_ms int, kind text, run_id text, subject text, message text",
+}
+TYPES = {"text": sa.Text, "int": sa.BigInteger, "bool": sa.Boolean, "blob": sa.LargeBinary, "real": sa.Double}
+
+
+def column(text: str) -> sa.Column:
+    name, kind = text.split()
+    key = name.endswith("*")
+    return sa.Column(name.rstrip("*"), TYPES[kind], primary_key=key, nullable=False, autoincrement=False)
+
+
+def upgrade() -> None:
+    for name, columns in TABLES.items():
+        op.create_table(name, *(column(text) for text in columns.split(",")))
+
+
+def downgrade() -> None:
+    for name in reversed(TABLES):
+        op.drop_table(name)

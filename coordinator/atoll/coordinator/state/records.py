@@ -1,0 +1,144 @@
+"""What the coordinator must never forget, as plain frozen rows.
+
+Each class is one table: the field names are the column names, and `KEY` names the primary key. The state
+machine makes these rows; a `Store` keeps them; nothing else is durable. Times are milliseconds since the
+Unix epoch. Signed things keep the exact bytes that were signed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Token:
+    """A join token. The secret itself is in nobody's table."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("token_id",)
+
+    token_id: str
+    secret_hash: str
+    run_id: str
+    roles: tuple[str, ...]
+    uses_total: int
+    uses_left: int
+    created_ms: int
+    expires_ms: int
+    revoked: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """An enrolled peer. `epoch` grows with each certificate it is given."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("peer_id",)
+
+    peer_id: str
+    name: str
+    run_id: str
+    roles: tuple[str, ...]
+    public_key: bytes
+    epoch: int
+    enrolled_ms: int
+    last_seen_ms: int = 0  # as of the last connect or disconnect; live figures are in memory
+    banned: bool = False
+    draining: bool = False
+    left: bool = False
+    multiaddrs: tuple[str, ...] = ()  # kept so that seeds are known right after a restart
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training job. `state` is a name of `RunState` without its prefix."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id",)
+
+    run_id: str
+    spec_toml: str  # with every default written out
+    state: str
+    created_ms: int
+    corpus_digest: str = ""  # hex; decided at genesis
+    layers: bytes = b""  # LayerTable, once genesis is written
+    genesis: bytes = b""  # CommittedManifest of round 0
+    plan_version: int = 0
+    head_round: int = 0
+    committed_tokens: int = 0
+    loss_round: int = 0  # of the newest evaluation
+    loss: float = 0.0  # nats per token; 0: none yet
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A plan as it was signed."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "version")
+
+    run_id: str
+    version: int
+    sealed: bytes  # Signed, context "plan"
+    issued_ms: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """How one attempt at one round ended, as its opener told it."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "plan_version", "fragment", "attempt")
+
+    run_id: str
+    number: int
+    plan_version: int
+    fragment: int
+    attempt: int
+    committed: bool
+    reason: str
+    opener: str
+    seconds: float
+    reported_ms: int
+    wire_bytes: int = 0
+    tokens: int = 0  # contributed in this round
+    members: int = 0
+    parts_zeroed: int = 0
+    manifest_hash: bytes = b""
+    manifest: bytes = b""  # CommittedManifest, when committed
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Validation loss of the anchor of one committed round."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "round")
+
+    run_id: str
+    round: int
+    loss: float  # nats per token
+    committed_tokens: int
+
+
+@dataclass(frozen=True)
+class DenyRow:
+    """A deny-list as it was signed; the highest number is in force."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("number",)
+
+    number: int
+    sealed: bytes  # Signed, context "deny-list"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the event log. Ids grow by one."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("event_id",)
+
+    event_id: int
+    unix_ms: int
+    kind: str
+    run_id: str
+    subject: str
+    message: str
+
+
+Record = Token | Node | Run | PlanRow | Round | Evaluation | DenyRow | Event
+RECORDS: tuple[type[Record], ...] = (Token, Node, Run, PlanRow, Round, Evaluation, DenyRow, Event)

@@ -1,0 +1,177 @@
+"""What nodes report about rounds, losses and genesis: checked here, then stored once however often it comes. Pure.
+
+Reports are resent until they are acknowledged, so every one of them must be harmless to receive twice. One
+that cannot be true is told in the event log and dropped: it must neither stop the node's heartbeats nor
+come again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from atoll.coordinator.state import lifecycle
+from atoll.coordinator.state.records import Evaluation, Round, Run
+from atoll.coordinator.state.snapshot import Draft, RoundKey, RunMemory
+from atoll.core.data_position import DataPosition
+from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.manifest import Head, contributors, manifest_hash, read_head, require_signers
+from atoll.v1 import manifest_pb2, plan_pb2
+from atoll.v1 import membership_pb2 as mb
+
+MAX_LAYERS = 4096
+_MAX = 2**62  # databases keep 63 bits
+_DIGEST_BYTES = 32
+
+
+def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
+    """Store how a round ended, move the head, and finish the run when its tokens are reached."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    number, key = report.round.number, _key(report)
+    if report.committed:
+        if number in memory.committed and memory.committed[number] == manifest_hash(report.manifest.payload):
+            return
+    elif key in memory.opened:
+        return
+    try:
+        row = _checked_round(draft, peer_id, run, memory, report)
+    except AtollError as error:
+        _reject(draft, run_id, peer_id, "round", error)
+        return
+    draft.log(row)
+    committed = {**memory.committed, number: row.manifest_hash} if row.committed else memory.committed
+    draft.remember(run_id, opened=memory.opened | {key}, committed=committed)
+    if not row.committed:
+        draft.event("round.abandoned", run_id, str(number), f"round {number} was abandoned: {row.reason}")
+        return
+    told = f"round {number} committed by {row.members} nodes: {row.tokens} tokens in {row.seconds:.1f} s"
+    draft.event("round.committed", run_id, str(number), told)
+    if number > run.head_round:
+        tokens = Head(report.manifest).committed_tokens
+        draft.put(replace(run, head_round=number, committed_tokens=max(run.committed_tokens, tokens)))
+        lifecycle.finish_if_due(draft, run_id)
+
+
+def take_evaluation(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:
+    """Store a validation loss; the same round may be evaluated twice, the later word stands."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    try:
+        if not any(peer_id in members for members in memory.plan_members.values()):
+            raise PeerMisbehaved("an evaluation by a node that never was in a plan")
+        if not math.isfinite(report.loss) or max(report.round, report.committed_tokens) > _MAX:
+            raise PeerMisbehaved("an evaluation with a value that cannot be")
+    except AtollError as error:
+        _reject(draft, run_id, peer_id, "evaluation", error)
+        return
+    draft.log(Evaluation(run_id, report.round, report.loss, report.committed_tokens))
+    if report.round >= run.loss_round:
+        draft.put(replace(run, loss_round=report.round, loss=report.loss))
+
+
+def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
+    """The first anchor: check it, keep it, issue plan 1. Anyone but the writer who was asked is ignored."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    if run.state != "GENESIS" or memory.writer != peer_id or peer_id in memory.passed_over:
+        return
+    try:
+        _check_genesis(run, peer_id, report)
+    except AtollError as error:
+        draft.remember(run_id, passed_over=memory.passed_over | {peer_id})
+        _reject(draft, run_id, peer_id, "genesis", error)
+        return
+    table, manifest = report.layers.SerializeToString(), report.manifest.SerializeToString()
+    draft.put(replace(run, layers=table, genesis=manifest))
+    draft.remember(run_id, committed={**memory.committed, 0: manifest_hash(report.manifest.payload)})
+    draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
+    lifecycle.begin_training(draft, run_id)
+
+
+def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
+    name = draft.state.nodes[peer_id].name
+    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {str(error)[:300]}")
+
+
+def _key(report: mb.RoundReport) -> RoundKey:
+    return (report.round.number, report.round.plan_version, report.round.fragment, report.round.attempt)
+
+
+def _checked_round(draft: Draft, peer_id: str, run: Run, memory: RunMemory, report: mb.RoundReport) -> Round:
+    """The row of a report that can be true. Raises `PeerMisbehaved`, `SignatureInvalid`, `ProtocolMismatch`."""
+    named = report.round
+    members = memory.plan_members.get(named.plan_version, frozenset())
+    if named.run_id != run.run_id or not 1 <= named.number <= _MAX or peer_id not in members:
+        raise PeerMisbehaved(f"round {named.number} under plan {named.plan_version} is not one this node was part of")
+    if not math.isfinite(report.seconds) or report.wire_bytes > _MAX:
+        raise PeerMisbehaved(f"the report of round {named.number} holds a value that cannot be")
+    row = Round(
+        run_id=run.run_id,
+        number=named.number,
+        plan_version=named.plan_version,
+        fragment=named.fragment,
+        attempt=named.attempt,
+        committed=report.committed,
+        reason=report.reason[:500],
+        opener=peer_id,
+        seconds=max(0.0, report.seconds),
+        reported_ms=draft.now.unix_ms,
+        wire_bytes=report.wire_bytes,
+    )
+    return _with_manifest(row, run, memory.committed, members, report) if report.committed else row
+
+
+def _with_manifest(
+    row: Round, run: Run, committed: Mapping[int, bytes], members: frozenset[str], report: mb.RoundReport
+) -> Round:
+    head = read_head(report.manifest, run.run_id)
+    manifest, contributing = head.manifest, contributors(head)
+    if row.number in committed:
+        raise PeerMisbehaved(f"round {row.number} was committed before, with another manifest")
+    if manifest.round != report.round:
+        raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of round {row.number}")
+    if not contributing or len(set(contributing)) != len(contributing) or not set(contributing) <= members:
+        raise PeerMisbehaved(f"round {row.number} has contributors that its plan does not know")
+    if row.opener not in contributing:
+        raise PeerMisbehaved(f"round {row.number} was reported by a node that did not contribute")
+    before = committed.get(row.number - 1)
+    if before is not None and manifest.previous_hash != before:
+        raise PeerMisbehaved(f"round {row.number} does not follow the round {row.number - 1} that we know")
+    _check_layers(manifest, len(plan_pb2.LayerTable.FromString(run.layers).layers))
+    require_signers(head, contributing)
+    tokens = sum(item.tokens for item in manifest.contributions)
+    before_it = run.committed_tokens if row.number == run.head_round + 1 else manifest.committed_tokens - tokens
+    if not 0 <= before_it <= manifest.committed_tokens <= _MAX or manifest.committed_tokens != before_it + tokens:
+        raise PeerMisbehaved(f"round {row.number} counts tokens that cannot be")
+    return replace(
+        row,
+        tokens=tokens,
+        members=len(contributing),
+        parts_zeroed=manifest.parts_zeroed,
+        manifest_hash=head.hash,
+        manifest=report.manifest.SerializeToString(),
+    )
+
+
+def _check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
+    if [item.layer for item in manifest.layers] != list(range(count)):
+        raise PeerMisbehaved(f"the manifest does not list the {count} layers in order")
+    if any(len(item.anchor_digest) != _DIGEST_BYTES for item in manifest.layers) or any(
+        len(item.momentum_digest) != _DIGEST_BYTES for item in manifest.layers
+    ):
+        raise PeerMisbehaved(f"a digest in the manifest is not {_DIGEST_BYTES} bytes long")
+
+
+def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
+    table = report.layers.layers
+    names = {layer.name for layer in table}
+    if not 1 <= len(table) <= MAX_LAYERS or len(names) != len(table) or "" in names:
+        raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
+    head = read_head(report.manifest, run.run_id)
+    if head.round != 0 or head.manifest.previous_hash or head.manifest.contributions:
+        raise PeerMisbehaved("genesis is round 0, follows nothing and has no contributions")
+    if head.manifest.corpus_digest.hex() != run.corpus_digest:
+        raise PeerMisbehaved("genesis names another corpus than the run's")
+    if head.data != DataPosition() or head.committed_tokens:
+        raise PeerMisbehaved("genesis has handed out data already; plan 1 does that")
+    _check_layers(head.manifest, len(table))
+    require_signers(head, [writer])

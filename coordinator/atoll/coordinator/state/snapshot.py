@@ -1,0 +1,172 @@
+"""Everything the coordinator decides from, as one immutable value, and the draft that makes the next one.
+
+Durable rows (`records.py`) and what only lives while connections do (`Live`) stand side by side, so that a
+decision reads one thing. A function of the machine takes a `State` and a `Moment`, works on a `Draft`, and
+returns a `Step`: the next state, the rows to make durable *before anyone is told*, and what the operator
+key has to sign. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from atoll.coordinator.state.records import Evaluation, Event, Node, Record, Round, Run, Token
+from atoll.core.membership import EMPTY_DENY, Deny
+from atoll.core.plan import Plan
+from atoll.core.run_spec import RunSpec
+from atoll.v1 import membership_pb2 as mb
+
+T = TypeVar("T")
+RoundKey = tuple[int, int, int, int]  # number, plan version, fragment, attempt
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Now, read once per step: for people and certificates, and for deadlines."""
+
+    unix_ms: int
+    monotonic: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How patient the coordinator is, in seconds."""
+
+    silence_seconds: float = 15.0  # without a heartbeat a stream counts as gone
+    lost_after_seconds: float = 20.0  # without a stream a node leaves the plan
+    debounce_seconds: float = 1.0  # changes this close together make one plan
+    resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
+    genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a node told us since this process started. `session` 0: no stream is open."""
+
+    session: int
+    seen: float  # monotonic, of the last message or of the stream's end
+    lost: bool = False
+    status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
+    profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
+    corpus_digest: str = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a heartbeat stream is open."""
+        return self.session != 0
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """What belongs to a run and is rebuilt at start: parsed documents, indices, timers (monotonic)."""
+
+    spec: RunSpec
+    plan: Plan | None = None
+    plan_members: Mapping[int, frozenset[str]] = field(default_factory=dict)  # by version
+    opened: frozenset[RoundKey] = frozenset()  # every attempt that was reported
+    committed: Mapping[int, bytes] = field(default_factory=dict)  # round number → manifest hash
+    writer: str = ""  # who writes genesis
+    writer_since: float = 0.0
+    passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
+    changed_since: float | None = None  # when the members wanted first differed from the plan
+    hold_until: float = 0.0  # no new plan before
+
+
+@dataclass(frozen=True)
+class State:
+    """The whole coordinator."""
+
+    tokens: Mapping[str, Token] = field(default_factory=dict)
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    runs: Mapping[str, Run] = field(default_factory=dict)
+    memory: Mapping[str, RunMemory] = field(default_factory=dict)  # by run id
+    live: Mapping[str, Live] = field(default_factory=dict)  # by peer id
+    deny: Deny = EMPTY_DENY
+    last_event_id: int = 0
+    last_session: int = 0
+
+    def members_of(self, run_id: str) -> list[Node]:
+        """Nodes and seeds enrolled in a run, ordered by peer id."""
+        return [self.nodes[peer] for peer in sorted(self.nodes) if self.nodes[peer].run_id == run_id]
+
+
+@dataclass(frozen=True)
+class Step(Generic[T]):
+    """What one input did."""
+
+    state: State
+    result: T
+    records: tuple[Record, ...] = ()
+    plans: tuple[Plan, ...] = ()  # to be signed
+    deny: Deny | None = None  # to be signed
+
+
+class Draft:
+    """Collects one step. Tables are copied when first written, so the state it began from never changes."""
+
+    def __init__(self, state: State, now: Moment) -> None:
+        self.state = state
+        self.now = now
+        self._records: list[Record] = []
+        self._plans: list[Plan] = []
+        self._deny: Deny | None = None
+
+    def put(self, row: Token | Node | Run) -> None:
+        """Insert or replace a row, durably."""
+        match row:
+            case Token():
+                self._set("tokens", row.token_id, row)
+            case Node():
+                self._set("nodes", row.peer_id, row)
+            case Run():
+                self._set("runs", row.run_id, row)
+        self._records.append(row)
+
+    def log(self, row: Round | Evaluation) -> None:
+        """Append to a log that is not kept in memory."""
+        self._records.append(row)
+
+    def remember(self, run_id: str, **changes: Any) -> None:  # noqa: ANN401
+        """Change fields of a run's memory; `replace` refuses names that it does not have."""
+        self._set("memory", run_id, replace(self.state.memory[run_id], **changes))
+
+    def add_memory(self, run_id: str, memory: RunMemory) -> None:
+        """Begin a run's memory."""
+        self._set("memory", run_id, memory)
+
+    def set_live(self, peer_id: str, live: Live) -> None:
+        """Change what a connection told us."""
+        self._set("live", peer_id, live)
+
+    def event(self, kind: str, run_id: str, subject: str, message: str) -> None:
+        """Write one line of the event log."""
+        number = self.state.last_event_id + 1
+        self.state = replace(self.state, last_event_id=number)
+        self._records.append(Event(number, self.now.unix_ms, kind, run_id, subject, message))
+
+    def new_session(self) -> int:
+        """A number for a heartbeat stream."""
+        self.state = replace(self.state, last_session=self.state.last_session + 1)
+        return self.state.last_session
+
+    def issue_plan(self, plan: Plan) -> None:
+        """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
+        memory = self.state.memory[plan.run_id]
+        members = {**memory.plan_members, plan.version: frozenset(plan.members)}
+        self.remember(plan.run_id, plan=plan, plan_members=members, changed_since=None)
+        self._plans.append(plan)
+
+    def issue_deny(self, deny: Deny) -> None:
+        """Replace the deny-list; signed likewise."""
+        self.state = replace(self.state, deny=deny)
+        self._deny = deny
+
+    def done(self, result: T) -> Step[T]:
+        """The step."""
+        return Step(self.state, result, tuple(self._records), tuple(self._plans), self._deny)
+
+    def _set(self, table: str, key: str, value: object) -> None:
+        changes: dict[str, Any] = {table: {**getattr(self.state, table), key: value}}
+        self.state = replace(self.state, **changes)

@@ -1,0 +1,182 @@
+"""The store on any SQLAlchemy URL; SQLite in WAL mode with `synchronous=FULL` unless told otherwise.
+
+WAL with FULL fsyncs at every commit, so what was acknowledged survives a power cut, and readers never wait
+for the writer. The schema comes from the migrations, which run here at start-up; `tables.py` mirrors it.
+Every database failure leaves as one of our errors: a damaged file is reported and never written over.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, Select, create_engine, event, func, select
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from atoll.coordinator.state import migrations
+from atoll.coordinator.state.records import DenyRow, Evaluation, Event, Node, PlanRow, Record, Round, Run, Token
+from atoll.coordinator.state.store import Contents, Store
+from atoll.coordinator.state.tables import TABLES
+from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DataDirUnusable
+
+_R = TypeVar("_R", bound=Record)
+_BUSY_SECONDS = 10
+
+
+class SqlStore(Store):
+    """Tables in a database. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError` when it cannot be used."""
+
+    def __init__(self, url: str) -> None:
+        self._where = _printable(url)
+        self._engine = _engine(url)
+        try:
+            with self._translated():
+                if self._engine.dialect.name == "sqlite":
+                    self._check_file()
+                migrations.upgrade(self._engine)
+        except AtollError:
+            self._engine.dispose()
+            raise
+
+    def load(self) -> Contents:
+        with self._reading() as connection:
+            denied = _all(connection, DenyRow, _select(DenyRow).order_by(TABLES[DenyRow].c.number.desc()).limit(1))
+            return Contents(
+                tokens=_all(connection, Token, _select(Token)),
+                nodes=_all(connection, Node, _select(Node)),
+                runs=_all(connection, Run, _select(Run)),
+                plans=_all(connection, PlanRow, _select(PlanRow)),
+                rounds=_all(connection, Round, _select_rounds()),
+                deny=denied[0] if denied else None,
+                last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
+            )
+
+    def apply(self, records: Sequence[Record]) -> None:
+        if not records:
+            return
+        with self._translated(), self._engine.begin() as connection:
+            for row in records:
+                _upsert(connection, row)
+
+    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
+        table = TABLES[Event]
+        with self._reading() as connection:
+            return _all(connection, Event, _select(Event).where(table.c.event_id > after_id).limit(limit))
+
+    def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
+        table = TABLES[Round]
+        wanted = _select_rounds().where(table.c.run_id == run_id, table.c.number > after_round).limit(limit)
+        with self._reading() as connection:
+            return _all(connection, Round, wanted)
+
+    def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
+        with self._reading() as connection:
+            return _all(connection, Evaluation, _select(Evaluation).where(TABLES[Evaluation].c.run_id == run_id))
+
+    def plan(self, run_id: str, version: int) -> PlanRow | None:
+        table = TABLES[PlanRow]
+        wanted = _select(PlanRow).where(table.c.run_id == run_id, table.c.version == version)
+        with self._reading() as connection:
+            rows = _all(connection, PlanRow, wanted)
+        return rows[0] if rows else None
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _check_file(self) -> None:
+        with self._engine.connect() as connection:
+            verdict = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        if verdict != "ok":
+            raise self._corrupt(str(verdict))
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._translated(), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except migrations.UnknownRevision as error:
+            raise DatabaseCorrupt(
+                f"{self._where} was written by another release: {error}",
+                "run the release that wrote it, or a newer one",
+            ) from error
+        except DBAPIError as error:
+            raise self._failure(str(error.orig)) from error
+        except (SQLAlchemyError, ValueError) as error:
+            raise self._corrupt(str(error)) from error
+
+    def _failure(self, text: str) -> AtollError:
+        unusable = ("unable to open", "readonly", "disk is full", "disk I/O", "locked", "permission")
+        if any(word in text for word in unusable):
+            return DataDirUnusable(
+                f"cannot use the database {self._where}: {text}",
+                "check the owner, the permissions and the free space of its directory",
+            )
+        return self._corrupt(text)
+
+    def _corrupt(self, text: str) -> DatabaseCorrupt:
+        return DatabaseCorrupt(
+            f"the database {self._where} cannot be used: {text}",
+            "restore it (with its -wal file) from a backup; it was left as it is. "
+            "With an empty one every node must enrol again",
+        )
+
+
+def _engine(url: str) -> Engine:
+    try:
+        engine = create_engine(url)
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise ConfigError(f"database {_printable(url)!r} is not usable: {error}", "see --database") from error
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _on_connect)
+        event.listen(engine, "begin", _on_begin)
+    return engine
+
+
+def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # the driver would commit in front of DDL; `_on_begin` begins instead
+    for pragma in (f"busy_timeout={_BUSY_SECONDS * 1000}", "journal_mode=WAL", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _on_begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def _printable(url: str) -> str:
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "that --database names"
+
+
+def _select(record: type[Record]) -> Select[Any]:
+    table = TABLES[record]
+    return select(table).order_by(*(table.c[name] for name in record.KEY))
+
+
+def _select_rounds() -> Select[Any]:
+    """Rounds without the manifest column: it is large and only kept as evidence."""
+    table = TABLES[Round]
+    columns = [column for column in table.c if column.name != "manifest"]
+    return select(*columns).order_by(*(table.c[name] for name in Round.KEY))
+
+
+def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple[_R, ...]:
+    return tuple(record(**row) for row in connection.execute(wanted).mappings())
+
+
+def _upsert(connection: Connection, row: Record) -> None:
+    """Update or insert, in the dialect that every database speaks."""
+    table = TABLES[type(row)]
+    values = {item.name: getattr(row, item.name) for item in fields(row)}
+    same = [table.c[name] == values[name] for name in row.KEY]
+    if connection.execute(table.update().where(*same).values(**values)).rowcount == 0:
+        connection.execute(table.insert().values(**values))

@@ -1,0 +1,66 @@
+"""Where the coordinator's durable rows are kept: one small interface, one suite of tests for every backend.
+
+The coordinator loads everything it decides from once (`load`), keeps it in memory, and from then on only
+appends what each step changed (`apply`). The long logs (events, rounds, plans, losses) stay in the store
+and are read on demand. One coordinator owns a store; calls come from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atoll.coordinator.state.records import DenyRow, Evaluation, Event, Node, PlanRow, Record, Round, Run, Token
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the state machine needs at start. `rounds` come without their manifests."""
+
+    tokens: tuple[Token, ...]
+    nodes: tuple[Node, ...]
+    runs: tuple[Run, ...]
+    plans: tuple[PlanRow, ...]  # every version of every run
+    rounds: tuple[Round, ...]
+    deny: DenyRow | None  # the newest
+    last_event_id: int  # 0: none yet
+
+
+class Store(ABC):
+    """Durable rows."""
+
+    @abstractmethod
+    def load(self) -> Contents:
+        """Read what the machine starts from. MUST see everything that an earlier `apply` returned for."""
+
+    @abstractmethod
+    def apply(self, records: Sequence[Record]) -> None:
+        """Insert or replace each row by its key.
+
+        MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST keep the order of
+        the sequence where it holds one key twice (the last wins). Raises `StateError`; then nothing changed.
+        """
+
+    @abstractmethod
+    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
+        """The first `limit` events with an id greater than `after_id`, MUST be in order of id."""
+
+    @abstractmethod
+    def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
+        """Rounds with a number greater than `after_round`, MUST be ordered by number, plan, fragment, attempt.
+
+        MUST leave `manifest` empty: lists are for people.
+        """
+
+    @abstractmethod
+    def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
+        """All losses of a run, MUST be ordered by round."""
+
+    @abstractmethod
+    def plan(self, run_id: str, version: int) -> PlanRow | None:
+        """That version of the plan, or None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections. MUST be safe to call twice."""

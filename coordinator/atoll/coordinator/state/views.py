@@ -1,0 +1,136 @@
+"""The state as the wire shows it: rows and live figures into the messages of `admin.proto` and `membership.proto`.
+
+Pure. Figures that are not finite (a diverged loss) become 0 here, so that every front end may print JSON.
+"""
+
+from __future__ import annotations
+
+import math
+
+from google.protobuf.message import Message
+
+from atoll.coordinator.state import lifecycle
+from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run, Token
+from atoll.coordinator.state.snapshot import State
+from atoll.core.membership import ROLES
+from atoll.v1 import admin_pb2 as admin
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
+
+
+def token_view(token: Token) -> admin.TokenView:
+    """A token without its secret."""
+    return admin.TokenView(
+        id=token.token_id,
+        run_id=token.run_id,
+        roles=[ROLES[role] for role in token.roles],
+        uses_left=token.uses_left,
+        uses_total=token.uses_total,
+        created_unix_ms=token.created_ms,
+        expires_unix_ms=token.expires_ms,
+        revoked=token.revoked,
+    )
+
+
+def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin.NodeView:
+    """A node as of its last heartbeat."""
+    live = state.live.get(node.peer_id)
+    seen = node.last_seen_ms
+    if live is not None and live.connected:
+        seen = max(seen, unix_ms - int((monotonic - live.seen) * 1000))
+    view = admin.NodeView(
+        peer_id=node.peer_id,
+        name=node.name,
+        run_id=node.run_id,
+        roles=[ROLES[role] for role in node.roles],
+        profile=live.profile if live else None,
+        status=live.status if live else None,
+        enrolled_unix_ms=node.enrolled_ms,
+        last_seen_unix_ms=seen,
+        connected=live is not None and live.connected,
+        banned=node.banned,
+        draining=node.draining,
+        multiaddrs=node.multiaddrs,
+    )
+    _make_finite(view.status)
+    _make_finite(view.profile)
+    return view
+
+
+def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
+    """A run; `evaluations` come from the store because they are many."""
+    memory = state.memory[run.run_id]
+    return admin.RunView(
+        run_id=run.run_id,
+        state=run_state(run),
+        spec_toml=run.spec_toml,
+        head_round=run.head_round,
+        committed_tokens=run.committed_tokens,
+        stop_tokens=memory.spec.run.stop_tokens,
+        rounds_opened=len(memory.opened),
+        rounds_committed=len(memory.committed.keys() - {0}),
+        plan_version=run.plan_version,
+        validation_loss=run.loss,
+        nodes_ready=lifecycle.ready_count(state, run.run_id),
+        min_nodes=memory.spec.run.min_nodes,
+        layers=plan_pb2.LayerTable.FromString(run.layers) if run.layers else None,
+        evaluations=[
+            mb.EvaluationReport(round=item.round, loss=item.loss, committed_tokens=item.committed_tokens)
+            for item in evaluations
+        ],
+    )
+
+
+def round_view(row: Round) -> admin.RoundView:
+    """A line of the round log."""
+    return admin.RoundView(
+        round=pb.RoundId(
+            run_id=row.run_id,
+            plan_version=row.plan_version,
+            fragment=row.fragment,
+            number=row.number,
+            attempt=row.attempt,
+        ),
+        committed=row.committed,
+        reason=row.reason,
+        tokens=row.tokens,
+        members=row.members,
+        seconds=row.seconds,
+        unix_ms=row.reported_ms,
+        parts_zeroed=row.parts_zeroed,
+        opener=row.opener,
+    )
+
+
+def event_view(row: Event) -> admin.Event:
+    """A line of the event log."""
+    return admin.Event(
+        id=row.event_id,
+        unix_ms=row.unix_ms,
+        kind=row.kind,
+        run_id=row.run_id,
+        subject=row.subject,
+        message=row.message,
+    )
+
+
+def run_state(run: Run) -> mb.RunState:
+    """The wire's word for a run's state."""
+    return mb.RunState.Value(f"RUN_STATE_{run.state}")
+
+
+def order_for(state: State, node: Node) -> mb.Order:
+    """What the operator wants of a node now."""
+    if node.draining:
+        return mb.ORDER_DRAIN
+    memory, run = state.memory[node.run_id], state.runs[node.run_id]
+    if run.state == "GENESIS" and memory.writer == node.peer_id and node.peer_id not in memory.passed_over:
+        return mb.ORDER_WRITE_GENESIS
+    return mb.ORDER_UNSPECIFIED
+
+
+def _make_finite(message: Message) -> None:
+    for descriptor, value in message.ListFields():
+        if isinstance(value, float) and not math.isfinite(value):
+            setattr(message, descriptor.name, 0.0)
