@@ -81,5 +81,9 @@ class Lab:
         """Close every host and check that no p2pd and no socket is left."""
         for host in self.hosts:
             await host.close(timedelta(seconds=5))
+        self.assert_nothing_left()
+
+    def assert_nothing_left(self) -> None:
+        """No daemon and no socket of ours."""
         assert not [host.p2pd_pid for host in self.hosts if Path(f"/proc/{host.p2pd_pid}").exists()]
         assert not list(self.directory.rglob("*.sock"))

@@ -187,12 +187,15 @@ class RoundMachine:
 
     def _overdue(self, following: _Following) -> None:
         if self.phase is Phase.HOLDING:
-            self.phase = Phase.RESOLVING
-            following.deadline = float("inf")  # `Resolved` ends it
-            others = tuple(peer for peer in following.plan.members if peer != self.me)
-            self._actions.append(Resolve(following.round_id, others))
+            self._resolve(following)
         else:
             self._give_up(f"no progress in phase {self.phase.name.lower()}")
+
+    def _resolve(self, following: _Following) -> None:
+        self.phase = Phase.RESOLVING
+        following.deadline = float("inf")  # `Resolved` ends it
+        others = tuple(peer for peer in following.plan.members if peer != self.me)
+        self._actions.append(Resolve(following.round_id, others))
 
     # --- opening -----------------------------------------------------------------------------------
 
@@ -287,7 +290,10 @@ class RoundMachine:
         if round_id.run_id != self.policy.run_id or round_id.fragment != self.policy.fragment:
             return
         if round_id.number > self.head.round + 1 and peer in self.plan.members:
-            self._behind(f"{peer} is at round {round_id.number}, we are at {self.head.round}")
+            if self.phase is Phase.HOLDING and self._following is not None:
+                self._resolve(self._following)  # the round we hold was committed, only the word was lost
+            elif self.phase is not Phase.RESOLVING:
+                self._behind(f"{peer} is at round {round_id.number}, we are at {self.head.round}")
             return
         match kind:
             case "report":
@@ -410,8 +416,12 @@ class RoundMachine:
             self._give_up(str(error))
             return
         following.payload = payload
-        following.deadline = self._now + self.policy.decision_timeout.total_seconds()
         self.phase = Phase.HOLDING
+        if self._leading is not None and self._leading.round_id == round_id:
+            following.deadline = float("inf")  # the opener decides itself, by the deadline below
+            self._leading.deadline = self._now + self.policy.decision_timeout.total_seconds()
+        else:  # the opener may need all of its time for the exchange before it can decide
+            following.deadline += self.policy.decision_timeout.total_seconds()
         digest = dp.Digest(round=round_id.to_proto(), layers=layers, signature=self._sign(payload))
         self._send(following.opener, dp.RoundMessage(digest=digest))
 

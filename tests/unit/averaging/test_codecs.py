@@ -1,0 +1,70 @@
+"""Codecs: what a member gets back is close to what was sent, has the right size, and cannot be poisoned."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import PartInvalid
+from atoll.node.averaging.codecs import CODECS
+
+# largest error relative to the largest magnitude in a block of 128
+TOLERANCE = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8": 0.55 / 127, "int4": 0.55 / 7}
+names = st.sampled_from(sorted(CODECS))
+
+
+@given(names, st.integers(1, 700), st.integers(0, 2**31), st.floats(-5, 4))
+def test_error_stays_within_half_a_step_of_the_block(name, elements, seed, log_scale):
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(seed)) * 10**log_scale
+    codec = CODECS[name]
+    body = codec.encode(values)
+    assert len(body) == codec.encoded_bytes(elements)
+    decoded = codec.decode(body, elements)
+    for start in range(0, elements, 128):
+        block, back = values[start : start + 128], decoded[start : start + 128]
+        limit = TOLERANCE[name] * float(block.abs().max()) * 1.01 + 1e-7
+        assert float((block - back).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_tiny_updates_survive_block_scales(name):
+    values = torch.full((256,), 3e-9)
+    assert torch.allclose(CODECS[name].decode(CODECS[name].encode(values), 256), values, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_zeros_stay_zeros(name):
+    assert not CODECS[name].decode(CODECS[name].encode(torch.zeros(300)), 300).any()
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_own_nonfinite_values_are_not_sent(name, value):
+    values = torch.ones(200)
+    values[77] = value
+    with pytest.raises(PartInvalid):
+        CODECS[name].encode(values)
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_a_peers_nonfinite_body_is_refused(name):
+    body = bytearray(CODECS[name].encode(torch.ones(256)))
+    body[:4] = b"\xff\xff\xff\xff"  # NaN as fp32, fp16, bf16 and as a bf16 scale
+    with pytest.raises(PartInvalid):
+        CODECS[name].decode(body, 256)
+
+
+@given(names, st.integers(0, 600), st.integers(-40, 40))
+def test_a_body_of_another_size_is_refused(name, elements, difference):
+    codec = CODECS[name]
+    size = max(0, codec.encoded_bytes(elements) + difference)
+    if size == codec.encoded_bytes(elements):
+        return
+    with pytest.raises(PartInvalid):
+        codec.decode(bytes(size), elements)
+
+
+def test_int4_costs_an_eighth():
+    assert 4 * 1_000_000 / CODECS["int4"].encoded_bytes(1_000_000) > 7.7

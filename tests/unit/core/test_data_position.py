@@ -1,0 +1,70 @@
+"""Data ranges: nothing is skipped, nothing is handed out twice, members that leave give back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.data_position import DataPosition, advance, drop, first_position, length
+from atoll.core.errors import PeerMisbehaved
+
+PEERS = ["a", "b", "c", "d"]
+rounds = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(PEERS), min_size=1, unique=True),
+        st.dictionaries(st.sampled_from(PEERS), st.integers(0, 60)),
+    ),
+    max_size=12,
+)
+
+
+@given(st.integers(1, 50), st.integers(1, 40), rounds)
+def test_every_sample_below_the_cursor_is_consumed_held_or_returned_exactly_once(first, lease, history):
+    position = first_position(PEERS, first)
+    consumed: list[int] = []
+    for members, counts in history:
+        for peer in members:
+            held = [i for start, end in position.holdings.get(peer, ()) for i in range(start, end)]
+            consumed += held[: counts.get(peer, 0)]
+        counts = {peer: count for peer, count in counts.items() if peer in members}
+        position = advance(position, members, counts, lease)
+        assert set(position.holdings) == set(members)
+        assert all(length(ranges) >= lease for ranges in position.holdings.values())
+    held = [i for ranges in position.holdings.values() for start, end in ranges for i in range(start, end)]
+    returned = [i for start, end in position.returned for i in range(start, end)]
+    assert sorted(consumed + held + returned) == list(range(position.cursor))
+
+
+@given(rounds)
+def test_it_survives_the_wire(history):
+    position = first_position(PEERS, 10)
+    for members, counts in history:
+        position = advance(position, members, {p: c for p, c in counts.items() if p in members}, 5)
+    back = DataPosition.from_proto(position.to_proto())
+    assert (back.cursor, back.returned, dict(back.holdings)) == (
+        position.cursor,
+        position.returned,
+        dict(position.holdings),
+    )
+
+
+def test_a_faster_member_is_given_more():
+    position = advance(first_position(["fast", "slow"], 10), ["fast", "slow"], {"fast": 10, "slow": 2}, 4)
+    assert length(position.holdings["fast"]) == 40
+    assert length(position.holdings["slow"]) == 8
+
+
+def test_returned_samples_are_handed_out_first():
+    position = first_position(["a", "b"], 10)
+    position = advance(position, ["a"], {"a": 10}, 10)
+    assert position.holdings["a"] == ((10, 50),)  # b's ten, then new ones
+    assert position.returned == ()
+    assert position.cursor == 50
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(PeerMisbehaved):
+        advance(first_position(["a"], 10), ["a"], {"a": -1}, 4)
+
+
+def test_drop_past_the_end_leaves_nothing():
+    assert drop(((0, 3), (5, 6)), 9) == ()
