@@ -1,0 +1,116 @@
+"""The corpus as one array of tokens, cut into samples of `sequence_length` + 1 tokens.
+
+Documents are packed back to back; sample i covers tokens [i·T, i·T + T], so that inputs and targets are one token
+apart and nothing is padded. The last `validation_samples` windows are held out. Small corpora stand in memory,
+large ones in an unlinked file behind `np.memmap`. `digest` names tokens, tokenizer and cut: a node with another
+corpus would train something else under the same sample numbers, and is refused by comparing digests.
+
+Shape suffixes: B batch, T sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import CorpusError
+from atoll.core.run_spec import RunSpec
+from atoll.node.training.sources import SourceReport, documents
+from atoll.node.training.tokenizer import Tokenizer, load_tokenizer
+
+IN_MEMORY_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens and how they are cut."""
+
+    tokens: NDArray[Any]  # 1-D, unsigned, as narrow as the vocabulary allows
+    tokenizer: Tokenizer
+    sequence_length: int
+    validation_samples: int
+    digest: str  # hex SHA-256
+    report: SourceReport
+
+    @property
+    def training_samples(self) -> int:
+        """Windows that are trained on: `0 … training_samples - 1`."""
+        return (len(self.tokens) - 1) // self.sequence_length - self.validation_samples
+
+    def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Windows by number, [B, T+1]."""
+        length = self.sequence_length
+        rows = [self.tokens[index * length : index * length + length + 1] for index in indices]
+        return np.stack(rows).astype(np.int64)
+
+    def validation_windows(self) -> range:
+        """The numbers of the held-out windows."""
+        return range(self.training_samples, self.training_samples + self.validation_samples)
+
+
+def load_corpus(spec: RunSpec, path: str | None = None) -> Corpus:
+    """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`."""
+    section, report = spec.data, SourceReport()
+    where = path or section.path
+    tokenizer = load_tokenizer(section.tokenizer)
+    tokens = pack(documents(section, where, report), tokenizer)
+    windows = max(0, (len(tokens) - 1) // section.sequence_length)
+    if windows <= section.validation_samples:
+        raise CorpusError(
+            f"the training text at {where} is empty"
+            if not len(tokens)
+            else f"the training text at {where} is too small: {len(tokens):,} tokens make {windows} samples of "
+            f"{section.sequence_length}, and {section.validation_samples} of them are held out",
+            "give more text, or lower [data] validation_samples or sequence_length",
+        )
+    return Corpus(
+        tokens, tokenizer, section.sequence_length, section.validation_samples, _digest(tokens, spec, tokenizer), report
+    )
+
+
+def pack(texts: Iterable[bytes], tokenizer: Tokenizer, in_memory_bytes: int = IN_MEMORY_BYTES) -> NDArray[Any]:
+    """All documents as one token array, each followed by the tokenizer's separator; empty ones left out."""
+    dtype = token_dtype(tokenizer.vocabulary)
+    separator = np.asarray(tokenizer.separator, dtype=dtype).tobytes()
+    parts: list[bytes] = []
+    size = 0
+    file = None
+    for text in texts:
+        if not text:
+            continue
+        parts += (tokenizer.encode(text).astype(dtype, copy=False).tobytes(), separator)
+        size += len(parts[-2]) + len(separator)
+        if file is None and size > in_memory_bytes:
+            file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the map over it)
+        if file is not None:
+            file.writelines(parts)
+            parts.clear()
+    if file is None:
+        return np.frombuffer(b"".join(parts), dtype=dtype)
+    with file:  # unlinked from the start; the map keeps its space alive
+        file.flush()
+        return np.memmap(file, dtype=dtype, mode="r")
+
+
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
+    """The narrowest little-endian unsigned integer that holds every token."""
+    return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
+
+
+def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer) -> str:
+    named = {
+        "tokenizer": tokenizer.name,
+        "vocabulary": tokenizer.vocabulary,
+        "sequence_length": spec.data.sequence_length,
+        "validation_samples": spec.data.validation_samples,
+    }
+    digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode() + b"\n")
+    digest.update(np.ascontiguousarray(tokens).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""Which device, at which precision, and whether the model fits. The only file that asks torch what a machine has.
+
+ROCm builds of torch present themselves as CUDA and need nothing of their own. A device that cannot compute in
+bf16 does so in fp16 with loss scaling: a matter of the node, invisible to the others, whose vectors are fp32.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from atoll.core.errors import ConfigError, ModelTooLarge
+from atoll.core.run_spec import RunSpec
+from atoll.core.units import bytes_text
+from atoll.node.training.shape import ModelShape
+
+FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
+_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A device as reports show it."""
+
+    device: str
+    name: str
+    memory_bytes: int
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda:0`, `mps`, … → a device that is there. Raises `ConfigError`."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is not a device", "write auto, cpu, cuda:0 or mps") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device {name} is not here: torch sees {count} CUDA devices", "run `atoll doctor`")
+        return torch.device("cuda", device.index or 0)
+    if device.type not in ("cpu", "mps") or (device.type == "mps" and not torch.backends.mps.is_available()):
+        raise ConfigError(f"device {name} cannot train on this machine", "write auto, cpu or cuda:0")
+    return device
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Name and memory of a device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceFacts(str(device), str(properties.name), int(properties.total_memory))
+    if device.type == "mps":
+        return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory()))
+    return DeviceFacts("cpu", platform.processor() or platform.machine(), _host_memory_bytes())
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_needed_bytes(spec: RunSpec, shape: ModelShape) -> int:
+    """A lower estimate of what training takes: the flat copies, and what backward needs of one micro-batch."""
+    tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
+    width = 4 if spec.optimizer.precision == "fp32" else 2
+    blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
+    saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
+    return FLAT_COPIES * 4 * shape.parameters + tokens * (width * saved + 2 * 4 * shape.vocabulary)
+
+
+def check_fits(spec: RunSpec, shape: ModelShape, facts: DeviceFacts) -> None:
+    """Raises `ModelTooLarge` before anything is allocated."""
+    needed = memory_needed_bytes(spec, shape)
+    if needed > facts.memory_bytes:
+        raise too_large(f"needs about {bytes_text(needed)}", facts)
+
+
+def too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:
+    """The error for a model that does not fit, found by arithmetic or by an allocation that failed."""
+    return ModelTooLarge(
+        f"the model is too large for {facts.name} ({facts.device}, {bytes_text(facts.memory_bytes)}): it {what}",
+        "lower micro_batch_samples, set activation_checkpointing, choose a smaller preset, or use a larger device",
+    )
+
+
+def working_precision(precision: str, device: torch.device) -> str:
+    """`fp32`, `bf16` or `fp16`: the spec's, or fp16 where a GPU has no bf16 units."""
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp16"
+    return precision

@@ -1,0 +1,73 @@
+"""All parameters of a model as one fp32 vector, in layer order.
+
+The anchor, the pseudo-gradient and everything that travels are such vectors; a layer is a slice of them. The
+layout is read off a model (which may stand on the meta device), and `bind` makes the model's parameters and
+gradients views of two flat tensors, so that snapshots, carries and norms are single operations.
+
+Shape suffix: E all elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from atoll.node.training.model import Decoder
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in the flat vector."""
+
+    name: str  # as `named_parameters` has it
+    layer: int
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The mapping between a model's parameters and one flat vector; borrowed (tied) parameters appear once."""
+
+    slots: tuple[Slot, ...]
+    layer_offsets: tuple[int, ...]  # one entry more than there are layers
+
+    @classmethod
+    def of(cls, model: Decoder) -> FlatLayout:
+        """Read the layout off a model; any device, the meta device included."""
+        slots: list[Slot] = []
+        offsets = [0]
+        seen: set[nn.Parameter] = set()
+        for index, layer in enumerate(model.layers):
+            end = offsets[-1]
+            for name, parameter in layer.named_parameters():
+                if parameter in seen:
+                    continue
+                seen.add(parameter)
+                slots.append(Slot(f"layers.{index}.{name}", index, end, tuple(parameter.shape)))
+                end += parameter.numel()
+            offsets.append(end)
+        return cls(tuple(slots), tuple(offsets))
+
+    @property
+    def elements(self) -> int:
+        return self.layer_offsets[-1]
+
+    def views(self, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, as a view of `flat_E`."""
+        for slot in self.slots:
+            yield slot.name, flat_E[slot.offset : slot.offset + slot.elements].view(slot.shape)
+
+    def bind(self, model: Decoder, weights_E: Tensor, gradients_E: Tensor) -> None:
+        """Make the model's parameters and their gradients views of two flat tensors; old values are dropped."""
+        parameters = dict(model.named_parameters())
+        for (name, weight), (_, gradient) in zip(self.views(weights_E), self.views(gradients_E), strict=True):
+            parameters[name].data = weight
+            parameters[name].grad = gradient

@@ -1,0 +1,114 @@
+"""Batches ahead of time: one thread turns sample numbers into token tensors while the model computes.
+
+The loader counts the seconds that training waited for it. `restart` puts a new feed under it: what was prepared
+from the old one is thrown away, and nothing thrown away counts as consumed, because consumption is counted by the
+training loop when a step is done.
+
+Shape suffixes: B batch, T sequence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from atoll.core.clock import Clock
+from atoll.core.errors import DeadlineExceeded
+from atoll.node.training.corpus import Corpus
+from atoll.node.training.feed import SampleFeed, Taken
+from atoll.node.training.order import SampleOrder
+
+DEPTH = 2  # batches prepared ahead
+WAIT = timedelta(minutes=2)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One inner step's tokens, int64 [B, T+1] on the host, and where they came from."""
+
+    tokens_BT: Tensor
+    taken: Taken
+
+
+class Loader:
+    """Prefetches `samples_per_step` samples at a time. `close` ends its thread."""
+
+    def __init__(self, corpus: Corpus, seed: int, samples_per_step: int, clock: Clock, pin: bool = False) -> None:
+        self.stall_seconds = 0.0
+        self._corpus, self._samples_per_step, self._clock, self._pin = corpus, samples_per_step, clock, pin
+        self._order = SampleOrder(seed, corpus.training_samples)
+        self._feed = SampleFeed()
+        self._generation = 0
+        self._ready: deque[Batch] = deque()
+        self._closed = False
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._prefetch, name="loader", daemon=True)
+        self._thread.start()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to train."""
+        return self._feed.empty
+
+    def restart(self, feed: SampleFeed) -> None:
+        """Continue with another feed."""
+        with self._changed:
+            self._feed = feed
+            self._generation += 1
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def next(self, timeout: timedelta = WAIT) -> Batch:
+        """The next batch. Raises `DeadlineExceeded` when the disk does not deliver."""
+        with self._changed:
+            if not self._ready:
+                started = self._clock.monotonic()
+                arrived = self._changed.wait_for(lambda: self._ready or self._failure, timeout.total_seconds())
+                self.stall_seconds += self._clock.monotonic() - started
+                if self._failure is not None:
+                    raise self._failure
+                if not arrived:
+                    raise DeadlineExceeded(f"no training batch within {timeout.total_seconds():.0f} s")
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+            return batch
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout=WAIT.total_seconds())
+
+    def _prefetch(self) -> None:
+        while (work := self._wait_for_work()) is not None:
+            generation, taken = work
+            try:
+                batch = self._build(taken)
+            except (OSError, ValueError, RuntimeError) as error:  # raised where training can be seen to fail
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                if generation == self._generation:
+                    self._ready.append(batch)
+                    self._changed.notify_all()
+
+    def _wait_for_work(self) -> tuple[int, Taken] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (len(self._ready) < DEPTH and not self._feed.empty))
+            if self._closed:
+                return None
+            return self._generation, self._feed.take(self._samples_per_step)
+
+    def _build(self, taken: Taken) -> Batch:
+        windows = [self._order.window(sample) for sample in taken.samples]
+        tokens_BT = torch.from_numpy(self._corpus.windows(windows))
+        return Batch(tokens_BT.pin_memory() if self._pin else tokens_BT, taken)

@@ -1,0 +1,272 @@
+"""The inner loop of one node: batch → loss → backward → clip → step, and the algebra of outer rounds around it.
+
+    load(anchor) → step() … step() → snapshot() → step() … → apply(new anchor) | discard()
+
+`snapshot` freezes what was trained since the anchor (the pseudo-gradient, anchor − weights); training goes on while
+peers average it; `apply` takes the new anchor plus the progress made meanwhile ("carry"); `discard` forgets a round
+that was abandoned and keeps all progress. AdamW's state persists through all of it (DESIGN §4.2).
+
+The trainer process drives this class by orders of the daemon; benchmarks drive it directly. All vectors are fp32.
+Pseudo-gradient and carry use separately rounded elementwise operations only, like everything that others see.
+Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.clock import Clock, SystemClock
+from atoll.core.data_position import Range
+from atoll.core.run_spec import RunSpec
+from atoll.node.training.corpus import Corpus
+from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
+from atoll.node.training.feed import SampleFeed
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.generate import generate
+from atoll.node.training.loader import Loader
+from atoll.node.training.model import Decoder, initialise
+from atoll.node.training.optim import Stepper
+from atoll.node.training.progress import Progress, Snapshot
+from atoll.node.training.schedule import learning_rate
+from atoll.node.training.shape import resolve_shape
+
+PROBE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One inner step. `samples` counts repeated ones too."""
+
+    loss: float  # nats per token, before the step
+    tokens: int
+    samples: int
+
+
+class InnerLoop:
+    """A model, its optimiser and its data on one device. Call `close` when done: it owns a thread."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        corpus: Corpus,
+        device: str | torch.device = "auto",
+        threads: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.spec, self.corpus, self.clock = spec, corpus, clock or SystemClock()
+        self.device = choose_device(str(device))
+        self.precision = working_precision(spec.optimizer.precision, self.device)
+        self.shape = resolve_shape(spec.model, corpus.tokenizer.vocabulary)
+        self.progress = Progress()
+        self.committed_tokens = 0
+        try:
+            self._build()
+        except torch.OutOfMemoryError as error:
+            raise too_large("does not fit beside what is there", device_facts(self.device)) from error
+        self._loader = Loader(corpus, spec.run.seed, self._samples_per_step, self.clock, pin=self.device.type == "cuda")
+
+    def _build(self) -> None:
+        with torch.device("meta"):  # allocate once, flat
+            self.model = Decoder(self.shape, self.spec.optimizer.activation_checkpointing)
+        self.layout = FlatLayout.of(self.model)
+        self.weights_E = torch.zeros(self.layout.elements, device=self.device)
+        self._gradients_E = torch.zeros_like(self.weights_E)
+        self._anchor_E = torch.zeros_like(self.weights_E)
+        self._snapshot_E: Tensor | None = None
+        self.model = self.model.to_empty(device=self.device)
+        self.layout.bind(self.model, self.weights_E, self._gradients_E)
+        self._forward = torch.compile(self.model) if self._compiles else self.model
+        self.stepper: Stepper | None = None
+
+    # --- the core ---------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """One inner step: `accumulate` micro-batches, one optimiser step. Needs `load` with ranges first."""
+        stepper = self._ready_stepper()
+        batch = self._loader.next()
+        micro_batches = torch.split(batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
+        loss_sum = torch.zeros((), device=self.device)
+        for tokens_BT in micro_batches:
+            loss = self.loss(tokens_BT) / len(micro_batches)
+            stepper.backward(loss)
+            loss_sum += loss.detach()
+        stepper.step(self._gradients_E)
+        tokens = len(batch.taken.samples) * self.corpus.sequence_length
+        self.progress.add(tokens, batch.taken)
+        return StepResult(float(loss_sum), tokens, len(batch.taken.samples))
+
+    def loss(self, tokens_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token of next-token prediction, over [B, T+1] tokens."""
+        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
+        with self._autocast():
+            logits_BTV = self._forward(tokens_BT[:, :-1])
+        return cross_entropy(logits_BTV, tokens_BT[:, 1:])
+
+    # --- outer rounds -----------------------------------------------------------------------------
+
+    def initialise_into(self, anchor_E: Tensor) -> None:
+        """Genesis: write the run's seeded initial parameters. Overwrites the weights; `load` follows."""
+        initialise(self.model, self.spec.run.seed)
+        anchor_E.copy_(self.weights_E)
+
+    def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
+        """Weights := anchor; progress is forgotten; AdamW's state stays when there is one."""
+        self._anchor_E.copy_(anchor_E)
+        self.weights_E.copy_(anchor_E)
+        self._snapshot_E = None
+        self.progress.reset()
+        self._loader.restart(SampleFeed(ranges))
+        self.set_committed_tokens(committed_tokens)
+
+    def snapshot(self) -> Snapshot:
+        """Freeze what was trained since the anchor. A second snapshot replaces the first."""
+        self._snapshot_E = self.weights_E.clone()
+        return self.progress.freeze()
+
+    def pseudo_gradient_into(self, out_E: Tensor) -> None:
+        """anchor − weights as of the snapshot, into a host vector."""
+        out_E.copy_(torch.sub(self._anchor_E, self._frozen()))
+
+    def apply(
+        self, new_anchor_E: Tensor, *, ranges: Sequence[Range] | None = None, committed_tokens: int | None = None
+    ) -> None:
+        """Carry: weights := new anchor + (weights − weights at the snapshot); the progress since then stays.
+
+        `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
+        """
+        self.weights_E.sub_(self._frozen())
+        self._anchor_E.copy_(new_anchor_E)
+        self.weights_E.add_(self._anchor_E)
+        self._snapshot_E = None
+        self.progress.commit()
+        if ranges is not None:
+            self.set_ranges(ranges)
+        if committed_tokens is not None:
+            self.set_committed_tokens(committed_tokens)
+
+    def discard(self) -> None:
+        """An abandoned round: forget the snapshot, keep all progress."""
+        self._snapshot_E = None
+        self.progress.thaw()
+
+    def set_ranges(self, ranges: Sequence[Range]) -> None:
+        """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
+        self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
+
+    def set_committed_tokens(self, committed_tokens: int) -> None:
+        """Move the learning-rate schedule."""
+        self.committed_tokens = committed_tokens
+        if self.stepper is not None:
+            self.stepper.set_learning_rate(learning_rate(self.spec, committed_tokens))
+
+    # --- looking at a model ---------------------------------------------------------------------------
+
+    def evaluate(self, flat_E: Tensor) -> float:
+        """Held-out loss of any parameters, nats per token. Weights, optimiser and data are not touched."""
+        total, count = 0.0, 0
+        windows = self.corpus.validation_windows()
+        size = self.spec.optimizer.micro_batch_samples
+        with _Borrowed(self, flat_E) as logits_of:
+            for start in range(0, len(windows), size):
+                tokens_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size])).to(self.device)
+                loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+                total += float(loss) * len(tokens_BT)
+                count += len(tokens_BT)
+        return total / count
+
+    def generate(self, flat_E: Tensor, prompt: bytes, tokens: int, seed: int = 0) -> str:
+        """`tokens` sampled continuations of `prompt` under any parameters."""
+        tokenizer = self.corpus.tokenizer
+        begin = [int(token) for token in tokenizer.encode(prompt)] or list(tokenizer.separator) or [0]
+        with _Borrowed(self, flat_E) as logits_of:
+            return tokenizer.decode(generate(logits_of, begin, tokens, self.corpus.sequence_length, seed, self.device))
+
+    def probe(self, minimum_step_seconds: float = 0.0) -> float:
+        """Tokens per second of a few real steps on scratch state, leaving no trace, at the pace that is set.
+
+        Call before the first `load`: it starts from fresh weights and throws away the optimiser it used.
+        """
+        scratch_E = torch.empty(self.layout.elements)
+        self.initialise_into(scratch_E)
+        self.load(scratch_E, ranges=((0, self._samples_per_step),))
+        self.step()  # warm: kernels, allocator, compilation
+        started = self.clock.monotonic()
+        tokens = sum(self.step().tokens for _ in range(PROBE_STEPS))
+        seconds = max(self.clock.monotonic() - started, PROBE_STEPS * minimum_step_seconds, 1e-9)
+        self.stepper = None
+        self.load(torch.zeros_like(scratch_E))
+        self.progress = Progress()
+        self._loader.stall_seconds = 0.0
+        return tokens / seconds
+
+    # --- small things -----------------------------------------------------------------------------
+
+    @property
+    def has_data(self) -> bool:
+        """Whether ranges were given."""
+        return not self._loader.empty
+
+    @property
+    def data_stall_seconds(self) -> float:
+        """Seconds that steps waited for data."""
+        return self._loader.stall_seconds
+
+    def close(self) -> None:
+        """End the loader's thread."""
+        self._loader.close()
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.spec.optimizer.micro_batch_samples * self.spec.optimizer.accumulate
+
+    @property
+    def _compiles(self) -> bool:
+        return self.spec.optimizer.compile and self.device.type == "cuda"
+
+    def _ready_stepper(self) -> Stepper:
+        if self.stepper is None:
+            self.stepper = Stepper(self.model, self.spec.optimizer, self.device, self.precision)
+            self.stepper.set_learning_rate(learning_rate(self.spec, self.committed_tokens))
+        return self.stepper
+
+    def _frozen(self) -> Tensor:
+        if self._snapshot_E is None:
+            raise ValueError("there is no snapshot")
+        return self._snapshot_E
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean nats per token, computed in fp32 whatever the logits' dtype."""
+    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+class _Borrowed:
+    """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
+
+    def __init__(self, loop: InnerLoop, flat_E: Tensor) -> None:
+        self._loop = loop
+        self._parameters = dict(loop.layout.views(flat_E.to(loop.device)))
+
+    def __enter__(self) -> _Borrowed:
+        self._loop.model.eval()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.model.train()
+
+    @torch.no_grad()
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        with self._loop._autocast():
+            logits: Tensor = torch.func.functional_call(self._loop.model, self._parameters, (tokens_BT,))
+        return logits

@@ -1,0 +1,209 @@
+"""What the daemon and its trainer process say to one another: typed messages, one JSON object a line.
+
+Both ends are the same version of the same code on one machine; still every message is rebuilt through its class,
+so that a field too many or too few is an error where it is read. Tensors never travel here: they stand in shared
+memory (`shared.py`). An order carries a number that its answer repeats; `Pushed` status comes unasked.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_LINE_BYTES = 4 * 1024**2
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What a trainer is started with."""
+
+    run_spec_toml: str
+    corpus_path: str | None = None  # overrides data.path
+    device: str = "auto"  # auto | cpu | cuda:0 | mps
+    cpu_threads: int = 1
+    minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """How training goes, pushed about twice a second. Totals are of this process; progress is since the anchor."""
+
+    steps: int = 0
+    tokens: int = 0
+    tokens_per_second: float = 0.0  # over the last seconds of training, pauses between steps included
+    step_seconds: float = 0.0  # the same as a time per step
+    train_loss: float = 0.0  # nats per token, mean over the last steps
+    data_stall_seconds: float = 0.0
+    samples_repeated: int = 0
+    training: bool = False
+    progress_tokens: int = 0  # since the last applied anchor: what a snapshot taken now would say
+    progress_samples: int = 0
+    skipped_steps: int = 0  # gradients that were not finite
+
+
+# --- parent → child -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Initialise:
+    """Write the seeded initial parameters into the anchor."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Weights := anchor; forget progress."""
+
+    ranges: Ranges
+    committed_tokens: int
+
+
+@dataclass(frozen=True)
+class Train:
+    """Step until told otherwise."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stop at the next step boundary."""
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Write the pseudo-gradient; answer what it holds."""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Take the new anchor, carry what was trained since the snapshot."""
+
+    ranges: Ranges
+    committed_tokens: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Forget the snapshot, keep the progress."""
+
+
+@dataclass(frozen=True)
+class SetRanges:
+    """New ranges without a new anchor."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Held-out loss of the anchor."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Text sampled from the anchor."""
+
+    prompt: str
+    tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the process."""
+
+
+Order = Initialise | Load | Train | Pause | TakeSnapshot | Apply | Discard | SetRanges | Evaluate | Generate | Stop
+
+
+# --- child → parent -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first word of a child that has corpus, model and device."""
+
+    layer_table_hex: str  # serialised atoll.v1.LayerTable
+    corpus_digest: str
+    corpus_samples: int
+    device: str
+    device_name: str
+    device_memory_bytes: int
+    tokens_per_step: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An `AtollError` of the child: at start, or as the answer to an order."""
+
+    reason: str
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """An order was carried out."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A snapshot."""
+
+    tokens: int
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Nats per token."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Text:
+    """Generated text."""
+
+    text: str
+
+
+Answer = Ready | Refused | Done | Taken | Loss | Text
+Message = TrainerConfig | Order | Answer | TrainerStatus
+
+_CLASSES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Discard, SetRanges),
+        *(Evaluate, Generate, Stop, Ready, Refused, Done, Taken, Loss, Text),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message and the number that joins an order to its answer; 0 for what is not asked for."""
+
+    number: int
+    body: Message
+
+    def line(self) -> bytes:
+        """The bytes on the socket, newline included."""
+        fields = asdict(self.body)
+        return json.dumps({"number": self.number, "kind": type(self.body).__name__, "fields": fields}).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, line: bytes) -> Envelope:
+        """The inverse. Raises `ValueError`."""
+        raw = json.loads(line)
+        try:
+            fields = {name: _tuples(value) for name, value in raw["fields"].items()}
+            return cls(int(raw["number"]), _CLASSES[raw["kind"]](**fields))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a message of ours: {line[:80]!r}") from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,170 @@
+"""The built-in Llama-compatible decoder, as a list of layers with one interface.
+
+Every layer is an `nn.Module` that takes one tensor and returns one: `Embedding` tokens [B,T] → [B,T,D], `Block`
+[B,T,D] → [B,T,D], `Head` [B,T,D] → logits [B,T,V]. A span of a pipeline is a slice of that list. RoPE (Su et al.
+2021, arXiv:2104.09864) in the rotate-half form, RMSNorm before attention and MLP, SwiGLU, grouped-query attention
+(Ainslie et al. 2023, arXiv:2305.13245) over PyTorch's scaled dot-product attention: the equations of Llama 2 and 3,
+so that trained weights export to that architecture by renaming.
+
+Shape suffixes: B batch, T sequence, D model, H heads, K key-value heads, E head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from atoll.node.training.shape import ModelShape
+
+NORM_EPSILON = 1e-5
+INITIAL_STD = 0.02
+
+
+class Norm(nn.Module):
+    """RMSNorm over the last dimension."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dimension))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x_BTD, self.weight.shape, self.weight, NORM_EPSILON)
+
+
+class Embedding(nn.Module):
+    """Tokens [B,T] → [B,T,D]. First layer of the model; owner of the matrix when embeddings are tied."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.dimension))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens_BT, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; several query heads share one key-value head."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_dimension, self.rope_theta = shape.head_dimension, shape.rope_theta
+        self.grouped = shape.heads != shape.kv_heads
+        kv_dimension = shape.kv_heads * shape.head_dimension
+        self.query = nn.Linear(shape.dimension, shape.dimension, bias=False)
+        self.key = nn.Linear(shape.dimension, kv_dimension, bias=False)
+        self.value = nn.Linear(shape.dimension, kv_dimension, bias=False)
+        self.output = nn.Linear(shape.dimension, shape.dimension, bias=False)
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        cos_TE, sin_TE = self._rotation(x_BTD)
+        query_BHTE = rotate(self._split(self.query(x_BTD)), cos_TE, sin_TE)
+        key_BKTE = rotate(self._split(self.key(x_BTD)), cos_TE, sin_TE)
+        value_BKTE = self._split(self.value(x_BTD))
+        mixed_BHTE = nn.functional.scaled_dot_product_attention(
+            query_BHTE, key_BKTE, value_BKTE, is_causal=True, enable_gqa=self.grouped
+        )
+        return cast("Tensor", self.output(mixed_BHTE.transpose(1, 2).flatten(2)))
+
+    def _split(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.view(*x_BTD.shape[:2], -1, self.head_dimension).transpose(1, 2)
+
+    def _rotation(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        length = x_BTD.shape[1]
+        if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != x_BTD.device:
+            self._rope = rotation_tables(length, self.head_dimension, self.rope_theta, x_BTD.device)
+        cos_TE, sin_TE = self._rope
+        return cos_TE[:length], sin_TE[:length]
+
+
+def rotation_tables(length: int, head_dimension: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, fp32 [T,E], each half of E the same."""
+    pairs = torch.arange(0, head_dimension, 2, dtype=torch.float32, device=device)
+    frequencies = torch.pow(torch.tensor(theta, device=device), -pairs / head_dimension)
+    angles_TE = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies).repeat(1, 2)
+    return angles_TE.cos(), angles_TE.sin()
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) by its position's angle; the result has the dtype of `x`."""
+    first, second = x_BHTE.chunk(2, dim=-1)
+    turned_BHTE = torch.cat((-second, first), dim=-1)
+    return (x_BHTE * cos_TE + turned_BHTE * sin_TE).to(x_BHTE.dtype)
+
+
+class Mlp(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.dimension, shape.hidden_dimension, bias=False)
+        self.up = nn.Linear(shape.dimension, shape.hidden_dimension, bias=False)
+        self.down = nn.Linear(shape.hidden_dimension, shape.dimension, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return cast("Tensor", self.down(nn.functional.silu(self.gate(x_BTD)) * self.up(x_BTD)))
+
+
+class Block(nn.Module):
+    """One decoder block, [B,T,D] → [B,T,D]."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = Norm(shape.dimension)
+        self.attention = Attention(shape)
+        self.mlp_norm = Norm(shape.dimension)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return cast("Tensor", x_BTD + self.mlp(self.mlp_norm(x_BTD)))
+
+
+class Head(nn.Module):
+    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed."""
+
+    def __init__(self, shape: ModelShape, tied: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.norm = Norm(shape.dimension)
+        self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.dimension)) if tied is None else tied
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(x_BTD), self.weight)
+
+
+class Decoder(nn.Module):
+    """All layers in order: tokens [B,T] → logits [B,T,V]."""
+
+    def __init__(self, shape: ModelShape, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        embedding = Embedding(shape)
+        blocks = [Block(shape) for _ in range(shape.layers)]
+        head = Head(shape, embedding.weight if shape.tie_embeddings else None)
+        self.layers = nn.ModuleList([embedding, *blocks, head])
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = tokens_BT
+        for layer in self.layers:
+            recompute = self.activation_checkpointing and self.training and isinstance(layer, Block)
+            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        return x
+
+
+def initialise(model: Decoder, seed: int) -> None:
+    """Fill every parameter from `seed`. One node does this at genesis; the others fetch its bytes.
+
+    Normal with σ = 0.02; what feeds the residual stream is scaled by 1/√(2·blocks) (GPT-2), norms are one.
+    """
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    residual_std = INITIAL_STD / max(1.0, 2.0 * (len(model.layers) - 2)) ** 0.5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+                continue
+            std = residual_std if name.endswith(("output.weight", "down.weight")) else INITIAL_STD
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

@@ -1,0 +1,51 @@
+"""The run's deterministic order of samples: global sample number → window of the corpus. Pure, O(1) memory.
+
+Samples are numbered 0, 1, 2, … without end; each pass over the corpus (epoch) is its own permutation, so every
+window appears exactly once per epoch. The permutation is a keyed Feistel network over the next power of four,
+with cycle walking back into range (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains"): integer
+arithmetic only, equal on every machine.
+"""
+
+from __future__ import annotations
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def mix(value: int) -> int:
+    """The finaliser of SplitMix64: a bijection of 64-bit integers that looks random."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class SampleOrder:
+    """Maps the run's sample numbers to windows `0 … samples - 1`."""
+
+    def __init__(self, seed: int, samples: int) -> None:
+        if samples < 1:
+            raise ValueError("an order needs at least one sample")
+        self.samples = samples
+        self._seed = mix(seed & _MASK)
+        self._half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
+        self._half_mask = (1 << self._half_bits) - 1
+        self._epoch = -1
+        self._keys: tuple[int, ...] = ()
+
+    def window(self, sample: int) -> int:
+        """The window that sample number `sample` (0 or more) stands for."""
+        epoch, position = divmod(sample, self.samples)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._keys = tuple(mix(self._seed ^ mix(epoch * _ROUNDS + i)) for i in range(_ROUNDS))
+        position = self._permute(position)
+        while position >= self.samples:  # fewer than four turns on average: the domain is at most 4× too large
+            position = self._permute(position)
+        return position
+
+    def _permute(self, position: int) -> int:
+        left, right = position >> self._half_bits, position & self._half_mask
+        for key in self._keys:
+            left, right = right, left ^ (mix(right ^ key) & self._half_mask)
+        return left << self._half_bits | right

@@ -1,0 +1,291 @@
+"""The daemon's handle on its trainer process: spawn, order, watch, stop.
+
+The trainer is a child with its own interpreter, spawned, never forked. The two share the anchor and the
+pseudo-gradient through nameless memory and talk over a socket pair; every order has a deadline and raises
+`ChildDied` when the child is gone. A CUDA error or an out-of-memory kill therefore costs a trainer, not the membership:
+the daemon sees `died` and spawns another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from torch import Tensor
+
+from atoll.core.data_position import Range
+from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, by_reason
+from atoll.node.training import messages as ms
+from atoll.node.training.messages import TrainerConfig, TrainerStatus
+from atoll.node.training.progress import Snapshot
+from atoll.node.training.shape import layer_offsets
+from atoll.node.training.shared import map_vector, open_anonymous
+from atoll.v1 import plan_pb2
+
+__all__ = ["ChildExit", "Snapshot", "Trainer", "TrainerConfig", "TrainerFacts", "TrainerStatus"]
+
+ORDER_TIMEOUT = timedelta(minutes=10)  # one inner step of a large model on a slow machine, and some
+_KILL_TIMEOUT = timedelta(seconds=10)
+_LOG_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """What the child found after loading."""
+
+    layers: plan_pb2.LayerTable
+    elements: int
+    layer_offsets: tuple[int, ...]  # one entry more than there are layers
+    corpus_digest: str
+    corpus_samples: int
+    device: str
+    device_name: str
+    device_memory_bytes: int
+    tokens_per_step: int
+    tokens_per_second: float  # measured by a few real steps on scratch state
+
+    @classmethod
+    def of(cls, ready: ms.Ready) -> TrainerFacts:
+        """From the child's first word."""
+        layers = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
+        offsets = layer_offsets(layers)
+        return cls(
+            layers,
+            offsets[-1],
+            offsets,
+            ready.corpus_digest,
+            ready.corpus_samples,
+            ready.device,
+            ready.device_name,
+            ready.device_memory_bytes,
+            ready.tokens_per_step,
+            ready.tokens_per_second,
+        )
+
+
+@dataclass(frozen=True)
+class ChildExit:
+    """How the child ended."""
+
+    returncode: int  # negative: the signal that killed it
+    last_line: str  # of its log; empty when there is none
+
+    def __str__(self) -> str:
+        how = f"was killed by signal {-self.returncode}" if self.returncode < 0 else f"ended with {self.returncode}"
+        return f"the trainer {how}" + (f": {self.last_line}" if self.last_line else "")
+
+
+class Trainer:
+    """One trainer process. Made by `spawn`; `stop` it in the end."""
+
+    facts: TrainerFacts
+    anchor: Tensor  # fp32 [E], shared: the parent writes it; the child reads it when told, and writes it in initialise
+    pseudo_gradient: Tensor  # fp32 [E], shared: the child writes it in snapshot; read it until apply or discard
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log_path: Path,
+        log_start: int,
+    ) -> None:
+        self.status = TrainerStatus()
+        self.died: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
+        self._process, self._reader, self._writer = process, reader, writer
+        self._log_path, self._log_start = log_path, log_start
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
+        self._listening = asyncio.create_task(self._listen(), name="trainer-listen")
+
+    @classmethod
+    async def spawn(cls, config: TrainerConfig, *, log_path: Path, timeout: timedelta) -> Trainer:
+        """Start a child and wait until it has corpus, model and device.
+
+        Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`, `DeadlineExceeded`.
+        """
+        descriptors = [open_anonymous("atoll-anchor"), open_anonymous("atoll-pseudo-gradient")]
+        try:
+            trainer = await cls._start(config, descriptors, log_path)
+            try:
+                ready = await trainer._answer(0, timeout)
+                assert isinstance(ready, ms.Ready)
+                trainer.facts = TrainerFacts.of(ready)
+                trainer.anchor, trainer.pseudo_gradient = (
+                    map_vector(descriptor, trainer.facts.elements) for descriptor in descriptors
+                )
+            except BaseException:
+                await trainer._kill()
+                raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return trainer
+
+    @classmethod
+    async def _start(cls, config: TrainerConfig, descriptors: list[int], log_path: Path) -> Trainer:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+        command += [f"--anchor-fd={descriptors[0]}", f"--gradient-fd={descriptors[1]}", f"--parent-pid={os.getpid()}"]
+        with theirs, _open_log(log_path) as log, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            log_start = log.seek(0, os.SEEK_END)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(), *descriptors),
+            )
+            undo.pop_all()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=ms.MAX_LINE_BYTES)
+        trainer = cls(process, reader, writer, log_path, log_start)
+        writer.write(ms.Envelope(0, config).line())
+        return trainer
+
+    # --- orders -----------------------------------------------------------------------------------------
+
+    async def initialise(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Genesis: the child writes the run's seeded parameters into `anchor`. `load` must follow."""
+        await self._order(ms.Initialise(), timeout)
+
+    async def load(self, *, ranges: Sequence[Range], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Weights := `anchor`; progress is forgotten, AdamW's state kept when there is one."""
+        await self._order(ms.Load(tuple(ranges), committed_tokens), timeout)
+
+    async def train(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Step until paused. Without ranges nothing is trained."""
+        await self._order(ms.Train(), timeout)
+
+    async def pause(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Returns at a step boundary, with no step under way."""
+        await self._order(ms.Pause(), timeout)
+
+    async def snapshot(self, *, timeout: timedelta = ORDER_TIMEOUT) -> Snapshot:
+        """At the next step boundary: `pseudo_gradient` := anchor − weights. Training goes on meanwhile."""
+        taken = await self._order(ms.TakeSnapshot(), timeout)
+        assert isinstance(taken, ms.Taken)
+        return Snapshot(taken.tokens, taken.samples, taken.steps)
+
+    async def apply(
+        self, *, ranges: Sequence[Range], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
+    ) -> None:
+        """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays."""
+        await self._order(ms.Apply(tuple(ranges), committed_tokens), timeout)
+
+    async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """An abandoned round: forget the snapshot, keep all progress."""
+        await self._order(ms.Discard(), timeout)
+
+    async def set_ranges(self, ranges: Sequence[Range], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """New ranges as of the last applied anchor, without a new anchor."""
+        await self._order(ms.SetRanges(tuple(ranges)), timeout)
+
+    async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
+        """Held-out loss of `anchor`, nats per token; runs between two steps."""
+        loss = await self._order(ms.Evaluate(), timeout)
+        assert isinstance(loss, ms.Loss)
+        return loss.value
+
+    async def generate(self, prompt: str, tokens: int, seed: int = 0, *, timeout: timedelta = ORDER_TIMEOUT) -> str:
+        """Text sampled from `anchor`; runs between two steps."""
+        text = await self._order(ms.Generate(prompt, tokens, seed), timeout)
+        assert isinstance(text, ms.Text)
+        return text.text
+
+    async def stop(self, timeout: timedelta) -> None:
+        """End the child: by order, and after `timeout` by force. Safe to call when it is dead, and twice."""
+        with contextlib.suppress(ChildDied, DeadlineExceeded):
+            await self._order(ms.Stop(), timeout)
+            await asyncio.wait_for(asyncio.shield(self.died), timeout.total_seconds())
+        await self._kill()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    # --- the wire ---------------------------------------------------------------------------------------
+
+    async def _order(self, order: ms.Order, timeout: timedelta) -> ms.Answer:
+        if self.died.done():
+            raise self._died_error()
+        number = next(self._numbers)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(ms.Envelope(number, order).line())
+        return await self._answer(number, timeout)
+
+    async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
+        try:
+            answer = await asyncio.wait_for(self._waiting[number], timeout.total_seconds())
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the trainer did not answer within {timeout.total_seconds():.0f} s") from error
+        finally:
+            del self._waiting[number]
+        if isinstance(answer, ms.Refused):
+            raise by_reason(answer.reason)(answer.message, answer.remedy)
+        return answer
+
+    async def _listen(self) -> None:
+        """Reads until the child closes its end, then learns how it ended."""
+        try:
+            while line := await self._reader.readline():
+                envelope = ms.Envelope.parse(line)
+                if isinstance(envelope.body, TrainerStatus):
+                    self.status = envelope.body
+                elif (waiting := self._waiting.get(envelope.number)) is not None and not waiting.done():
+                    waiting.set_result(cast("ms.Answer", envelope.body))
+        except (OSError, ValueError):
+            self._signal_kill()  # a broken channel: the child is of no use any more
+        finally:
+            self._writer.close()  # a child that lives on without its socket ends itself
+        returncode = await self._process.wait()
+        self.died.set_result(ChildExit(returncode, _last_line(self._log_path, self._log_start)))
+        self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._died_error())
+
+    def _died_error(self) -> ChildDied:
+        return ChildDied(str(self.died.result()), f"{self._log_path} holds its output")
+
+    def _signal_kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _kill(self) -> None:
+        if not self.died.done():
+            self._signal_kill()
+        await asyncio.wait_for(asyncio.shield(self._listening), _KILL_TIMEOUT.total_seconds())
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise DataDirUnusable(
+            f"cannot write the trainer's log {path}: {error.strerror}", "check the data directory"
+        ) from error
+
+
+def _last_line(path: Path, start: int) -> str:
+    """Of what was written since `start`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(start, path.stat().st_size - _LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,98 @@
+"""The trainer process: `python -m atoll.node.training.worker`, started by `trainer.py` and by nothing else.
+
+This file makes sure of one thing before torch is even imported: the process never outlives its daemon. The
+kernel is asked to kill it when the parent dies, and a thread that reads the control socket ends it at end of file,
+even while torch computes. Interrupts and terminations are the daemon's to decide; the child ignores them. What it
+does with its orders stands in `session.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+from atoll.core.errors import AtollError
+from atoll.node.training.messages import Answer, Envelope, Refused, TrainerConfig, TrainerStatus
+
+PR_SET_PDEATHSIG = 1
+EXIT_ORPHANED = 86
+EXIT_CRASHED = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask Linux for SIGKILL when the parent ends; elsewhere the control socket's end of file does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(EXIT_ORPHANED)
+
+
+class ControlChannel:
+    """The child's end of the socket: orders in through a queue, answers and status out."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._sending = threading.Lock()
+        self.orders: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+
+    def answer(self, number: int, body: Answer | TrainerStatus) -> None:
+        """Send one message; 0 numbers what was not asked for."""
+        try:
+            with self._sending:
+                self._control.sendall(Envelope(number, body).line())
+        except OSError:  # the daemon is gone; so are we
+            os._exit(EXIT_ORPHANED)
+
+    def _read(self) -> None:
+        try:
+            with self._control.makefile("rb") as lines:
+                for line in lines:
+                    self.orders.put(Envelope.parse(line))
+        except (OSError, ValueError):
+            traceback.print_exc()
+        os._exit(EXIT_ORPHANED)
+
+
+def main() -> int:
+    """Run until told to stop; the exit status is 0 only then."""
+    parser = argparse.ArgumentParser(description="internal: the trainer process of an atoll node")
+    for name in ("--control-fd", "--anchor-fd", "--gradient-fd", "--parent-pid"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    die_with_parent(options.parent_pid)
+    channel = ControlChannel(socket.socket(fileno=options.control_fd))
+    config = channel.orders.get().body
+    assert isinstance(config, TrainerConfig)
+    try:
+        from atoll.node.training.session import Session  # torch: only now that nothing can orphan us
+
+        session = Session(config, channel, options.anchor_fd, options.gradient_fd)
+    except AtollError as error:
+        channel.answer(0, Refused(error.reason, str(error), error.remedy))
+        return int(error.exit_code)
+    except Exception:  # supervision boundary: the log says why, the daemon sees the child die
+        traceback.print_exc()
+        return EXIT_CRASHED
+    try:
+        session.serve()
+    except Exception:  # supervision boundary, as above
+        traceback.print_exc()
+        return EXIT_CRASHED
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no destructors: a CUDA context or a loader thread must not hold up the end
