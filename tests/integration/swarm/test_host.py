@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from support.swarm_lab import Lab
+
 from atoll.core.frames import FrameKind
 from atoll.node.transport import Stream
-from support.swarm_lab import Lab
 
 SOON = timedelta(seconds=10)
 LIFETIME = timedelta(minutes=5)

@@ -16,6 +16,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import MSGPackSerializer
 
 from atoll.core import log
@@ -88,7 +89,7 @@ class Directory:
     async def close(self, timeout: timedelta) -> None:
         """Leave. Peers notice by themselves."""
         if self._node is not None:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, P2PDaemonError):
                 async with asyncio.timeout(timeout.total_seconds()):
                     await self._node.shutdown()
 
@@ -106,7 +107,7 @@ class Directory:
         return answering
 
     async def _create(self, initial_peers: list[str]) -> DHTNode:
-        return await DHTNode.create(
+        node = await DHTNode.create(
             p2p=self._p2p,
             node_id=DHTID.from_bytes(node_id_bytes(self._p2p.peer_id.to_bytes())),
             initial_peers=initial_peers,
@@ -120,6 +121,9 @@ class Directory:
             ensure_bootstrap_success=False,  # we greeted them ourselves
             strict=False,
         )
+        # hivemind drops a whole dictionary for one bad entry; then one liar could hide everybody.
+        node.protocol._validate_dictionary = self._records.prune
+        return node
 
     async def _rejoin(self, node: DHTNode) -> None:
         """Ping the seeds that fell out of the routing table, so that a swarm heals after an outage."""

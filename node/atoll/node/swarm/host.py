@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +72,9 @@ class SwarmHost:
         self._directory = Directory(p2p, authority, clock, ())
         self._registrations: list[asyncio.Task[None]] = []
         self._farewells: set[asyncio.Task[None]] = set()
+        self._closed = False
         self.gate.on_evicted(self._disconnect)
+        p2p.control.on_lost(self._connection_lost)
 
     @classmethod
     async def start(
@@ -189,16 +191,20 @@ class SwarmHost:
         return self._p2p.sent.total()
 
     async def close(self, timeout: timedelta) -> None:
-        """End everything; p2pd gets `timeout` to end by itself. Leaves no process and no file."""
-        for task in self._registrations:
-            task.cancel()
-        await asyncio.gather(*self._registrations, *self._farewells, return_exceptions=True)
-        self.gate.abort_all()
-        await self._door.close()
-        if not self.died.done():
-            await self._directory.close(timeout)
-        await self._p2p.detach()
-        await self._p2pd.stop(timeout)
+        """End everything; p2pd gets `timeout` to end by itself. Leaves no process and no file. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        async with AsyncExitStack() as steps:  # last pushed runs first; each runs whatever the others raise
+            steps.push_async_callback(self._p2pd.stop, timeout)
+            steps.push_async_callback(self._p2p.detach)
+            if not self.died.done():
+                steps.push_async_callback(self._directory.close, timeout)
+            steps.push_async_callback(self._door.close)
+            steps.callback(self.gate.abort_all)
+            for task in self._registrations:
+                task.cancel()
+            await asyncio.gather(*self._registrations, *self._farewells, return_exceptions=True)
 
     async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
         await self._door.listen(config.runtime_dir / "streams.sock")
@@ -224,6 +230,10 @@ class SwarmHost:
 
     def _expiry(self, lifetime: timedelta) -> float:
         return self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
+
+    def _connection_lost(self) -> None:
+        if not self._closed:
+            self._p2pd.declare_dead("it closed its control connection")
 
     def _disconnect(self, peer_id: str) -> None:
         task = asyncio.create_task(self._hang_up(peer_id))

@@ -132,6 +132,12 @@ class P2pd:
         await self._watcher
         _remove_sockets(self.config)
 
+    def declare_dead(self, why: str) -> None:
+        """Resolve `died`, unless we are stopping or it did already."""
+        if not self._stopping and not self.died.done():
+            _log.error("p2pd died", why=why)
+            self.died.set_result(ChildDied(f"p2pd ended by itself ({why})"))
+
     async def _until_ready(self, timeout: timedelta) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
@@ -154,9 +160,8 @@ class P2pd:
         status = await self._child.wait()
         if not self._ready.done():
             self._ready.set_result(False)
-        elif not self._stopping:
-            _log.error("p2pd died", status=status, last_line=self._last_line)
-            self.died.set_result(ChildDied(f"p2pd ended by itself (status {status}): {self._last_line}"))
+        else:
+            self.declare_dead(f"status {status}: {self._last_line}")
 
 
 async def _read_line(output: asyncio.StreamReader) -> bytes:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 
@@ -38,6 +39,8 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def validate(self, record: DHTRecord) -> bool:
         """hivemind asks before it stores and after it finds."""
+        if not isinstance(record.value, bytes) or not isinstance(record.expiration_time, float):
+            return False
         if record in self._accepted:
             return True
         try:
@@ -50,6 +53,15 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
             self._accepted.popitem(last=False)
         return True
 
+    def prune(self, key: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Remove what is not valid from a dictionary that a peer sent; the rest may be used."""
+        with dictionary.freeze():
+            for subkey, (value, expires) in tuple(dictionary.items()):
+                record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires)
+                if not self.validate(record):
+                    del dictionary[subkey]
+        return True
+
     def read(self, name: str, subkey: str, value: bytes, expires: float) -> Record:
         """Verify a record that a lookup returned (its envelope is gone by then). Raises `AtollError`."""
         return verify_record(value, Place(name, subkey, expires), self._authority, self._clock.unix())
@@ -58,10 +70,8 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
         name = self._names.get(record.key)
         if name is None:
             raise PeerMisbehaved("the DHT has no such key")
-        if not isinstance(record.value, bytes) or len(record.value) > MAX_RECORD_BYTES + _ENVELOPE_BYTES:
+        if len(record.value) > MAX_RECORD_BYTES + _ENVELOPE_BYTES:
             raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
-        if not isinstance(record.expiration_time, float):
-            raise PeerMisbehaved("a DHT record's expiry is a number of seconds")
         check_msgpack(record.subkey)
         check_msgpack(record.value)
         subkey, value = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)

@@ -1,0 +1,50 @@
+"""The address book: what it parses, and that many who ask at once make one question."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from atoll.core.clock import ManualClock
+from atoll.core.errors import ConfigError
+from atoll.core.identity import Identity
+from atoll.node.swarm.addresses import AddressBook, peer_of
+
+PEER = Identity.generate().peer_id
+
+
+def test_learns_what_it_can_read_and_keeps_relays_whole() -> None:
+    book = AddressBook(ManualClock())
+    relayed = f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity.generate().peer_id}/p2p-circuit"
+    book.learn(PEER, [f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}", "nonsense", f"{relayed}/p2p/{PEER}"])
+    assert [str(address) for address in book.known(PEER)] == ["/ip4/192.0.2.7/tcp/1", relayed]
+    book.learn(PEER, ["nonsense"])
+    assert len(book.known(PEER)) == 2
+
+
+async def test_asks_the_resolver_once_for_all_and_not_again_at_once() -> None:
+    clock, asked = ManualClock(), list[str]()
+    book = AddressBook(clock)
+
+    async def resolve() -> None:
+        asked.append("asked")
+        await asyncio.sleep(0)
+        if len(asked) == 2:
+            book.learn(PEER, ["/ip4/192.0.2.7/tcp/1"])
+
+    book.resolve_with(resolve)
+    assert await asyncio.gather(*(book.find(PEER) for _ in range(3))) == [(), (), ()]
+    assert await book.find(PEER) == ()
+    assert asked == ["asked"]
+    clock.advance(3)
+    assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/1"]
+    await book.find(PEER)
+    assert len(asked) == 2
+
+
+def test_a_seed_names_its_peer() -> None:
+    assert peer_of(f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}") == PEER
+    for wrong in ("/ip4/192.0.2.7/tcp/1", "seed.example:4001", "/ip4/192.0.2.7/tcp/1/p2p/"):
+        with pytest.raises(ConfigError):
+            peer_of(wrong)

@@ -1,0 +1,119 @@
+"""The gate's table: who may talk to us, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.core.clock import ManualClock
+from atoll.core.errors import Banned, CertificateInvalid, NotIntroduced, ProtocolMismatch
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, GRACE, Authority, Deny, issue_membership
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.hello import BURST, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, RATE_PER_SECOND, StrangerLimit
+from atoll.v1 import common_pb2 as pb
+
+OPERATOR, OWN, PEER = Identity.generate(), Identity.generate(), Identity.generate()
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def certificate(identity: Identity, now: float, run_id: str = "reef") -> pb.Signed:
+    return issue_membership(
+        OPERATOR,
+        public_key=identity.public_key,
+        run_id=run_id,
+        roles=frozenset({"node"}),
+        epoch=1,
+        now=now,
+        node_name="n",
+    )
+
+
+def make_gate(identity: Identity, clock: ManualClock, deny: Deny = EMPTY_DENY) -> Gate:
+    authority = Authority(OPERATOR.public_key, "reef")
+    return Gate(authority, certificate(identity, clock.unix()), identity.peer_id, deny, clock)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def gate(clock: ManualClock) -> Gate:
+    return make_gate(OWN, clock)
+
+
+def test_a_peer_is_known_after_its_hello_only(gate: Gate, clock: ManualClock) -> None:
+    with pytest.raises(NotIntroduced):
+        gate.require(PEER.peer_id)
+    gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
+    assert gate.require(PEER.peer_id).peer_id == PEER.peer_id
+    assert [member.peer_id for member in gate.members()] == [PEER.peer_id]
+
+
+def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: ManualClock) -> None:
+    hello = make_gate(PEER, clock).hello()
+    with pytest.raises(CertificateInvalid, match="showed the certificate of"):
+        gate.admit(Identity.generate().peer_id, hello)
+    hello.protocol.major = 2
+    with pytest.raises(ProtocolMismatch, match="newer than ours"):
+        gate.admit(PEER.peer_id, hello)
+    assert not gate.knows(PEER.peer_id)
+
+
+def test_membership_ends_with_certificate_and_grace(gate: Gate, clock: ManualClock) -> None:
+    gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
+    clock.advance(24 * 3600 + GRACE.total_seconds() - 1)
+    assert gate.knows(PEER.peer_id)
+    clock.advance(2)
+    with pytest.raises(NotIntroduced):
+        gate.require(PEER.peer_id)
+
+
+def test_a_ban_cuts_streams_and_older_lists_change_nothing(gate: Gate, clock: ManualClock) -> None:
+    gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
+    stream, evicted = FakeStream(), list[str]()
+    gate.opened(PEER.peer_id, stream)
+    gate.on_evicted(evicted.append)
+    gate.set_deny_list(Deny(2, frozenset({PEER.peer_id})))
+    assert stream.aborted
+    assert evicted == [PEER.peer_id]
+    gate.set_deny_list(Deny(1, frozenset()))
+    with pytest.raises(Banned):
+        gate.require(PEER.peer_id)
+    with pytest.raises(Banned):
+        gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
+
+
+def test_only_our_own_certificate_replaces_ours(gate: Gate, clock: ManualClock) -> None:
+    renewed = certificate(OWN, clock.unix() + 1)
+    gate.set_membership(renewed)
+    assert gate.hello().membership == renewed
+    for wrong in (certificate(PEER, clock.unix()), certificate(OWN, clock.unix(), run_id="other")):
+        with pytest.raises(CertificateInvalid):
+            gate.set_membership(wrong)
+    assert gate.membership == renewed
+
+
+def test_strangers_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
+    limit = StrangerLimit(clock)
+    assert [limit.enter("p") for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
+    others = [limit.enter(f"p{i}") for i in range(MAX_AT_ONCE)]
+    assert others.count(True) == MAX_AT_ONCE - MAX_AT_ONCE_PER_PEER
+    limit.leave("p")
+    assert limit.enter("q")
+    limit.leave("q")
+    served = 0
+    while limit.enter("r"):
+        limit.leave("r")
+        served += 1
+    assert served <= BURST - MAX_AT_ONCE
+    clock.advance(1.5 / RATE_PER_SECOND)
+    assert limit.enter("r")

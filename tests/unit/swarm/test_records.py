@@ -1,0 +1,102 @@
+"""DHT records: what the owner signs is what anybody reads, and nothing else passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import AtollError, InvalidRequest
+from atoll.core.identity import Identity
+from atoll.core.membership import Authority, issue_membership
+from atoll.core.records import Place, build_addresses, build_head, heads_key, nodes_key, verify_record
+from atoll.v1 import common_pb2 as pb
+
+NOW = 1_700_000_000.0
+OPERATOR, OWNER, OTHER = Identity.generate(), Identity.generate(), Identity.generate()
+AUTHORITY = Authority(OPERATOR.public_key, "reef")
+HASH = b"\1" * 32
+
+
+def certificate(identity: Identity, operator: Identity = OPERATOR, now: float = NOW) -> pb.Signed:
+    return issue_membership(
+        operator,
+        public_key=identity.public_key,
+        run_id="reef",
+        roles=frozenset({"node"}),
+        epoch=1,
+        now=now,
+        node_name="n",
+    )
+
+
+PLACE = Place(heads_key("reef"), OWNER.peer_id, NOW + 60)
+GOOD = build_head(OWNER, certificate(OWNER), "reef", NOW + 60, (3, HASH))
+
+
+def test_head_and_addresses_round_trip() -> None:
+    assert verify_record(GOOD, PLACE, AUTHORITY, NOW).head == (3, HASH)
+    multiaddrs = ("/ip4/192.0.2.1/tcp/4001",)
+    data = build_addresses(OWNER, certificate(OWNER), "reef", NOW + 600, multiaddrs)
+    record = verify_record(data, Place(nodes_key("reef"), OWNER.peer_id, NOW + 600), AUTHORITY, NOW)
+    assert (record.multiaddrs, record.owner.peer_id) == (multiaddrs, OWNER.peer_id)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        replace(PLACE, subkey=OTHER.peer_id),
+        replace(PLACE, key=nodes_key("reef")),
+        replace(PLACE, key=heads_key("other")),
+        replace(PLACE, expires=NOW + 62),
+        replace(PLACE, expires=1e300),
+        replace(PLACE, expires=float("inf")),
+        replace(PLACE, expires=float("nan")),
+    ],
+)
+def test_a_record_cannot_be_moved_or_kept_alive(place: Place) -> None:
+    with pytest.raises(AtollError):
+        verify_record(GOOD, place, AUTHORITY, NOW)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_head(OTHER, certificate(OWNER), "reef", NOW + 60, (3, HASH)),  # with another's certificate
+        lambda: build_head(OWNER, certificate(OWNER, operator=OWNER), "reef", NOW + 60, (3, HASH)),  # self-signed
+        lambda: build_head(OWNER, certificate(OWNER, now=NOW - 97 * 3600), "reef", NOW + 60, (3, HASH)),  # expired
+        lambda: build_head(OWNER, certificate(OWNER), "reef", NOW + 60, (3, b"short")),
+        lambda: build_addresses(OWNER, certificate(OWNER), "reef", NOW + 60, ("/ip4/192.0.2.1/tcp/1",)),
+        lambda: b"x" * 5000,
+        lambda: b"\xff",
+    ],
+)
+def test_records_that_no_storer_takes(build: Callable[[], bytes]) -> None:
+    with pytest.raises(AtollError):
+        verify_record(build(), PLACE, AUTHORITY, NOW)
+
+
+def test_life_is_at_most_ten_minutes() -> None:
+    data = build_head(OWNER, certificate(OWNER), "reef", NOW + 601, (3, HASH))
+    with pytest.raises(AtollError, match="lives at most"):
+        verify_record(data, replace(PLACE, expires=NOW + 601), AUTHORITY, NOW)
+
+
+@pytest.mark.parametrize("multiaddrs", [[], ["/ip4/192.0.2.1/tcp/1"] * 17, ["x" * 257], ["/dns/" + "x" * 240] * 16])
+def test_too_many_or_too_long_addresses_are_not_published(multiaddrs: list[str]) -> None:
+    with pytest.raises(InvalidRequest):
+        build_addresses(OWNER, certificate(OWNER), "reef", NOW + 60, multiaddrs)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_any_flipped_byte_is_noticed(position: int, mask: int) -> None:
+    damaged = bytearray(GOOD)
+    damaged[position] ^= mask
+    try:
+        record = verify_record(bytes(damaged), PLACE, AUTHORITY, NOW)
+    except AtollError:
+        return
+    assert record.head == (3, HASH)  # a byte that protobuf does not look at

@@ -1,0 +1,130 @@
+"""Frames on a byte stream, as a peer's bytes arrive: whole, in pieces, damaged, oversized, not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+
+from atoll.core.errors import DeadlineExceeded, FrameInvalid, NotIntroduced, RoundAbandoned, Unreachable
+from atoll.core.frames import FrameKind, pack_prefix
+from atoll.node.swarm.refusals import printable, refusal_header
+from atoll.node.swarm.streams import P2PStream
+
+SOON = timedelta(milliseconds=20)
+
+
+class FakeWriter:
+    """What `P2PStream` uses of an asyncio writer and its transport; keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+        self.closed = False
+        self.transport = self
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high == 0
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+def make_stream(known: bool = True) -> tuple[P2PStream, asyncio.StreamReader, FakeWriter, Counter[str]]:
+    def guard() -> None:
+        if not known:
+            raise NotIntroduced("who is there")
+
+    reader, writer, sent = asyncio.StreamReader(), FakeWriter(), Counter[str]()
+    stream = P2PStream("peer", "/p/1", reader, writer, guard=guard, sent=sent)  # type: ignore[arg-type]
+    return stream, reader, writer, sent
+
+
+def frame(kind: FrameKind, header: bytes, body: bytes = b"") -> bytes:
+    return pack_prefix(kind, header, body) + header + body
+
+
+async def test_a_frame_in_pieces_survives_a_deadline_in_its_middle() -> None:
+    stream, reader, _, _ = make_stream()
+    data = frame(FrameKind.PART, b"head", b"body" * 100)
+    for start in range(0, len(data) - 50, 50):
+        reader.feed_data(data[start : start + 50])
+        with pytest.raises(DeadlineExceeded):
+            await stream.receive(SOON)
+    reader.feed_data(data[start + 50 :])
+    received = await stream.receive(SOON)
+    assert (received.header, bytes(received.body), stream.bytes_received) == (b"head", b"body" * 100, len(data))
+
+
+async def test_an_announced_length_of_2_to_the_40_allocates_nothing() -> None:
+    stream, reader, _, _ = make_stream()
+    reader.feed_data(struct.pack(">2sBBIII", b"AT", 1, 2, 2**32 - 1, 2**32 - 1, 0))
+    with pytest.raises(FrameInvalid, match="the cap is"):
+        await stream.receive(SOON)
+    stream, reader, _, _ = make_stream()
+    reader.feed_data((2**40).to_bytes(8, "big") + bytes(64))  # as hivemind writes its header
+    with pytest.raises(FrameInvalid):
+        await stream.receive(SOON)
+
+
+async def test_damage_and_early_ends_are_told_apart() -> None:
+    stream, reader, _, _ = make_stream()
+    damaged = bytearray(frame(FrameKind.PART, b"h", b"body"))
+    damaged[-1] ^= 1
+    reader.feed_data(bytes(damaged) + frame(FrameKind.PART, b"h")[:10])
+    reader.feed_eof()
+    with pytest.raises(FrameInvalid, match="damaged"):
+        await stream.receive(SOON)
+    with pytest.raises(Unreachable):
+        await stream.receive(SOON)
+
+
+async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
+    stream, reader, writer, _ = make_stream()
+    reader.feed_data(frame(FrameKind.REFUSAL, refusal_header(RoundAbandoned("too\x1b[31m late"))))
+    with pytest.raises(RoundAbandoned, match=r"peer peer: too\?\[31m late"):
+        await stream.receive(SOON)
+    assert writer.closed
+    assert len(printable("x" * 10_000)) == 500
+
+
+async def test_sent_bytes_are_counted_per_protocol_and_a_closed_stream_refuses() -> None:
+    stream, _, writer, sent = make_stream()
+    await stream.send(FrameKind.PART, b"head", memoryview(b"b" * 100_000))
+    assert bytes(writer.written) == frame(FrameKind.PART, b"head", b"b" * 100_000)
+    assert sent == {"/p/1": 16 + 4 + 100_000} == {"/p/1": stream.bytes_sent}
+    with pytest.raises(FrameInvalid):
+        await stream.send(FrameKind.PART, b"", bytes(8 * 1024 * 1024 + 1))
+    await stream.close()
+    await stream.close()
+    with pytest.raises(Unreachable):
+        await stream.send(FrameKind.PART, b"")
+
+
+async def test_membership_is_checked_on_each_use() -> None:
+    stream, reader, writer, _ = make_stream(known=False)
+    reader.feed_data(frame(FrameKind.MESSAGE, b"x"))
+    with pytest.raises(NotIntroduced):
+        await stream.receive(SOON)
+    with pytest.raises(NotIntroduced):
+        await stream.send(FrameKind.MESSAGE, b"x")
+    assert not writer.written
