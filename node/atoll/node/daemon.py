@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,9 @@ class Daemon:
         self._status = LiveStatus()
         self._directives = Directives(credentials.authority, self._deny_listed)
         self._leaving = asyncio.Event()
+        self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
         self._farewell = "left"
+        self._patience = DRAIN_TIMEOUT
         self._host: SwarmHost | None = None
         self._session: TrainingSession | None = None
         self._resume_timer: asyncio.TimerHandle | None = None
@@ -147,7 +150,7 @@ class Daemon:
             timeout=START_TIMEOUT,
         )
         _log.info("joined the swarm", peer_id=self._identity.peer_id, addresses=list(host.multiaddrs()))
-        sdnotify.notify("READY=1")
+        sdnotify.notify(self._notify_socket, "READY=1")
         return host
 
     def _make_session(self, host: SwarmHost, run_dir: Path) -> TrainingSession:
@@ -198,9 +201,9 @@ class Daemon:
         """Finish the round if one comes in time, tell what is left to tell, say goodbye."""
         self._status.enter(mb.NODE_STATE_DRAINING, "finishing the round, then leaving")
         self._link.hurry()
-        sdnotify.notify("STOPPING=1")
+        sdnotify.notify(self._notify_socket, "STOPPING=1")
         if self._session is not None and not self._session.finished.is_set():
-            await self._session.next_round(DRAIN_TIMEOUT)
+            await self._session.next_round(self._patience)
         if self._link.connected:
             await self._link.flush(CLOSE_TIMEOUT)
         await self._link.leave(self._farewell)
@@ -210,10 +213,10 @@ class Daemon:
         raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
 
     async def _watchdog(self) -> None:
-        interval = sdnotify.watchdog_interval()
-        while interval is not None:
-            sdnotify.notify("WATCHDOG=1")
-            await asyncio.sleep(interval.total_seconds() / 2)
+        seconds = sdnotify.watchdog_seconds(os.environ)
+        while seconds is not None:
+            sdnotify.notify(self._notify_socket, "WATCHDOG=1")
+            await asyncio.sleep(seconds)
 
     async def _keep_address(self, host: SwarmHost) -> None:
         """Our address and head in the DHT, renewed long before they expire."""
@@ -227,7 +230,7 @@ class Daemon:
             known = self._status.head_round
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ADDRESS_REFRESH.total_seconds()):
-                    await self._directives.until(lambda known=known: self._status.head_round > known)
+                    await self._directives.until(partial(self._head_is_past, known))
 
     async def _find_members(self, host: SwarmHost) -> None:
         """Look the members of the plan up in the DHT until all can be dialled, and again for each plan."""
@@ -244,7 +247,10 @@ class Daemon:
             version = plan.version if plan else 0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause.total_seconds()):
-                    await self._directives.until(lambda version=version: self._newer_plan(version))
+                    await self._directives.until(partial(self._newer_plan, version))
+
+    def _head_is_past(self, round_number: int) -> bool:
+        return self._status.head_round > round_number
 
     def _newer_plan(self, version: int) -> bool:
         return self._directives.plan is not None and self._directives.plan.version > version
@@ -300,7 +306,7 @@ class Daemon:
         if self._host is None:
             return 0, 0
         averaging = sum(self._host.bytes_sent(name) for name in AVERAGING_PROTOCOLS)
-        return averaging, self._host.total_bytes_sent() - averaging
+        return averaging, self._host.bytes_sent_total() - averaging
 
     def _certificate_renewed(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -358,6 +364,7 @@ class Daemon:
         return {"leaving": True}
 
     async def _api_leave(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._patience = timedelta(0)
         self.leave("left at its owner's wish")
         return {"leaving": True}
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,10 +175,7 @@ class TrainingSession:
                 state = mb.NODE_STATE_TRAINING if wanted else mb.NODE_STATE_PAUSED
                 it.status.enter(state, "training" if wanted else self._why_paused())
                 it.link.hurry()
-            seen = (plan.version, wanted)
-            await it.directives.until(
-                lambda seen=seen: not self._in_plan() or (self._plan().version, self._may_train()) != seen
-            )
+            await it.directives.until(partial(self._differs_from, plan.version, wanted))
 
     async def _finish(self, trainer: Trainer) -> None:
         """Write the anchor of the last common round and say so."""
@@ -326,6 +324,9 @@ class TrainingSession:
     def _may_train(self) -> bool:
         return not self._owner_paused and self._it.directives.run_state != mb.RUN_STATE_PAUSED
 
+    def _differs_from(self, plan_version: int, training: bool) -> bool:
+        return not self._in_plan() or (self._plan().version, self._may_train()) != (plan_version, training)
+
     def _why_paused(self) -> str:
         return "paused by its owner" if self._owner_paused else "the operator paused the run"
 
@@ -346,10 +347,11 @@ class TrainingSession:
         await self._first_of(trainer, task)
         return task.result()
 
-    async def _first_of(self, trainer: Trainer, *tasks: asyncio.Future[object]) -> None:
+    async def _first_of(self, trainer: Trainer, *tasks: asyncio.Future[Any]) -> None:
         """Wait for one of the tasks; raise what it raised, or `ChildDied` when the trainer went first."""
         try:
-            await asyncio.wait([*tasks, trainer.died], return_when=asyncio.FIRST_COMPLETED)
+            waiting: list[asyncio.Future[Any]] = [*tasks, trainer.died]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if trainer.died.done():
                 raise ChildDied(f"the trainer ended: {trainer.died.result()}")
             for task in tasks:

@@ -6,8 +6,9 @@ A message that cannot be delivered is dropped and counted; every round has deadl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -91,8 +92,8 @@ class RoundLinks:
             if stream is not None:
                 await stream.close()
 
-    def _keep(self, work: asyncio._CoroutineLike[None]) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -1,0 +1,39 @@
+"""`atoll config show`: every setting, and where its value came from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from atoll.core.output import Output, OutputOption, print_json
+from atoll.node.cli.options import ConfigFile, DataDir, settings
+
+app = typer.Typer(help="Look at this node's settings.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Look at this node's settings."""
+
+
+@app.command()
+def show(
+    origin: Annotated[bool, typer.Option("--origin", help="Also say where each value came from.")] = False,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Print the settings that `atoll join` and `atoll up` would use."""
+    loaded = settings(data_dir, config)
+    values = {key: str(value) if key == "data_dir" else value for key, value in asdict(loaded.config).items()}
+    if output is Output.JSON:
+        rows = {
+            key: {"value": value, "origin": loaded.origin[key]} if origin else value for key, value in values.items()
+        }
+        print_json("config", rows)
+        return
+    for key, value in values.items():
+        line = f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
+        typer.echo(f"{line:<56} # {loaded.origin[key]}" if origin else line)

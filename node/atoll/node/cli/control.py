@@ -1,0 +1,55 @@
+"""`atoll pause`, `resume`, `finish`, `leave`: the owner's say over a running daemon."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.units import duration_text, parse_duration
+from atoll.node.cli.options import DataDir, directory
+from atoll.node.localapi import call
+
+
+def pause(
+    duration: Annotated[
+        str | None, typer.Option("--for", help="Resume by itself after, for example, 30m or 2h.")
+    ] = None,
+    data_dir: DataDir = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Stop training for now; the node stays a member and goes on later from where the others are."""
+    seconds = parse_duration(duration).total_seconds() if duration else 0.0
+    answer = call(directory(data_dir), "pause", seconds=seconds)
+    if output is Output.JSON:
+        print_json("pause", answer)
+    else:
+        say(f"Paused for {duration_text(seconds)}." if seconds else "Paused until `atoll resume`.")
+
+
+def resume(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
+    """Train again after `pause`."""
+    answer = call(directory(data_dir), "resume")
+    if output is Output.JSON:
+        print_json("resume", answer)
+    else:
+        say("Training again.")
+
+
+def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
+    """Finish the current round, so that nothing trained is lost, then leave."""
+    answer = call(directory(data_dir), "finish")
+    if output is Output.JSON:
+        print_json("finish", answer)
+    else:
+        say("Leaving after the current round.")
+
+
+def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
+    """Say goodbye and stop the daemon at once; progress since the last round is given up."""
+    answer = call(directory(data_dir), "leave")
+    if output is Output.JSON:
+        print_json("leave", answer)
+    else:
+        say("Leaving.")

@@ -1,0 +1,101 @@
+"""`atoll demo`: a whole swarm on this machine, in about three minutes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.core.errors import AtollError, UsageError
+from atoll.core.files import make_private_dir
+from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.units import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from atoll.node.lab.demo import DemoResult
+
+DEFAULT_TOKENS = 640_000  # 454 steps of a full-speed node among four
+
+
+def demo(
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="How many nodes train.")] = 4,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Committed tokens after which it stops.")
+    ] = DEFAULT_TOKENS,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of initialisation and data order.")] = 0,
+    data: Annotated[Path | None, typer.Option("--data", help="Your own text: a file or a directory.")] = None,
+    codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8 or int4.")] = "int4",
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 15.0,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Start a coordinator, a seed and four nodes on loopback and train a language model on real text.
+
+    Without --data the text is the Python standard library. Two of the nodes are slowed to half and a quarter
+    of the pace; the others find that out by measurement.
+    """
+    import asyncio
+
+    from atoll.node.lab.demo import SLOWDOWNS, DemoOptions, run_demo
+    from atoll.node.lab.demo_view import live_view
+
+    slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
+    options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, timedelta(minutes=minutes))
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
+    root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-demo-"))
+    try:
+        with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+            result = asyncio.run(run_demo(options, root, show))
+    except AtollError:
+        if keep is None:
+            kept = Path(tempfile.mkdtemp(prefix="atoll-demo-failed-"))
+            _keep_logs(root, kept)
+            say(f"The logs of the failed demo are in {kept}")
+        raise
+    finally:
+        if keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+    if output is Output.JSON:
+        print_json("demo", result.to_json())
+    else:
+        _tell(result, keep)
+
+
+def _keep_logs(root: Path, kept: Path) -> None:
+    for log in [*root.glob("*/log"), *root.glob("*/runs/*/trainer.log")]:
+        shutil.copy(log, kept / "-".join(log.relative_to(root).parts))
+
+
+def _tell(it: DemoResult, keep: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    saved = it.averaging_bytes_fp32 / max(1, it.averaging_bytes_sent)
+    steps = ", ".join(f"{name} {count}" for name, count in it.steps_per_node.items())
+    equal = "[green]equal bit for bit[/]" if it.anchors_equal else "[red]DIFFER[/]"
+    console.print(f"\n[bold]{it.nodes} nodes trained {count_text(it.tokens)} tokens in {it.seconds:.0f} s[/]")
+    console.print(f"  validation loss   {it.val_loss_first:.3f} → [bold]{it.val_loss_last:.3f}[/] nats/byte")
+    console.print(f"  rounds            {it.rounds_committed} committed of {it.rounds_opened} opened")
+    console.print(f"  anchors           {equal} on all nodes ({next(iter(it.anchor_digests.values()))[:16]}…)")
+    console.print(f"  steps             {steps}")
+    console.print(
+        f"  averaging         {bytes_text(it.averaging_bytes_sent)} sent, {saved:.1f}× less than fp32"
+        f" ({bytes_text(it.averaging_bytes_fp32)}); everything else {bytes_text(it.other_bytes_sent)}"
+    )
+    console.print(
+        f"\n[bold]What it writes[/] [dim](a million parameters, minutes old)[/]\n[cyan]{_indent(it.sample)}[/]"
+    )
+    where = it.checkpoint if keep else "nowhere: run with --keep DIR to keep it"
+    console.print(f"\nThe model: {where}")
+
+
+def _indent(text: str) -> str:
+    from rich.markup import escape
+
+    return escape("\n".join("  │ " + line for line in text.splitlines()))

@@ -1,0 +1,141 @@
+"""`atoll doctor`: what would keep this machine from training, found before it does."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from atoll.core.errors import AtollError, ExitCode
+from atoll.core.output import Output, OutputOption, print_json
+from atoll.core.units import bytes_text
+from atoll.node.cli.options import ConfigFile, DataDir, settings
+from atoll.node.config import NodeConfig
+
+_FREE_BYTES_WANTED = 5 * 2**30
+_DEVICE_TIMEOUT_SECONDS = 120
+_CONNECT_TIMEOUT_SECONDS = 5
+_DEVICE_PROGRAM = """
+import torch
+if torch.cuda.is_available():
+    p = torch.cuda.get_device_properties(0)
+    print(f"{p.name}, {p.total_memory / 2**30:.0f} GiB, torch {torch.__version__}")
+elif torch.backends.mps.is_available():
+    print(f"Apple GPU (mps), torch {torch.__version__}")
+else:
+    print(f"no GPU: training would run on the CPU, torch {torch.__version__}")
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
+    """Check Python, packages, device, disk, port, keys, certificate and the way to the coordinator."""
+    loaded = settings(data_dir, config).config
+    findings = []
+    for check in _CHECKS:
+        for finding in check(loaded):
+            findings.append(finding)
+            if output is Output.TEXT:
+                _print(finding)
+    if output is Output.JSON:
+        print_json("doctor", [asdict(finding) for finding in findings])
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def _print(finding: Finding) -> None:
+    mark = typer.style("✓", fg="green") if finding.ok else typer.style("✗", fg="red")
+    typer.echo(f"{mark} {finding.name:<14} {finding.found}")
+    if finding.remedy and not finding.ok:
+        typer.echo(f"  → {finding.remedy}")
+
+
+def _python(_: NodeConfig) -> Iterator[Finding]:
+    here = ".".join(map(str, sys.version_info[:3]))
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding("python", supported, here, "use Python 3.11, 3.12 or 3.13")
+    for package in ("torch", "hivemind"):
+        try:
+            yield Finding(package, True, version(package))
+        except PackageNotFoundError:
+            yield Finding(package, False, "not installed", "pip install 'atoll[node]'")
+
+
+def _device(_: NodeConfig) -> Iterator[Finding]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DEVICE_PROGRAM], capture_output=True, text=True, timeout=_DEVICE_TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("device", False, "torch did not start in two minutes", "check the GPU driver")
+        return
+    problem = done.stderr.strip().splitlines()[-1:] or ["torch failed"]
+    yield Finding("device", done.returncode == 0, done.stdout.strip() or problem[0], "check the GPU driver and torch")
+
+
+def _disk(config: NodeConfig) -> Iterator[Finding]:
+    place = next(path for path in (config.data_dir, *config.data_dir.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    yield Finding(
+        "disk", free >= _FREE_BYTES_WANTED, f"{bytes_text(free)} free at {place}", "free some space, or set --data-dir"
+    )
+
+
+def _port(config: NodeConfig) -> Iterator[Finding]:
+    if config.port == 0:
+        yield Finding("port", True, "any free one (set --port behind a port forward)")
+        return
+    with socket.socket() as probe:
+        try:
+            probe.bind((config.listen, config.port))
+        except OSError as error:
+            yield Finding("port", False, f"{config.port}: {error.strerror}", "stop what uses it, or set --port")
+        else:
+            yield Finding("port", True, f"{config.port} is free")
+
+
+def _membership(config: NodeConfig) -> Iterator[Finding]:
+    from atoll.core.identity import Identity
+    from atoll.node.control.credentials import Credentials
+
+    try:
+        if config.path("identity.key").exists():
+            yield Finding("identity", True, Identity.load(config.path("identity.key")).peer_id)
+        credentials = Credentials.load(config.data_dir)
+        if credentials is None:
+            yield Finding("membership", False, "not joined yet", "get a token from your operator: atoll join")
+            return
+        member = credentials.authority.verify_membership(credentials.sealed_membership(), time.time())
+        hours = (member.not_after - time.time()) / 3600
+        yield Finding("membership", True, f"run {credentials.run_id}, certificate good for {hours:.0f} h")
+        yield from _coordinator(credentials.coordinator)
+    except AtollError as error:
+        yield Finding("membership", False, str(error), error.remedy)
+
+
+def _coordinator(endpoint: str) -> Iterator[Finding]:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_SECONDS):
+            yield Finding("coordinator", True, f"{endpoint} answers")
+    except OSError as error:
+        yield Finding("coordinator", False, f"{endpoint}: {error}", "check the network; training goes on without it")
+
+
+_CHECKS: tuple[Callable[[NodeConfig], Iterator[Finding]], ...] = (_python, _device, _disk, _port, _membership)

@@ -1,0 +1,135 @@
+"""`atoll join` and `atoll up`: become a member, and stay one, in the foreground (systemd keeps it alive)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.core.errors import ConfigError, UsageError
+from atoll.core.output import say
+from atoll.core.tokens import JoinToken, parse_token
+from atoll.node.cli.options import ConfigFile, DataDir, settings
+from atoll.node.config import NodeConfig
+
+_SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
+_EXAMPLES = """
+Examples:
+
+  atoll join                              (asks for the token)
+
+  atoll join --token file:token.txt --data ./books --port 7710
+
+  pass show atoll-token | atoll join --token - --yes
+"""
+Token = Annotated[str | None, typer.Option("--token", help=_SOURCE_HELP, show_default=False)]
+Name = Annotated[str | None, typer.Option("--name", help="Shown to people: 1–63 of a–z, 0–9 and -.")]
+Listen = Annotated[
+    str | None, typer.Option("--listen", help="Address that peers connect to.", show_default="every address")
+]
+Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 picks one.", show_default="0")]
+Announce = Annotated[str | None, typer.Option("--announce", help="Public address or host name behind a port forward.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda:N or mps.", show_default="auto")]
+Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for training; 0: every core.")]
+Data = Annotated[
+    str | None, typer.Option("--data", help="The corpus on this machine, where it is not the spec's path.")
+]
+Pace = Annotated[
+    float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
+]
+LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning, error", show_default="info")]
+LogFormat = Annotated[str | None, typer.Option("--log-format", help="auto, console, json", show_default="auto")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
+
+
+def join(
+    token: Token = None,
+    name: Name = None,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    listen: Listen = None,
+    port: Port = None,
+    announce: Announce = None,
+    device: Device = None,
+    cpu_threads: Threads = None,
+    data: Data = None,
+    minimum_step_seconds: Pace = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    yes: Yes = False,
+) -> None:
+    """Join a run with a token and train until it is finished or you stop it (Ctrl-C drains)."""
+    loaded = settings(
+        data_dir,
+        config,
+        name=name,
+        listen=listen,
+        port=port,
+        announce=announce,
+        device=device,
+        cpu_threads=cpu_threads,
+        data=data,
+        minimum_step_seconds=minimum_step_seconds,
+        log_level=log_level,
+        log_format=log_format,
+    ).config
+    parsed = parse_token(_token_text(token, loaded.data_dir))
+    _show_limits(loaded, yes)
+    _run(loaded, parsed)
+
+
+join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
+
+
+def up(data_dir: DataDir = None, config: ConfigFile = None, log_format: LogFormat = None) -> None:
+    """Start again as the member that an earlier `join` made; needs no token. For systemd and after a reboot."""
+    _run(settings(data_dir, config, log_format=log_format).config, None)
+
+
+def _run(config: NodeConfig, token: JoinToken | None) -> None:
+    import asyncio
+
+    from atoll.core.clock import SystemClock
+    from atoll.node.daemon import run_daemon
+
+    asyncio.run(run_daemon(config, token, SystemClock()))
+
+
+def _token_text(source: str | None, data_dir: Path) -> str:
+    """Read the token; a token on the command line is refused, because others can read that line."""
+    if source == "-":
+        return sys.stdin.readline()
+    if source is not None and source.startswith("file:"):
+        return _read(Path(source.removeprefix("file:")))
+    if source is not None:
+        raise UsageError(
+            "a token does not belong on the command line, where every user of this machine can read it",
+            "use --token -, --token file:PATH, ATOLL_TOKEN_FILE, or leave it out and paste it when asked",
+        )
+    if os.environ.get("ATOLL_TOKEN_FILE"):
+        return _read(Path(os.environ["ATOLL_TOKEN_FILE"]))
+    if not sys.stdin.isatty():
+        raise UsageError("no token was given", "use --token - to read it from standard input, or --token file:PATH")
+    text: str = typer.prompt("Join token", hide_input=True, err=True)
+    return text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token from {path}: {error}") from error
+
+
+def _show_limits(config: NodeConfig, yes: bool) -> None:
+    """Say what this node will use, and ask once."""
+    threads = config.cpu_threads or os.cpu_count() or 1
+    pace = f"at most one step every {config.minimum_step_seconds:g} s" if config.minimum_step_seconds else "full pace"
+    say(f"This node will use: device {config.device}, {threads} CPU threads, {pace}.")
+    say(f"Peers reach it on {config.listen}:{config.port or 'a free port'}. Its state lies in {config.data_dir}.")
+    say("Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while.")
+    if not yes and sys.stdin.isatty() and not typer.confirm("Join?", default=True, err=True):
+        raise typer.Exit(0)

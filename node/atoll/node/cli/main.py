@@ -1,0 +1,34 @@
+"""`atoll`: the volunteer's command line. One file per command; only `join` and `demo` ever start torch,
+and they do it in processes of their own."""
+
+from __future__ import annotations
+
+import typer
+
+from atoll.core.cli import run_cli
+from atoll.node.cli import config_show, control, demo, doctor, join, logs, status
+
+app = typer.Typer(
+    name="atoll",
+    help="Lend this machine's GPU to a run: join with a token, then watch, pause, resume, leave.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(join.join)
+app.command()(join.up)
+app.command()(status.status)
+app.command()(control.pause)
+app.command()(control.resume)
+app.command()(control.finish)
+app.command()(control.leave)
+app.command()(doctor.doctor)
+app.command()(logs.logs)
+app.command()(demo.demo)
+app.add_typer(config_show.app, name="config")
+
+
+def main() -> None:
+    """Entry point."""
+    run_cli(app)

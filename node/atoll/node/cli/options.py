@@ -1,0 +1,29 @@
+"""Options that several commands share, and how they become a configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.node.config import Loaded, Value, load
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Where this node keeps keys, manifests and anchors.", show_default=False),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file with node settings.", show_default=False)
+]
+
+
+def settings(data_dir: Path | None, config_file: Path | None, **flags: Value | None) -> Loaded:
+    """Merge defaults, files, environment and flags."""
+    return load({"data_dir": data_dir, **flags}, os.environ, config_file)
+
+
+def directory(data_dir: Path | None) -> Path:
+    """Only the data directory, as commands that talk to a daemon need it."""
+    return settings(data_dir, None).config.data_dir

@@ -1,0 +1,246 @@
+"""The demo: coordinator, seed and nodes on loopback train a small model on real text until T tokens.
+
+Everything that happens here, an operator could do by hand. Two nodes are slowed by an option that the
+others do not know; their pace must be discovered by measurement and shows up as fewer steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.node.lab.corpus import write_python_corpus
+from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.localapi import call
+
+FULL_PACE_SECONDS = 0.2  # an inner step of an unslowed node takes at least this: two cores stay below 80 % busy
+SLOWDOWNS = (1, 1, 2, 4)  # of the nodes, in turn
+READY_TIMEOUT = timedelta(seconds=180)
+GENERATE_TIMEOUT = timedelta(seconds=60)
+RUN = "demo"
+PROMPT = "def "
+ROUNDS_PLANNED = 24
+
+SPEC = """\
+version = 1
+
+[run]
+name = "{name}"
+seed = {seed}
+min_nodes = {nodes}
+stop_tokens = {tokens}
+
+[model]
+preset = "nano"
+
+[data]
+path = {corpus}
+sequence_length = 128
+validation_samples = 32
+
+[optimizer]
+learning_rate = 2e-3
+warmup_tokens = {warmup}
+micro_batch_samples = 4
+
+[sync]
+round_tokens = {round_tokens}
+round_max_seconds = 30
+codec = "{codec}"
+part_elements = 131072
+"""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What a person may choose."""
+
+    nodes: int
+    tokens: int
+    seed: int
+    data: Path | None
+    codec: str
+    slowdowns: tuple[float, ...]
+    timeout: timedelta
+
+
+@dataclass
+class DemoView:
+    """What the live view draws from: one row a node, the loss curve, the rounds."""
+
+    phase: str = "starting"
+    started: float = 0.0
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stop_tokens: int = 0
+    losses: list[tuple[int, float]] = field(default_factory=list)  # committed tokens, nats per token
+    rounds_opened: int = 0
+    rounds_committed: int = 0
+    page: str = ""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The facts at the end; `to_json` is the documented object."""
+
+    nodes: int
+    rounds_opened: int
+    rounds_committed: int
+    parts_zeroed: int
+    tokens: int
+    steps_per_node: dict[str, int]
+    val_loss_first: float
+    val_loss_last: float
+    anchor_digests: dict[str, str]
+    anchors_equal: bool
+    averaging_bytes_sent: int
+    averaging_bytes_fp32: int
+    other_bytes_sent: int
+    kills: int
+    rejoined: int
+    coordinator_restarts: int
+    checkpoint: str
+    seconds: float
+    sample: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As `atoll demo --output json` prints it."""
+        return asdict(self)
+
+
+async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], None]) -> DemoResult:
+    """Run it below `root`. Raises `ChildDied` or `DeadlineExceeded`; never leaves a process behind."""
+    swarm = LocalSwarm(root)
+    view = DemoView(started=time.monotonic(), stop_tokens=options.tokens)
+    names = [f"node-{i + 1}" for i in range(options.nodes)]
+    try:
+        await _start(swarm, options, names, view, show)
+        await _watch(swarm, options, names, view, show)
+        view.phase = "collecting"
+        show(view)
+        return await _collect(swarm, options, names, view)
+    finally:
+        await swarm.close()
+
+
+async def _start(
+    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, show: Callable[[DemoView], None]
+) -> None:
+    corpus = _corpus(options, swarm.root)
+    endpoints = await swarm.start_coordinator()
+    view.page = f"http://{endpoints['http']}/"
+    await swarm.create_run(_spec(options, corpus))
+    view.phase = "starting the seed"
+    show(view)
+    await swarm.start_member("seed", "seed")
+    await swarm.until(lambda: _seed_known(swarm), "the seed did not become ready", READY_TIMEOUT)
+    view.phase = "starting the nodes (each loads torch and the corpus)"
+    show(view)
+    for name, slowdown in zip(names, options.slowdowns, strict=True):
+        flags = ("--cpu-threads", "1", "--minimum-step-seconds", f"{FULL_PACE_SECONDS * slowdown:g}")
+        await swarm.start_member(name, "node", *flags)
+
+
+async def _watch(
+    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, show: Callable[[DemoView], None]
+) -> None:
+    """Show what happens until every node has written its anchor."""
+
+    def finished() -> bool:
+        return bool(view.nodes) and all(view.nodes.get(name, {}).get("state") == "finished" for name in names)
+
+    deadline = time.monotonic() + options.timeout.total_seconds()
+    while not finished():
+        swarm.check()
+        if time.monotonic() > deadline:
+            await swarm.until(finished, "the run did not finish", timedelta(0))
+        for name in names:
+            view.nodes[name] = swarm.status(name) or view.nodes.get(name, {})
+        await _look_at_run(swarm, view)
+        if any(node.get("state") == "training" for node in view.nodes.values()):
+            view.phase = "training"
+        show(view)
+        await asyncio.sleep(1.0)
+
+
+async def _look_at_run(swarm: LocalSwarm, view: DemoView) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    view.losses = [(item["committed_tokens"], item["loss"]) for item in run["evaluations"]]
+    view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
+    return run
+
+
+async def _collect(swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView) -> DemoResult:
+    run = await _look_at_run(swarm, view)
+    statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
+    digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
+    answer = await asyncio.to_thread(
+        call, swarm.programs[names[0]].directory, "generate", GENERATE_TIMEOUT, prompt=PROMPT, tokens=240
+    )
+    return DemoResult(
+        nodes=options.nodes,
+        rounds_opened=run["rounds_opened"],
+        rounds_committed=run["rounds_committed"],
+        parts_zeroed=run["parts_zeroed"],
+        tokens=run["committed_tokens"],
+        steps_per_node={name: status["steps"] for name, status in statuses.items()},
+        val_loss_first=view.losses[0][1],
+        val_loss_last=view.losses[-1][1],
+        anchor_digests=digests,
+        anchors_equal=len(set(digests.values())) == 1,
+        averaging_bytes_sent=sum(status["averaging_bytes_sent"] for status in statuses.values()),
+        averaging_bytes_fp32=sum(status["averaging_bytes_fp32"] for status in statuses.values()),
+        other_bytes_sent=sum(status["other_bytes_sent"] for status in statuses.values()),
+        kills=0,
+        rejoined=0,
+        coordinator_restarts=0,
+        checkpoint=statuses[names[0]]["anchor"],
+        seconds=round(time.monotonic() - view.started, 1),
+        sample=answer["text"],
+    )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _seed_known(swarm: LocalSwarm) -> bool:
+    status = swarm.status("seed")
+    return status is not None and status["state"] == "ready" and status["coordinator_connected"]
+
+
+def _corpus(options: DemoOptions, root: Path) -> Path:
+    if options.data is None:
+        corpus = root / "corpus.txt"
+        write_python_corpus(corpus)
+        return corpus
+    if not options.data.exists():
+        raise ConfigError(f"there is nothing at {options.data}", "name a text file or a directory of text files")
+    return options.data.resolve()
+
+
+def _spec(options: DemoOptions, corpus: Path) -> str:
+    return SPEC.format(
+        name=RUN,
+        seed=options.seed,
+        nodes=options.nodes,
+        tokens=options.tokens,
+        corpus=json.dumps(str(corpus)),
+        warmup=options.tokens // 20,
+        round_tokens=max(1, options.tokens // ROUNDS_PLANNED),
+        codec=options.codec,
+    )
+
+
+def keep_model(result: DemoResult, destination: Path) -> Path:
+    """Copy the final anchor out of the temporary folder."""
+    destination.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(result.checkpoint, destination / "anchor.safetensors"))

@@ -1,0 +1,153 @@
+"""Starts the shipped programs on this machine, with flags that an operator could type, and ends them again.
+
+Every program is an operating-system process of its own, in its own process group, that dies when the
+launcher dies. `close` asks with SIGTERM, insists with SIGKILL, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, Unreachable
+from atoll.core.files import make_private_dir, write_private
+from atoll.node import processes
+from atoll.node.localapi import call
+
+START_TIMEOUT = timedelta(seconds=60)
+STOP_GRACE = timedelta(seconds=20)
+COMMAND_TIMEOUT = timedelta(seconds=30)
+_POLL_SECONDS = 0.1
+
+
+@dataclass
+class Program:
+    """One running program of ours."""
+
+    name: str
+    directory: Path
+    child: asyncio.subprocess.Process
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        """Of the program itself: the trampoline became it."""
+        return self.child.pid
+
+    def check(self) -> None:
+        """Raise `ChildDied` with the end of its log if it ended."""
+        if self.child.returncode is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise ChildDied(f"{self.name} ended with exit code {self.child.returncode}:\n{tail}")
+
+
+@dataclass
+class LocalSwarm:
+    """A coordinator, a seed and nodes on loopback, all below `root`."""
+
+    root: Path
+    programs: dict[str, Program] = field(default_factory=dict)
+
+    # --- starting ------------------------------------------------------------------------------------
+
+    async def start_coordinator(self, *flags: str) -> dict[str, Any]:
+        """Start it and wait until it listens; returns its endpoints."""
+        directory = make_private_dir(self.root / "coordinator")
+        endpoints = directory / "endpoints.json"
+        endpoints.unlink(missing_ok=True)
+        ports = () if "--enrol-port" in flags else ("--enrol-port", "0", "--member-port", "0", "--http-port", "0")
+        command = [_script("atoll-coordinator"), "serve", "--data-dir", str(directory), "--listen", "127.0.0.1"]
+        await self._start("coordinator", directory, [*command, *ports, *flags])
+        await self.until(endpoints.exists, "the coordinator did not start to listen", START_TIMEOUT)
+        result: dict[str, Any] = json.loads(endpoints.read_text())
+        return result
+
+    async def create_run(self, spec_toml: str) -> None:
+        """Register the run and start it."""
+        path = self.root / "run.toml"
+        path.write_text(spec_toml)
+        await self.ctl("run", "create", str(path), "--start")
+
+    async def start_member(self, name: str, role: str = "node", *flags: str) -> Program:
+        """Make a token, write it where only its owner can read it, and join with it."""
+        token = (await self.ctl("token", "create", "--uses", "1", "--role", role)).strip()
+        directory = make_private_dir(self.root / name)
+        write_private(directory / "token", token.encode())
+        command = [_script("atoll"), "join", "--yes", "--name", name, "--data-dir", str(directory)]
+        command += ["--token", f"file:{directory / 'token'}", "--listen", "127.0.0.1", "--log-format", "console"]
+        return await self._start(name, directory, [*command, *flags])
+
+    async def ctl(self, *arguments: str) -> str:
+        """Run `atollctl` as the operator; returns what it prints. Raises `AtollError` with its message."""
+        child = await processes.start(
+            [_script("atollctl"), *arguments],
+            environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(COMMAND_TIMEOUT.total_seconds()):
+            printed, problems = await child.communicate()
+        if child.returncode:
+            raise AtollError(f"atollctl {' '.join(arguments)} failed: {problems.decode().strip()}")
+        return printed.decode()
+
+    async def _start(self, name: str, directory: Path, command: Sequence[str]) -> Program:
+        log = directory / "log"
+        with log.open("ab") as output:
+            child = await processes.start(command, environment=dict(os.environ), stdout=output, stderr=output)
+        self.programs[name] = Program(name, directory, child, log)
+        return self.programs[name]
+
+    # --- watching ------------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], bool], problem: str, timeout: timedelta) -> None:
+        """Wait for `condition`; raises `DeadlineExceeded`, or `ChildDied` when a program ends meanwhile."""
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                while not condition():
+                    self.check()
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{problem} within {timeout.total_seconds():.0f} s") from error
+
+    def check(self) -> None:
+        """Raise `ChildDied` if any program ended by itself."""
+        for program in self.programs.values():
+            program.check()
+
+    def status(self, name: str) -> dict[str, Any] | None:
+        """What that member's local API says; None while it does not answer."""
+        try:
+            return call(self.programs[name].directory, "status", timedelta(seconds=2))
+        except Unreachable:
+            return None
+
+    def in_state(self, name: str, *states: str) -> bool:
+        """Whether the member says that it is in one of these states."""
+        status = self.status(name)
+        return status is not None and status["state"] in states
+
+    # --- ending --------------------------------------------------------------------------------------
+
+    async def stop(self, *names: str) -> None:
+        """End some programs, all at once."""
+        programs = [self.programs.pop(name) for name in names]
+        await asyncio.gather(*(processes.stop(program.child, STOP_GRACE) for program in programs))
+
+    async def close(self) -> None:
+        """End everything, nodes first, so that they can say goodbye."""
+        nodes = [name for name in self.programs if name not in ("coordinator", "seed")]
+        for names in (nodes, ["seed"], ["coordinator"]):
+            await self.stop(*(name for name in names if name in self.programs))
+
+
+def _script(name: str) -> str:
+    """A console script of the environment that we run in."""
+    return str(Path(sys.executable).parent / name)
