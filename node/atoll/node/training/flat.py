@@ -66,8 +66,12 @@ class FlatLayout:
             yield slot.name, flat_E[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
     def bind(self, model: Decoder, weights_E: Tensor, gradients_E: Tensor) -> None:
-        """Make the model's parameters and their gradients views of two flat tensors; old values are dropped."""
-        parameters = dict(model.named_parameters())
+        """Replace the model's parameters, with their gradients, by views of two flat tensors; ties stay ties."""
+        named = dict(model.named_parameters())
+        bound: dict[nn.Parameter, nn.Parameter] = {}
         for (name, weight), (_, gradient) in zip(self.views(weights_E), self.views(gradients_E), strict=True):
-            parameters[name].data = weight
-            parameters[name].grad = gradient
+            bound[named[name]] = nn.Parameter(weight)
+            bound[named[name]].grad = gradient
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, bound[parameter])

@@ -80,7 +80,6 @@ class InnerLoop:
         self._gradients_E = torch.zeros_like(self.weights_E)
         self._anchor_E = torch.zeros_like(self.weights_E)
         self._snapshot_E: Tensor | None = None
-        self.model = self.model.to_empty(device=self.device)
         self.layout.bind(self.model, self.weights_E, self._gradients_E)
         self._forward = torch.compile(self.model) if self._compiles else self.model
         self.stepper: Stepper | None = None

@@ -1,0 +1,185 @@
+"""The trainer as a process: it works while asked, dies with its parent, and its death is an error one can catch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from atoll.core.errors import ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
+from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig
+from atoll.node.training.worker import EXIT_ORPHANED
+
+SPEC = """
+version = 1
+[run]
+name = "t"
+stop_tokens = 100000
+[model]
+dimension = 32
+layers = 2
+heads = 4
+kv_heads = 2
+hidden_dimension = 48
+[data]
+path = "overridden"
+sequence_length = 16
+validation_samples = 8
+[optimizer]
+learning_rate = 0.01
+[sync]
+round_tokens = 1000
+"""
+DEADLINE = timedelta(seconds=60)
+STEP_SECONDS = 0.02
+TOKENS_PER_STEP = 4 * 16
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("a reef is a ring of islands; " * 200)
+    return path
+
+
+@contextlib.asynccontextmanager
+async def trainer_on(text: Path) -> AsyncIterator[Trainer]:
+    config = TrainerConfig(SPEC, str(text), device="cpu", minimum_step_seconds=STEP_SECONDS)
+    trainer = await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
+    try:
+        yield trainer
+    finally:
+        await trainer.stop(DEADLINE)
+        assert not psutil.pid_exists(trainer.pid)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE.total_seconds()):
+        while not condition():  # noqa: ASYNC110  (status is a value that is read, not an event)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_round_in_the_life_of_a_trainer(text: Path) -> None:
+    async with trainer_on(text) as trainer:
+        facts = trainer.facts
+        assert facts.layer_offsets[-1] == facts.elements == trainer.anchor.numel()
+        assert facts.tokens_per_step == TOKENS_PER_STEP
+        assert 0 < facts.tokens_per_second <= TOKENS_PER_STEP / STEP_SECONDS  # the pace is measured, not told
+        with pytest.raises(InvalidTransition):
+            await trainer.train()
+
+        await trainer.initialise()
+        genesis = trainer.anchor.clone()
+        await trainer.load(ranges=(), committed_tokens=0)  # a joiner without ranges does not train
+        await trainer.train()
+        assert await trainer.snapshot() == Snapshot()
+        first_loss = await trainer.evaluate()
+
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        await until(lambda: trainer.status.steps >= 20)
+        assert trainer.status.step_seconds >= 0.9 * STEP_SECONDS
+        snapshot = await trainer.snapshot()
+        steps = trainer.status.steps
+        frozen = trainer.pseudo_gradient.clone()
+        assert snapshot.tokens == snapshot.steps * TOKENS_PER_STEP == snapshot.samples * 16
+        await until(lambda: trainer.status.steps >= steps + 3)  # training goes on during the exchange
+        assert torch.equal(trainer.pseudo_gradient, frozen)
+
+        trainer.anchor.copy_(genesis - frozen)
+        await trainer.apply(ranges=((snapshot.samples, 4000),), committed_tokens=snapshot.tokens)
+        await trainer.pause()
+        paused = trainer.status
+        assert not paused.training
+        assert paused.progress_tokens == (paused.steps - snapshot.steps) * TOKENS_PER_STEP
+        second = await trainer.snapshot()
+        assert (second.tokens, second.steps) == (paused.progress_tokens, paused.steps - snapshot.steps)
+        trainer.anchor.sub_(trainer.pseudo_gradient)
+        await trainer.apply(ranges=((snapshot.samples + second.samples, 4000),), committed_tokens=1000)
+        assert await trainer.snapshot() == Snapshot()
+        assert float(trainer.pseudo_gradient.abs().max()) < 1e-6  # the carry of a paused node is nothing
+        await trainer.discard()
+
+        assert await trainer.evaluate() < first_loss - 0.5
+        sample = await trainer.generate("a reef", 20, seed=3)
+        assert sample == await trainer.generate("a reef", 20, seed=3)
+        with pytest.raises(DeadlineExceeded):
+            await trainer.evaluate(timeout=timedelta(microseconds=1))
+    assert trainer.died.result().returncode == 0
+
+
+async def test_a_child_that_is_killed_is_an_error_for_whoever_waits(text: Path) -> None:
+    async with trainer_on(text) as trainer:
+        os.kill(trainer.pid, signal.SIGINT)  # for the parent to decide
+        os.kill(trainer.pid, signal.SIGTERM)
+        await trainer.initialise()
+        waiting = asyncio.create_task(trainer.generate("a", 1_000_000))
+        await asyncio.sleep(0)
+        os.kill(trainer.pid, signal.SIGKILL)
+        with pytest.raises(ChildDied, match="signal 9"):
+            await waiting
+        assert (await trainer.died).returncode == -signal.SIGKILL
+        with pytest.raises(ChildDied):
+            await trainer.train()
+
+
+async def test_errors_of_the_child_arrive_with_their_type(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(CorpusError, match="is empty") as caught:
+        await Trainer.spawn(TrainerConfig(SPEC, str(empty)), log_path=tmp_path / "log", timeout=DEADLINE)
+    assert caught.value.remedy
+
+
+PARENT = """
+import asyncio, sys
+from datetime import timedelta
+from pathlib import Path
+from atoll.node.training.trainer import Trainer, TrainerConfig
+
+async def main():
+    spec, text, log = sys.argv[1:]
+    trainer = await Trainer.spawn(TrainerConfig(spec, text), log_path=Path(log), timeout=timedelta(seconds=60))
+    await trainer.initialise()
+    await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+    await trainer.train()
+    print(trainer.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_trainer_does_not_outlive_its_parent(text: Path) -> None:
+    command = [sys.executable, "-c", PARENT, SPEC, str(text), str(text.parent / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        deadline = time.monotonic() + 10
+        while child.status() != psutil.STATUS_ZOMBIE:  # nobody may be there to reap it
+            assert time.monotonic() < deadline, "the trainer lives on"
+            time.sleep(0.01)
+
+
+def test_a_trainer_whose_control_socket_closes_ends_itself() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+    command += ["--anchor-fd=0", "--gradient-fd=0", f"--parent-pid={os.getpid()}"]
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
+        ours.close()
+        theirs.close()
+        assert child.wait(timeout=20) == EXIT_ORPHANED

@@ -1,0 +1,214 @@
+"""The inner loop learns, and the algebra of rounds is exact."""
+
+# ruff: noqa: N806  (shape suffixes)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.training.corpus import Corpus, load_corpus
+from atoll.node.training.loop import InnerLoop
+from atoll.node.training.progress import Snapshot
+
+TINY = "dimension = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 48"
+LoopMaker = Callable[..., InnerLoop]
+
+
+def tiny_spec(model: str = "", optimizer: str = "") -> RunSpec:
+    return parse_run_spec(
+        f'version = 1\n[run]\nname = "t"\nseed = 5\nstop_tokens = 100000\n[model]\n{TINY}\n{model}\n'
+        f'[data]\npath = "x"\nsequence_length = 16\nvalidation_samples = 8\n'
+        f"[optimizer]\nlearning_rate = 0.01\n{optimizer}\n[sync]\nround_tokens = 1000\n"
+    )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 200)
+    return load_corpus(tiny_spec(), str(tmp_path / "text.txt"))
+
+
+@pytest.fixture
+def make_loop(corpus: Corpus) -> Iterator[LoopMaker]:
+    made: list[InnerLoop] = []
+
+    def make(**sections: str) -> InnerLoop:
+        made.append(InnerLoop(tiny_spec(**sections), corpus, "cpu", 1))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.close()
+
+
+def started(loop: InnerLoop, ranges: tuple[tuple[int, int], ...] = ((0, 10_000),)) -> torch.Tensor:
+    anchor_E = torch.empty(loop.layout.elements)
+    loop.initialise_into(anchor_E)
+    loop.load(anchor_E, ranges=ranges)
+    return anchor_E
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"optimizer": 'precision = "bf16"'},
+        {"optimizer": "accumulate = 2\nactivation_checkpointing = true"},
+        {"model": "tie_embeddings = true"},
+    ],
+    ids=["fp32", "bf16", "accumulation and checkpointing", "tied embeddings"],
+)
+def test_the_loss_falls(make_loop: LoopMaker, sections: dict[str, str]) -> None:
+    loop = make_loop(**sections)
+    anchor_E = started(loop)
+    before = loop.evaluate(anchor_E)
+    losses = [loop.step().loss for _ in range(60)]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert losses[-1] < 0.6 * losses[0]
+    assert loop.evaluate(loop.weights_E) < 0.6 * before
+
+
+def test_fp16_with_loss_scaling_trains_or_skips_but_never_breaks_the_weights(make_loop: LoopMaker) -> None:
+    loop = make_loop(optimizer='precision = "fp16"')
+    started(loop)
+    losses = [loop.step().loss for _ in range(30)]
+    assert losses[-1] < losses[0]
+    assert bool(torch.isfinite(loop.weights_E).all())
+
+
+def test_accumulation_equals_one_large_batch(make_loop: LoopMaker) -> None:
+    """4 × 2 samples a step and 8 samples a step see the same tokens and end at nearly the same weights."""
+    split = make_loop(optimizer="micro_batch_samples = 2\naccumulate = 4")
+    whole = make_loop(optimizer="micro_batch_samples = 8")
+    for loop in (split, whole):
+        started(loop)
+        for _ in range(3):
+            assert loop.step().samples == 8
+    torch.testing.assert_close(split.weights_E, whole.weights_E, rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_orders_give_the_same_bits(make_loop: LoopMaker) -> None:
+    first, second = make_loop(), make_loop()
+    second.probe()  # leaves no trace
+    for loop in (first, second):
+        started(loop)
+        for _ in range(4):
+            loop.step()
+    assert torch.equal(first.weights_E, second.weights_E)
+    assert first.progress.freeze() == second.progress.freeze()
+    assert second.progress.steps_total == 4
+
+
+def test_a_pseudo_gradient_is_anchor_minus_weights_as_of_the_snapshot(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    anchor_E = started(loop)
+    for _ in range(3):
+        loop.step()
+    weights_E = loop.weights_E.clone()
+    assert loop.snapshot() == Snapshot(tokens=3 * 4 * 16, samples=12, steps=3)
+    loop.step()
+    out_E = torch.empty_like(anchor_E)
+    loop.pseudo_gradient_into(out_E)
+    assert torch.equal(out_E, anchor_E - weights_E)
+
+
+def test_apply_carries_what_was_trained_since_the_snapshot(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    anchor_E = started(loop)
+    loop.step()
+    loop.snapshot()
+    frozen_E = loop.weights_E.clone()
+    for _ in range(2):
+        loop.step()
+    carried_E = loop.weights_E - frozen_E
+    new_anchor_E = anchor_E * 0.5
+    loop.apply(new_anchor_E, ranges=((4, 10_000),), committed_tokens=64)
+    assert torch.equal(loop.weights_E, carried_E + new_anchor_E)
+    assert loop.snapshot() == Snapshot(tokens=2 * 64, samples=8, steps=2)
+    out_E = torch.empty_like(anchor_E)
+    loop.pseudo_gradient_into(out_E)
+    assert torch.equal(out_E, new_anchor_E - loop.weights_E)
+
+
+def test_an_abandoned_round_keeps_all_progress(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    anchor_E = started(loop)
+    loop.step()
+    loop.snapshot()
+    loop.step()
+    loop.discard()
+    loop.step()
+    assert loop.snapshot() == Snapshot(tokens=3 * 64, samples=12, steps=3)
+    out_E = torch.empty_like(anchor_E)
+    loop.pseudo_gradient_into(out_E)
+    assert torch.equal(out_E, anchor_E - loop.weights_E)
+
+
+def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMaker) -> None:
+    """One node that applies its own result every other step reads the same samples as one that never does."""
+    plain, rounds = make_loop(), make_loop()
+    for loop in (plain, rounds):
+        started(loop)
+    left = 0
+    for _ in range(4):
+        plain_losses = [plain.step().loss, plain.step().loss]
+        first = rounds.step().loss
+        snapshot = rounds.snapshot()
+        out_E = torch.empty(rounds.layout.elements)
+        rounds.pseudo_gradient_into(out_E)
+        second = rounds.step().loss
+        left += snapshot.samples
+        rounds.apply(rounds._anchor_E - out_E, ranges=((left, 10_000),))
+        assert [first, second] == pytest.approx(plain_losses, rel=1e-3)
+    assert rounds.progress.samples_repeated == 0
+
+
+def test_a_dry_node_trains_on_and_counts_repeated_samples(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    started(loop, ((0, 6),))
+    for _ in range(3):
+        loop.step()
+    assert loop.snapshot() == Snapshot(tokens=3 * 64, samples=6, steps=3)
+    assert loop.progress.samples_repeated == 6
+
+
+def test_looking_at_a_model_does_not_disturb_training(make_loop: LoopMaker) -> None:
+    disturbed, plain = make_loop(), make_loop()
+    for loop in (disturbed, plain):
+        anchor_E = started(loop)
+        loop.step()
+    disturbed.evaluate(anchor_E)
+    disturbed.generate(anchor_E, b"a reef", 5)
+    for loop in (disturbed, plain):
+        loop.step()
+    assert torch.equal(disturbed.weights_E, plain.weights_E)
+
+
+def test_a_seed_names_a_text(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    anchor_E = started(loop)
+    for _ in range(80):
+        loop.step()
+    text = loop.generate(loop.weights_E, b"a reef ", 40, seed=1)
+    assert text == loop.generate(loop.weights_E, b"a reef ", 40, seed=1)
+    assert text != loop.generate(loop.weights_E, b"a reef ", 40, seed=2)
+    assert loop.generate(anchor_E, b"", 3)
+
+
+def test_a_gradient_that_is_not_finite_skips_its_step(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    started(loop)
+    loop.step()
+    before_E = loop.weights_E.clone()
+    loop._gradients_E[0] = math.nan
+    loop.step()
+    assert torch.equal(loop.weights_E, before_E)
+    assert loop.stepper is not None
+    assert loop.stepper.skipped_steps == 1
+    loop.step()
+    assert not torch.equal(loop.weights_E, before_E)
