@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -245,8 +246,10 @@ class Trainer:
                     self.status = envelope.body
                 elif (waiting := self._waiting.get(envelope.number)) is not None and not waiting.done():
                     waiting.set_result(cast("ms.Answer", envelope.body))
-        except (OSError, ValueError):
-            self._signal_kill()  # a broken channel: the child is of no use any more
+        except ConnectionError:  # killed with words of ours unread: the same end as end of file
+            pass
+        except ValueError:  # a broken channel: the child is of no use any more
+            self._signal_kill()
         finally:
             self._writer.close()  # a child that lives on without its socket ends itself
         returncode = await self._process.wait()
@@ -260,8 +263,10 @@ class Trainer:
         return ChildDied(str(self.died.result()), f"{self._log_path} holds its output")
 
     def _signal_kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        # not process.kill(): it polls, and a child that it reaps has lost its exit status for asyncio's watcher
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def _kill(self) -> None:
         if not self.died.done():
