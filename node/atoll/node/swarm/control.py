@@ -106,10 +106,6 @@ class Control(ControlClient):  # type: ignore[misc]
         connect = p2pd.ConnectRequest(peer=peer_id.to_bytes(), addrs=addresses)
         await self.request(p2pd.Request(type=p2pd.Request.CONNECT, connect=connect), timeout)
 
-    async def disconnect(self, peer_id: PeerID) -> None:
-        disconnect = p2pd.DisconnectRequest(peer=peer_id.to_bytes())
-        await self.request(p2pd.Request(type=p2pd.Request.DISCONNECT, disconnect=disconnect))
-
     async def serve_streams(self, protocol: str) -> None:
         """Ask p2pd to hand streams of `protocol` to our stream socket."""
         handler = p2pd.StreamHandlerRequest(addr=self.listen_maddr.to_bytes(), proto=[protocol], balanced=False)

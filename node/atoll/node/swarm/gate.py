@@ -11,7 +11,6 @@ No I/O and no hivemind here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Protocol
 
 from atoll.core import protocol
@@ -39,7 +38,6 @@ class Gate:
         self._own_peer_id = own_peer_id
         self._members: dict[str, Member] = {}
         self._streams: defaultdict[str, set[Closable]] = defaultdict(set)
-        self._on_evicted: list[Callable[[str], None]] = []
         self._deny = deny
         self._membership = self._checked(membership)
 
@@ -65,10 +63,6 @@ class Gate:
         self._deny = newer(self._deny, deny)
         for peer_id in self._deny.peer_ids:
             self.evict(peer_id)
-
-    def on_evicted(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(peer_id)` whenever a member that stood here is cut off."""
-        self._on_evicted.append(callback)
 
     def hello(self) -> wire.Hello:
         """What we say to introduce ourselves."""
@@ -98,13 +92,10 @@ class Gate:
         return member is not None and not banned and member.valid_at(self._clock.unix())
 
     def evict(self, peer_id: str) -> None:
-        """Forget a member and close its streams."""
-        known = self._members.pop(peer_id, None) is not None
+        """Forget a member and close its streams. The connection stays, so that it can be told why."""
+        self._members.pop(peer_id, None)
         for stream in self._streams.pop(peer_id, set()):
             stream.abort()
-        if known:
-            for callback in self._on_evicted:
-                callback(peer_id)
 
     def opened(self, peer_id: str, stream: Closable) -> None:
         """Remember an open stream, so that eviction closes it."""

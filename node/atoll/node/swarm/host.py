@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from hivemind.p2p import PeerID
 from hivemind.utils.logging import use_hivemind_log_handler
 
-from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, NotIntroduced
+from atoll.core.errors import ChildDied, DeadlineExceeded, NotIntroduced
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import Authority, Deny
@@ -41,8 +39,6 @@ from atoll.node.transport import Handler
 from atoll.v1 import common_pb2 as pb
 
 MAX_LIFETIME = timedelta(seconds=540)  # a minute below what records allow: clocks differ
-
-_log = log.get("swarm")
 
 
 @dataclass(frozen=True)
@@ -71,9 +67,7 @@ class SwarmHost:
         self._door = Door(p2p.gate, p2p.introductions, p2p.sent)
         self._directory = Directory(p2p, authority, clock, ())
         self._registrations: list[asyncio.Task[None]] = []
-        self._farewells: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.gate.on_evicted(self._disconnect)
         p2p.control.on_lost(self._connection_lost)
 
     @classmethod
@@ -204,7 +198,7 @@ class SwarmHost:
             steps.callback(self.gate.abort_all)
             for task in self._registrations:
                 task.cancel()
-            await asyncio.gather(*self._registrations, *self._farewells, return_exceptions=True)
+            await asyncio.gather(*self._registrations, return_exceptions=True)
 
     async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
         await self._door.listen(config.runtime_dir / "streams.sock")
@@ -234,12 +228,3 @@ class SwarmHost:
     def _connection_lost(self) -> None:
         if not self._closed:
             self._p2pd.declare_dead("it closed its control connection")
-
-    def _disconnect(self, peer_id: str) -> None:
-        task = asyncio.create_task(self._hang_up(peer_id))
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
-
-    async def _hang_up(self, peer_id: str) -> None:
-        with suppress(AtollError):
-            await self._p2p.control.disconnect(PeerID.from_base58(peer_id))
