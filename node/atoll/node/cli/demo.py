@@ -19,7 +19,7 @@ from atoll.core.units import bytes_text, count_text
 if TYPE_CHECKING:
     from atoll.node.lab.demo import DemoResult
 
-DEFAULT_TOKENS = 640_000  # 454 steps of a full-speed node among four
+DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
 
 
 def demo(
@@ -30,6 +30,9 @@ def demo(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of initialisation and data order.")] = 0,
     data: Annotated[Path | None, typer.Option("--data", help="Your own text: a file or a directory.")] = None,
     codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8 or int4.")] = "int4",
+    inner_steps: Annotated[
+        int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
+    ] = 20,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 15.0,
     output: OutputOption = Output.TEXT,
@@ -45,7 +48,7 @@ def demo(
     from atoll.node.lab.demo_view import live_view
 
     slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
-    options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, timedelta(minutes=minutes))
+    options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes))
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-demo-"))

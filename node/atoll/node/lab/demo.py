@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,10 @@ READY_TIMEOUT = timedelta(seconds=180)
 GENERATE_TIMEOUT = timedelta(seconds=60)
 RUN = "demo"
 PROMPT = "def "
-ROUNDS_PLANNED = 24
+SEQUENCE_LENGTH, MICRO_BATCH = 128, 2
+STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
+LEARNING_RATE = 2e-3
+INNER_STEPS = 20  # of a full-speed node, a round
 
 SPEC = """\
 version = 1
@@ -44,13 +46,14 @@ preset = "nano"
 
 [data]
 path = {corpus}
-sequence_length = 128
+sequence_length = {sequence_length}
 validation_samples = 32
 
 [optimizer]
-learning_rate = 2e-3
+learning_rate = {learning_rate}
 warmup_tokens = {warmup}
-micro_batch_samples = 4
+micro_batch_samples = {micro_batch}
+accumulate = {accumulate}
 
 [sync]
 round_tokens = {round_tokens}
@@ -70,6 +73,7 @@ class DemoOptions:
     data: Path | None
     codec: str
     slowdowns: tuple[float, ...]
+    inner_steps: int  # of a full-speed node, a round
     timeout: timedelta
 
 
@@ -136,7 +140,7 @@ async def _start(
 ) -> None:
     corpus = _corpus(options, swarm.root)
     endpoints = await swarm.start_coordinator()
-    view.page = f"http://{endpoints['http']}/"
+    view.page = endpoints["http"]
     await swarm.create_run(_spec(options, corpus))
     view.phase = "starting the seed"
     show(view)
@@ -228,19 +232,42 @@ def _corpus(options: DemoOptions, root: Path) -> Path:
 
 
 def _spec(options: DemoOptions, corpus: Path) -> str:
-    return SPEC.format(
-        name=RUN,
+    return spec_toml(
         seed=options.seed,
         nodes=options.nodes,
         tokens=options.tokens,
-        corpus=json.dumps(str(corpus)),
-        warmup=options.tokens // 20,
-        round_tokens=max(1, options.tokens // ROUNDS_PLANNED),
+        corpus=corpus,
         codec=options.codec,
+        slowdowns=options.slowdowns,
+        inner_steps=options.inner_steps,
     )
 
 
-def keep_model(result: DemoResult, destination: Path) -> Path:
-    """Copy the final anchor out of the temporary folder."""
-    destination.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(result.checkpoint, destination / "anchor.safetensors"))
+def spec_toml(
+    *,
+    seed: int,
+    nodes: int,
+    tokens: int,
+    corpus: Path,
+    codec: str,
+    slowdowns: Sequence[float],
+    inner_steps: int,
+    learning_rate: float = LEARNING_RATE,
+    accumulate: int = 1,
+) -> str:
+    """The demo's run spec. A round is due when a full-speed node has made `inner_steps` steps."""
+    pace = sum(1 / slowdown for slowdown in slowdowns)  # of all nodes, in full-speed nodes
+    return SPEC.format(
+        name=RUN,
+        seed=seed,
+        nodes=nodes,
+        tokens=tokens,
+        corpus=json.dumps(str(corpus)),
+        sequence_length=SEQUENCE_LENGTH,
+        micro_batch=MICRO_BATCH,
+        learning_rate=learning_rate,
+        accumulate=accumulate,
+        warmup=tokens // 20,
+        round_tokens=int(inner_steps * pace * STEP_TOKENS),
+        codec=codec,
+    )

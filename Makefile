@@ -1,0 +1,56 @@
+# Everything a developer types. Each target sets up what it needs on a bare machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTO_FILES := $(wildcard protos/atoll/v1/*.proto)
+SERVICES := admin enrolment membership
+
+.PHONY: demo test check protos protos-check lock bench soak format clean
+
+demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
+	$(BIN)/atoll demo
+
+test: $(VENV)/ready  ## everything but soaks and GPUs
+	$(BIN)/pytest -m "not soak and not gpu"
+
+check: $(VENV)/ready protos-check  ## style, types, layers, dependencies
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/deptry core protos node coordinator
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(VENV)/ready  ## long tests
+	$(BIN)/pytest -m soak
+
+bench: $(VENV)/ready  ## every benchmark, then the acceptance rows that fall short
+	$(BIN)/python -m benchmarks
+
+protos: $(VENV)/ready  ## regenerate the committed protobuf code
+	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
+		$(PROTO_FILES:protos/%=%)
+	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. \
+		--plugin=protoc-gen-mypy_grpc=../$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=quiet:. \
+		$(SERVICES:%=atoll/v1/%.proto)
+
+protos-check: protos  ## fails when the committed code is not what the .proto files say
+	git diff --exit-code --stat -- protos
+
+lock:  ## resolve all extras afresh into constraints.txt
+	rm -rf .make/lock && $(PYTHON) -m venv .make/lock
+	.make/lock/bin/pip install --quiet "torch==2.13.0" -e ".[node,coordinator,hf,dev]"
+	{ echo "# The full lock of all extras; \`make lock\` renews it."; \
+	  .make/lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[node,coordinator,hf,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .make dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
