@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -121,7 +123,7 @@ def test_bytes_round_trip_through_the_tokenizer() -> None:
 def test_a_source_whose_library_is_missing_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, str], library: str
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, library, None)
+    monkeypatch.setitem(sys.modules, library, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=library) as caught:
         load_corpus(spec_for(tmp_path / "a.parquet", **data))
@@ -129,7 +131,7 @@ def test_a_source_whose_library_is_missing_names_the_extra(
 
 
 def test_a_tokenizer_whose_library_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="transformers"):
         load_tokenizer("gpt2")
 
@@ -148,3 +150,70 @@ def test_parquet_takes_the_named_column(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"not Parquet at all")
     with pytest.raises(CorpusError, match="cannot be read as Parquet"):
         load_corpus(spec_for(tmp_path, source="parquet"))
+
+
+class FakeRows(list[dict[str, object]]):
+    """What `datasets.load_dataset` returns, as far as we use it."""
+
+    column_names = ("text", "number")
+
+    def select_columns(self, names: list[str]) -> FakeRows:
+        return FakeRows({name: row[name] for name in names} for row in self)
+
+
+class FakeAutoTokenizer:
+    """A tokenizer of words, in the interface of `transformers.AutoTokenizer`."""
+
+    eos_token_id = 70_000
+
+    @classmethod
+    def from_pretrained(cls, name: str, trust_remote_code: bool) -> FakeAutoTokenizer:
+        assert not trust_remote_code
+        if name == "unknown":
+            raise OSError("unknown is not a local folder\nand more")
+        return cls()
+
+    def __len__(self) -> int:
+        return 70_001
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [len(word) + 65_536 for word in text.split()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join("x" * (token - 65_536) for token in tokens)
+
+
+def fake_library(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_hugging_face_data_set_is_read_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, subset: str | None, split: str) -> FakeRows:
+        if name == "missing":
+            raise FileNotFoundError("Dataset 'missing' doesn't exist on the Hub")
+        assert (name, subset, split) == ("stories", "en", "validation")
+        return FakeRows([{"text": TEXT.decode(), "number": 1}, {"text": None, "number": 2}])
+
+    fake_library(monkeypatch, "datasets", load_dataset=load_dataset)
+    where = {"source": "huggingface", "subset": "en", "split": "validation"}
+    assert bytes(load_corpus(spec_for("stories", **where)).tokens) == TEXT + b"\0"
+    for name, field, words in (("missing", "text", "doesn't exist"), ("stories", "x", "no column 'x'")):
+        with pytest.raises(CorpusError, match=words):
+            load_corpus(spec_for(name, field=field, **where))
+    with pytest.raises(CorpusError, match="holds int, not text"):
+        load_corpus(spec_for("stories", field="number", **where))
+
+
+def test_a_hugging_face_tokenizer_with_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_library(monkeypatch, "transformers", AutoTokenizer=FakeAutoTokenizer)
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    corpus = load_corpus(spec_for(tmp_path, tokenizer="words"))
+    assert corpus.tokens.dtype == np.uint32
+    assert list(corpus.tokens[:3]) == [65_539, 65_541, 65_541]
+    assert corpus.tokens[-1] == 70_000
+    assert corpus.tokenizer.decode([65_539]) == "xxx"
+    with pytest.raises(ConfigError, match=r"unknown is not a local folder$"):
+        load_tokenizer("unknown")

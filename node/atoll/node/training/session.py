@@ -8,12 +8,12 @@ ear on its orders.
 from __future__ import annotations
 
 import queue
-import sys
 from collections import deque
 from typing import Protocol
 
 import torch
 
+from atoll.core import log
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
 from atoll.core.run_spec import parse_run_spec
@@ -91,8 +91,15 @@ class Session:
         facts = device_facts(choose_device(config.device))
         check_fits(spec, resolve_shape(spec.model, load_tokenizer(spec.data.tokenizer).vocabulary), facts)
         corpus = load_corpus(spec, config.corpus_path)
-        if corpus.report.skipped_files:
-            print(f"skipped {corpus.report.skipped_files} files that are not text", file=sys.stderr, flush=True)
+        report = corpus.report
+        log.get("trainer").info(
+            "corpus_loaded",
+            tokens=len(corpus.tokens),
+            samples=corpus.training_samples,
+            files=report.files,
+            skipped_files=report.skipped_files,  # not text
+            digest=corpus.digest,
+        )
         self._loop = InnerLoop(spec, corpus, facts.device, config.cpu_threads, self._clock)
         elements = self._loop.layout.elements
         for descriptor in (anchor_fd, gradient_fd):

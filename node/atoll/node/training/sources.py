@@ -140,9 +140,10 @@ def _parquet(file: Path, field: str) -> Iterator[bytes]:
     except ImportError as error:
         raise ConfigError("Parquet files need the pyarrow library", HF_REMEDY) from error
     try:
-        for batch in ParquetFile(file).iter_batches(columns=[field]):
-            if field not in batch.schema.names:
-                raise CorpusError(f"{file} has no column {field!r}", "check [data] field in the run spec")
+        table = ParquetFile(file)
+        if field not in table.schema_arrow.names:
+            raise CorpusError(f"{file} has no column {field!r}", "check [data] field in the run spec")
+        for batch in table.iter_batches(columns=[field]):
             for value in batch.column(field).to_pylist():
                 if value is not None:
                     yield _as_text(value, f"column {field!r} of {file}")

@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
         self.separator: tuple[int, ...] = () if end is None else (int(end),)
 
     def encode(self, text: bytes) -> NDArray[Any]:
-        numbers = self._tokenizer(text.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        numbers = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
         return np.asarray(numbers, dtype=np.uint32)
 
     def decode(self, tokens: list[int]) -> str:

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 
+from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.node.training.messages import Answer, Envelope, Refused, TrainerConfig, TrainerStatus
 
@@ -70,6 +71,7 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent(options.parent_pid)
+    log.configure(output="json")  # standard error is the log file that the parent opened
     channel = ControlChannel(socket.socket(fileno=options.control_fd))
     config = channel.orders.get().body
     assert isinstance(config, TrainerConfig)
