@@ -9,7 +9,7 @@ import pytest
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
-from atoll.node.swarm.addresses import AddressBook, peer_of
+from atoll.node.swarm.addresses import AddressBook, peer_of, worth_telling
 
 PEER = Identity.generate().peer_id
 
@@ -48,3 +48,9 @@ def test_a_seed_names_its_peer() -> None:
     for wrong in ("/ip4/192.0.2.7/tcp/1", "seed.example:4001", "/ip4/192.0.2.7/tcp/1/p2p/"):
         with pytest.raises(ConfigError):
             peer_of(wrong)
+
+
+def test_loopback_is_told_only_when_there_is_nothing_else() -> None:
+    loopback, lan = "/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.7/tcp/1"
+    assert worth_telling([loopback, lan]) == (lan,)
+    assert worth_telling([loopback]) == (loopback,)

@@ -11,6 +11,7 @@ import pytest
 
 from atoll.core.errors import DeadlineExceeded, FrameInvalid, NotIntroduced, RoundAbandoned, Unreachable
 from atoll.core.frames import FrameKind, pack_prefix
+from atoll.node.swarm import streams
 from atoll.node.swarm.refusals import printable, refusal_header
 from atoll.node.swarm.streams import P2PStream
 
@@ -24,6 +25,7 @@ class FakeWriter:
         self.written = bytearray()
         self.closed = False
         self.transport = self
+        self.left_in_buffer = list[int]()  # what a slow kernel still holds at each look; empty: takes all at once
 
     def set_write_buffer_limits(self, high: int) -> None:
         assert high == 0
@@ -32,13 +34,14 @@ class FakeWriter:
         self.written += data
 
     async def drain(self) -> None:
-        pass
+        if self.left_in_buffer:
+            await asyncio.Event().wait()
 
     def is_closing(self) -> bool:
         return self.closed
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.left_in_buffer.pop(0) if self.left_in_buffer else 0
 
     def close(self) -> None:
         self.closed = True
@@ -128,3 +131,14 @@ async def test_membership_is_checked_on_each_use() -> None:
     with pytest.raises(NotIntroduced):
         await stream.send(FrameKind.MESSAGE, b"x")
     assert not writer.written
+
+
+async def test_a_slow_peer_is_waited_for_and_a_stuck_one_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(milliseconds=1))
+    stream, _, writer, _ = make_stream()
+    writer.left_in_buffer = [900, 600, 300]  # moves each time, then drains
+    await stream.send(FrameKind.PART, b"")
+    writer.left_in_buffer = [900, 600, 600, 600]
+    with pytest.raises(Unreachable, match="took nothing"):
+        await stream.send(FrameKind.PART, b"")
+    assert writer.closed

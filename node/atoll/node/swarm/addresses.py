@@ -69,6 +69,12 @@ def parse(text: str, peer_id: str) -> Multiaddr | None:
         return None
 
 
+def worth_telling(multiaddrs: Iterable[str]) -> tuple[str, ...]:
+    """Without loopback addresses, unless there are no others: a host that listens everywhere has both."""
+    everything = tuple(multiaddrs)
+    return tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything
+
+
 def peer_of(multiaddr: str) -> str:
     """The peer id at the end of a seed's address. Raises `ConfigError`."""
     peer_id = multiaddr.rpartition("/p2p/")[2]

@@ -28,7 +28,7 @@ from atoll.core.identity import Identity
 from atoll.core.membership import Authority, Deny
 from atoll.core.records import MAX_MULTIADDRS, build_addresses, build_head, heads_key, nodes_key
 from atoll.node.swarm import hello
-from atoll.node.swarm.addresses import AddressBook
+from atoll.node.swarm.addresses import AddressBook, worth_telling
 from atoll.node.swarm.dht import Directory
 from atoll.node.swarm.door import Door
 from atoll.node.swarm.gate import Gate
@@ -119,7 +119,7 @@ class SwarmHost:
 
     def multiaddrs(self) -> tuple[str, ...]:
         """Where we can be dialled, each with /p2p/<our peer id>."""
-        return tuple(f"{address}/p2p/{self.peer_id}" for address in self._p2p.visible)
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in worth_telling(self._p2p.visible))
 
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve `protocol` to members; `ready()` tells when p2pd knows."""
