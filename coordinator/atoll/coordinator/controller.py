@@ -21,7 +21,7 @@ from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
 from atoll.coordinator.state.store import Store
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import DatabaseCorrupt, Rejected
+from atoll.core.errors import AtollError, DatabaseCorrupt, Rejected
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority, Deny, issue_deny_list
 from atoll.core.plan import Plan, sign_plan, verify_plan
@@ -40,6 +40,7 @@ class Controller:
         self.operator = operator
         self.clock = clock
         self.policy = policy
+        self.tick_failures = 0
         self.failure: str = ""  # why the last write failed; empty when it did not
         self._log: structlog.stdlib.BoundLogger = log.get("controller")
         self._thread = ThreadPoolExecutor(1, "controller")
@@ -50,10 +51,8 @@ class Controller:
 
     async def do(self, operation: Operation[T]) -> T:
         """Run one step and return its result once it is durable. Raises what the step or the store raises."""
-        before = self.state.last_event_id
-        step = await asyncio.get_running_loop().run_in_executor(self._thread, self._perform, operation)
-        for watcher in self._watchers if step.state.last_event_id != before or step.records else ():
-            watcher.set()
+        loop = asyncio.get_running_loop()
+        step = await loop.run_in_executor(self._thread, self._perform, operation, loop)
         return step.result
 
     async def read(self, query: Callable[[Store], T]) -> T:
@@ -67,6 +66,7 @@ class Controller:
             try:
                 await self.do(lambda state, now: machine.tick(state, now, self.policy))
             except Exception as error:  # supervision: the coordinator outlives a full disk
+                self.tick_failures += 1
                 self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
 
     @contextmanager
@@ -97,7 +97,12 @@ class Controller:
         self._thread.shutdown(wait=True)
         self.store.close()
 
-    def _perform(self, operation: Operation[T]) -> Step[T]:
+    def notify(self) -> None:
+        """Wake everyone who watches."""
+        for watcher in self._watchers:
+            watcher.set()
+
+    def _perform(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> Step[T]:
         step = operation(self.state, self.moment())
         plans = [PlanRow(plan.run_id, plan.version, self._seal(plan), plan.issued_unix_ms) for plan in step.plans]
         deny = [DenyRow(step.deny.number, self._seal_deny(step.deny))] if step.deny else []
@@ -109,6 +114,8 @@ class Controller:
         for row_of_deny in deny:
             self._sealed_deny = pb.Signed.FromString(row_of_deny.sealed)
         self.state = step.state
+        if rows:  # from here, because the caller may have gone away meanwhile
+            loop.call_soon_threadsafe(self.notify)
         for item in step.records:
             if isinstance(item, Event):
                 self._log.info(item.message, event_kind=item.kind, run=item.run_id, subject=item.subject)
@@ -117,7 +124,7 @@ class Controller:
     def _store(self, rows: list[Record]) -> None:
         try:
             self.store.apply(rows)
-        except Exception as error:
+        except AtollError as error:
             self.failure = str(error)
             raise
         self.failure = ""

@@ -128,7 +128,7 @@ class Draft:
         """Append to a log that is not kept in memory."""
         self._records.append(row)
 
-    def remember(self, run_id: str, **changes: Any) -> None:  # noqa: ANN401
+    def remember(self, run_id: str, **changes: Any) -> None:
         """Change fields of a run's memory; `replace` refuses names that it does not have."""
         self._set("memory", run_id, replace(self.state.memory[run_id], **changes))
 

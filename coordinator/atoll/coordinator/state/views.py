@@ -117,7 +117,7 @@ def event_view(row: Event) -> admin.Event:
 
 def run_state(run: Run) -> mb.RunState:
     """The wire's word for a run's state."""
-    return mb.RunState.Value(f"RUN_STATE_{run.state}")
+    return mb.RunState(mb.RunState.Value(f"RUN_STATE_{run.state}"))
 
 
 def order_for(state: State, node: Node) -> mb.Order:

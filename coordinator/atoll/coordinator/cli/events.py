@@ -1,0 +1,50 @@
+"""`atollctl events`: what happened, and what happens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption
+from atoll.coordinator.cli.output import plain, print_json_line
+from atoll.coordinator.cli.words import moment
+from atoll.v1 import admin_pb2 as wire
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="stay and show what comes")] = False,
+    after: Annotated[int, typer.Option(min=0, metavar="ID", help="only those after this one")] = 0,
+    output: OutputOption = Output.table,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Show the event log, the oldest first. With --output json, one object a line.
+
+    [bold]Examples[/bold]
+
+      atollctl events --follow
+
+      atollctl events --after 120 --output json
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    with connect(credentials) as client:
+        try:
+            for event in client.stream(client.stub.Events, wire.EventsRequest(after_id=after, follow=follow)):
+                if output is Output.json:
+                    print_json_line({"event": plain(event)})
+                else:
+                    console.print(_line(event))
+        except KeyboardInterrupt:  # how one ends --follow
+            return
+
+
+def _line(event: wire.Event) -> Text:
+    return Text.assemble(
+        (f"{event.id:>6} ", "dim"),
+        (f"{moment(event.unix_ms)} ", "dim"),
+        (f"{event.kind:<20} ", "bold"),
+        event.message,
+    )

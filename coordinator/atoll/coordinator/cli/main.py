@@ -1,0 +1,31 @@
+"""`atollctl`: the operator's program. One file per group of commands; this one only puts them together.
+
+Nothing here imports torch, hivemind, pydantic, SQLAlchemy or a web framework: a command answers in well
+under half a second.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from atoll.coordinator.cli import events, node, plan, run, token
+from atoll.core.cli import run_cli
+
+app = typer.Typer(
+    name="atollctl",
+    help="Steer an Atoll swarm: tokens, nodes, runs, plans, events.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(token.app, name="token")
+app.add_typer(node.app, name="node")
+app.add_typer(run.app, name="run")
+app.add_typer(plan.app, name="plan")
+app.command("events")(events.events)
+
+
+def main() -> None:
+    """The `atollctl` program."""
+    run_cli(app)

@@ -1,0 +1,154 @@
+"""`atollctl node`: who is here, and who shall go."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, say, show, show_facts
+from atoll.coordinator.cli.words import ago, count, loss, moment, size
+from atoll.core.errors import UsageError
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
+
+app = typer.Typer(help="Nodes: list, show, drain, ban.", no_args_is_help=True)
+NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]
+_COLUMNS = [
+    Column("name"),
+    Column("peer", "peer"),
+    Column("run", "run_id"),
+    Column("role", "role"),
+    Column("state", "state"),
+    Column("device", "device"),
+    Column("tok/s", "pace", right=True),
+    Column("steps", "steps", right=True),
+    Column("round", "round", right=True),
+    Column("loss", "loss", right=True),
+    Column("seen", "seen", right=True),
+]
+
+
+@app.command("list")
+def list_nodes(run: RunOption = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Show all nodes and seeds.
+
+    [bold]Examples[/bold]
+
+      atollctl node list
+
+      atollctl node list --run reef --output json
+    """
+    with connect(credentials) as client:
+        nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
+    show(output, {"nodes": [plain(node) for node in nodes]}, _COLUMNS, [_row(node, time.time()) for node in nodes])
+
+
+@app.command("show")
+def show_node(node: NodeArgument, output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Show everything that is known about a node.
+
+    [bold]Example[/bold]
+
+      atollctl node show reef-3
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
+    show_facts(output, {"node": plain(view)}, _facts(view, time.time()))
+
+
+@app.command()
+def drain(node: NodeArgument, output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Ask a node to finish its round and leave. It may come back later.
+
+    [bold]Example[/bold]
+
+      atollctl node drain reef-3
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.DrainNode, wire.DrainNodeRequest(node=node))
+    show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])
+
+
+@app.command()
+def ban(
+    node: NodeArgument,
+    reason: Annotated[str, typer.Option(help="for the event log")] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    output: OutputOption = Output.table,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Refuse a peer everywhere, for good. All members are told at once.
+
+    [bold]Example[/bold]
+
+      atollctl node ban reef-3 --reason "sends garbage" --yes
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
+        if not yes:
+            say(f"this bans {view.name} ({view.peer_id}) for good; it cannot be undone")
+            if not typer.confirm("ban it?", err=True):
+                raise UsageError("nothing was done", "say yes, or pass --yes")
+        view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
+    show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])
+
+
+def _state(node: wire.NodeView) -> str:
+    if node.banned:
+        return "banned"
+    if not node.connected:
+        return "offline"
+    word = mb.NodeState.Name(node.status.state).removeprefix("NODE_STATE_").lower().replace("_", " ")
+    return f"{word}, to drain" if node.draining and word != "draining" else word
+
+
+def _row(node: wire.NodeView, now: float) -> Plain:
+    return {
+        "name": node.name,
+        "peer": f"…{node.peer_id[-8:]}",
+        "run_id": node.run_id,
+        "role": _roles(node),
+        "state": _state(node),
+        "device": node.profile.device_name or node.profile.device or "–",
+        "pace": count(node.status.tokens_per_second) if node.connected else "–",
+        "steps": node.status.steps or "–",
+        "round": node.status.head_round or "–",
+        "loss": loss(node.status.train_loss),
+        "seen": ago(node.last_seen_unix_ms, now),
+    }
+
+
+def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
+    status, profile = node.status, node.profile
+    facts: list[tuple[str, object]] = [
+        ("name", node.name),
+        ("peer id", node.peer_id),
+        ("run", node.run_id),
+        ("role", _roles(node)),
+        ("state", _state(node)),
+        ("says", status.detail or "–"),
+        ("enrolled", moment(node.enrolled_unix_ms)),
+        ("last seen", ago(node.last_seen_unix_ms, now)),
+        ("device", profile.device_name or profile.device or "–"),
+        ("device memory", size(profile.device_memory_bytes)),
+        ("atoll version", profile.atoll_version or "–"),
+        ("tokens/s", count(status.tokens_per_second)),
+        ("seconds per step", f"{status.step_seconds:.3f}" if status.step_seconds else "–"),
+        ("steps", status.steps),
+        ("tokens", count(status.tokens)),
+        ("training loss", loss(status.train_loss)),
+        ("head round", status.head_round),
+        ("follows plan", status.plan_version or "–"),
+        ("sent for averaging", size(status.averaging_bytes_sent)),
+        ("in fp32 it would be", size(status.averaging_bytes_fp32)),
+    ]
+    return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _roles(node: wire.NodeView) -> str:
+    return ", ".join(pb.Role.Name(role).removeprefix("ROLE_").lower() for role in node.roles)

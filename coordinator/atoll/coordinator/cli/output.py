@@ -1,0 +1,106 @@
+"""Results on stdout: a table for people, or one versioned JSON object. Prose goes to stderr.
+
+JSON keys are the wire's field names, enums are short lower-case words, bytes are hex, times are milliseconds
+since the Unix epoch. `version` grows when a key changes its meaning; new keys may come at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
+
+from atoll.coordinator.cli.options import Output
+
+VERSION = 1
+Plain = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its heading, the key of its value, and how it stands."""
+
+    heading: str
+    key: str = ""
+    right: bool = False
+
+
+def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[Plain]) -> None:
+    """Print `document` as JSON, or `rows` as a table."""
+    if output is Output.json:
+        print_json(document)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(row[column.key or column.heading]) for column in columns))
+    _console().print(table)
+
+
+def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:
+    """Print `document` as JSON, or facts one a line."""
+    if output is Output.json:
+        print_json(document)
+        return
+    table = Table(box=None, pad_edge=False, show_header=False, show_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, str(value))
+    _console().print(table)
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """One object, with its version."""
+    print(json.dumps({"version": VERSION, **document}, indent=2, ensure_ascii=False))
+
+
+def print_json_line(document: Mapping[str, object]) -> None:
+    """One object a line, for streams."""
+    print(json.dumps({"version": VERSION, **document}, ensure_ascii=False), flush=True)
+
+
+def say(text: str) -> None:
+    """Prose, on stderr."""
+    print(text, file=sys.stderr)
+
+
+def plain(message: Message) -> Plain:
+    """A message as a dictionary of plain values, every field present."""
+    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _value(field: Any, value: Any) -> object:
+    if field.is_repeated:
+        return [_single(field, item) for item in value]
+    return _single(field, value)
+
+
+def _single(field: Any, value: object) -> object:
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if field.enum_type is not None and isinstance(value, int):
+        return _word(field.enum_type, value)
+    return value
+
+
+def _word(kind: Any, number: int) -> str:
+    """`NODE_STATE_CATCHING_UP` → "catching_up"; a number that this release does not know stays one."""
+    if number not in kind.values_by_number:
+        return str(number)
+    prefix = kind.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return str(kind.values_by_number[number].name).removeprefix(prefix).lower()
+
+
+def _console() -> Console:
+    """As wide as the terminal; without one, wide enough never to cut a line."""
+    return Console(width=None if sys.stdout.isatty() else 240, highlight=False, soft_wrap=False)

@@ -1,0 +1,62 @@
+"""`atollctl plan`: who trains what."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, say, show
+from atoll.coordinator.cli.words import count, moment
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import plan_pb2
+
+app = typer.Typer(help="Plans: show.", no_args_is_help=True)
+_COLUMNS = [
+    Column("peer", "peer_id"),
+    Column("layers"),
+    Column("first samples", "samples", right=True),
+    Column("token cap", "cap", right=True),
+    Column("route", right=True),
+]
+
+
+@app.callback()
+def group() -> None:
+    """Plans: show."""
+
+
+@app.command("show")
+def show_plan(
+    run: RunOption = "",
+    version: Annotated[int, typer.Option(min=0, help="0: the newest")] = 0,
+    output: OutputOption = Output.table,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Show a plan: spans, routes, data, caps, and why it was made.
+
+    [bold]Example[/bold]
+
+      atollctl plan show --version 3
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run, version=version))
+    plan = view.plan
+    rows = [_row(plan, item) for item in plan.assignments]
+    show(output, {"plan": plain(plan), "signed": plain(view.signed)}, _COLUMNS, rows)
+    if output is Output.table:
+        say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {plan.reason}")
+
+
+def _row(plan: plan_pb2.Plan, item: plan_pb2.Assignment) -> Plain:
+    samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
+    routes = [str(number + 1) for number, route in enumerate(plan.routes) if item.peer_id in route.peer_ids]
+    return {
+        "peer_id": item.peer_id,
+        "layers": f"{item.span.first}–{item.span.last}",
+        "samples": samples or "from manifests",
+        "cap": count(item.max_round_tokens),
+        "route": ", ".join(routes),
+    }

@@ -1,0 +1,171 @@
+"""`atollctl run`: create a training job, start it, look at it, pause it, end it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption
+from atoll.coordinator.cli.output import Column, Plain, plain, say, show, show_facts
+from atoll.coordinator.cli.words import count, loss
+from atoll.core.errors import ConfigError
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import membership_pb2 as mb
+
+app = typer.Typer(help="Runs: create, list, show, start, pause, stop.", no_args_is_help=True)
+RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not needed when there is only one")]
+_COLUMNS = [
+    Column("run", "run_id"),
+    Column("state"),
+    Column("round", right=True),
+    Column("tokens", right=True),
+    Column("done", right=True),
+    Column("loss", right=True),
+    Column("nodes", right=True),
+    Column("plan", right=True),
+]
+
+
+@app.command()
+def create(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
+    start: Annotated[bool, typer.Option("--start", help="also start it")] = False,
+    output: OutputOption = Output.table,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Create a run from a spec. The coordinator checks it and names every wrong key.
+
+    [bold]Example[/bold]
+
+      atollctl run create reef.toml --start
+    """
+    request = wire.CreateRunRequest(spec_toml=_read(file), start=start)
+    with connect(credentials) as client:
+        run = client.call(client.stub.CreateRun, request)
+    _show_rows(output, {"run": plain(run)}, [run])
+    if not start:
+        say(f"start it with: atollctl run start {run.run_id}")
+
+
+@app.command("list")
+def list_runs(output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Show all runs.
+
+    [bold]Example[/bold]
+
+      atollctl run list
+    """
+    with connect(credentials) as client:
+        runs = client.call(client.stub.ListRuns, wire.ListRunsRequest()).runs
+    _show_rows(output, {"runs": [plain(run) for run in runs]}, list(runs))
+
+
+@app.command("show")
+def show_run(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Show a run: progress, losses, layers, spec.
+
+    [bold]Example[/bold]
+
+      atollctl run show reef --output json
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
+    show_facts(output, {"run": plain(view)}, _facts(view))
+
+
+@app.command()
+def start(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Start a run, or go on with a paused one.
+
+    [bold]Example[/bold]
+
+      atollctl run start reef
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.StartRun, wire.RunRequest(run_id=run))
+    _show_rows(output, {"run": plain(view)}, [view])
+
+
+@app.command()
+def pause(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Let the nodes wait; `run start` goes on.
+
+    [bold]Example[/bold]
+
+      atollctl run pause
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.PauseRun, wire.RunRequest(run_id=run))
+    _show_rows(output, {"run": plain(view)}, [view])
+
+
+@app.command()
+def stop(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """End a run for good. Its anchors stay where they are.
+
+    [bold]Example[/bold]
+
+      atollctl run stop reef
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.StopRun, wire.RunRequest(run_id=run))
+    _show_rows(output, {"run": plain(view)}, [view])
+
+
+def _read(file: Path) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not text", "a run spec is a TOML file in UTF-8") from error
+
+
+def _show_rows(output: Output, document: Plain, runs: list[wire.RunView]) -> None:
+    show(output, document, _COLUMNS, [_row(run) for run in runs])
+
+
+def _state(run: wire.RunView) -> str:
+    return mb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
+def _row(run: wire.RunView) -> Plain:
+    return {
+        "run_id": run.run_id,
+        "state": _state(run),
+        "round": run.head_round or "–",
+        "tokens": count(run.committed_tokens),
+        "done": f"{100 * run.committed_tokens / run.stop_tokens:.0f} %",
+        "loss": loss(run.validation_loss),
+        "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
+        "plan": run.plan_version or "–",
+    }
+
+
+def _facts(run: wire.RunView) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = [
+        ("run", run.run_id),
+        ("state", _state(run)),
+        ("tokens", f"{count(run.committed_tokens)} of {count(run.stop_tokens)}"),
+        ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
+        ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
+        ("plan", run.plan_version or "–"),
+        ("validation loss", _losses(run)),
+        (
+            "layers",
+            f"{len(run.layers.layers)}, {count(sum(layer.parameters for layer in run.layers.layers))} parameters",
+        ),
+        ("spec", "\n" + run.spec_toml.rstrip()),
+    ]
+    return facts
+
+
+def _losses(run: wire.RunView) -> str:
+    if not run.evaluations:
+        return "–"
+    first, last = run.evaluations[0], run.evaluations[-1]
+    return f"{first.loss:.4f} (round {first.round}) → {last.loss:.4f} (round {last.round})"

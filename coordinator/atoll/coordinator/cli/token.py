@@ -1,0 +1,116 @@
+"""`atollctl token`: what lets a node in."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, print_json, say, show
+from atoll.coordinator.cli.words import ahead
+from atoll.core.errors import UsageError
+from atoll.core.units import duration_text, parse_duration
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import common_pb2 as pb
+
+app = typer.Typer(help="Join tokens: create, list, revoke.", no_args_is_help=True)
+_ROLES = {"node": pb.ROLE_NODE, "seed": pb.ROLE_SEED}
+_COLUMNS = [
+    Column("id"),
+    Column("run", "run_id"),
+    Column("admits", "admits"),
+    Column("uses left", "uses", right=True),
+    Column("expires", "expires"),
+    Column("state", "state"),
+]
+
+
+@app.command()
+def create(
+    run: RunOption = "",
+    uses: Annotated[int, typer.Option(min=1, help="how many nodes it admits")] = 1,
+    ttl: Annotated[str, typer.Option(metavar="DURATION", help="how long it lives: 30m, 2h, 1d")] = "30m",
+    role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
+    output: OutputOption = Output.table,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Make a join token. Only the token goes to stdout; it is shown this once.
+
+    [bold]Examples[/bold]
+
+      TOKEN=$(atollctl token create)
+
+      atollctl token create --run reef --uses 20 --ttl 2h
+
+      atollctl token create --role seed
+    """
+    request = wire.CreateTokenRequest(
+        run_id=run,
+        uses=uses,
+        ttl_seconds=max(1, int(parse_duration(ttl).total_seconds())),
+        roles=[_role(name) for name in role or ["node"]],
+    )
+    with connect(credentials) as client:
+        made = client.call(client.stub.CreateToken, request)
+    view = made.view
+    if output is Output.json:
+        print_json({"token": made.token, "view": plain(view)})
+        return
+    uses_text = "one use" if view.uses_total == 1 else f"{view.uses_total} uses"
+    life = duration_text((view.expires_unix_ms - view.created_unix_ms) / 1000)
+    say(f"token {view.id} for run {view.run_id}: {uses_text}, good for {life}. On the node: atoll join")
+    print(made.token)
+
+
+@app.command("list")
+def list_tokens(output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+    """Show all tokens, the newest first, without their secrets.
+
+    [bold]Example[/bold]
+
+      atollctl token list --output json
+    """
+    with connect(credentials) as client:
+        tokens = client.call(client.stub.ListTokens, wire.ListTokensRequest()).tokens
+    show(
+        output, {"tokens": [plain(token) for token in tokens]}, _COLUMNS, [_row(token, time.time()) for token in tokens]
+    )
+
+
+@app.command()
+def revoke(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="as `token list` shows it")],
+    output: OutputOption = Output.table,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Make a token useless. Nodes that used it stay.
+
+    [bold]Example[/bold]
+
+      atollctl token revoke 3f9a1c0b7d2e
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.RevokeToken, wire.RevokeTokenRequest(id=token_id)).view
+    show(output, {"token": plain(view)}, _COLUMNS, [_row(view, time.time())])
+
+
+def _row(token: wire.TokenView, now: float) -> Plain:
+    spent = "revoked" if token.revoked else "used up" if not token.uses_left else ""
+    expires = ahead(token.expires_unix_ms, now)
+    return {
+        "id": token.id,
+        "run_id": token.run_id,
+        "admits": ", ".join(pb.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles),
+        "uses": f"{token.uses_left} of {token.uses_total}",
+        "expires": expires,
+        "state": spent or ("expired" if expires == "expired" else "good"),
+    }
+
+
+def _role(name: str) -> pb.Role:
+    if name not in _ROLES:
+        raise UsageError(f"{name!r} is not a role", f"choose {' or '.join(_ROLES)}")
+    return _ROLES[name]

@@ -1,0 +1,38 @@
+"""Values as tables show them."""
+
+from __future__ import annotations
+
+import time
+
+from atoll.core.units import bytes_text, count_text, duration_text
+
+
+def ago(unix_ms: int, now: float) -> str:
+    """`3 s ago`; a dash for never."""
+    return "–" if not unix_ms else f"{duration_text(max(0.0, now - unix_ms / 1000))} ago"
+
+
+def ahead(unix_ms: int, now: float) -> str:
+    """`in 12 min 03 s`, or `expired`."""
+    left = unix_ms / 1000 - now
+    return f"in {duration_text(left)}" if left > 0 else "expired"
+
+
+def moment(unix_ms: int) -> str:
+    """Local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
+
+
+def count(number: float) -> str:
+    """`1.23 M`; a dash for nothing."""
+    return count_text(number) if number else "–"
+
+
+def size(number: float) -> str:
+    """`1.5 KiB`; a dash for nothing."""
+    return bytes_text(number) if number else "–"
+
+
+def loss(value: float) -> str:
+    """Four digits; a dash for none yet."""
+    return f"{value:.4f}" if value else "–"

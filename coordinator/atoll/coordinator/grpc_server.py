@@ -1,0 +1,61 @@
+"""One TLS port with its services: bound, guarded, with the health service beside them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from atoll.coordinator import listening
+from atoll.coordinator.interceptors import Guard
+from atoll.core.errors import PortInUse
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # or two coordinators would share a port without a word
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT keep their streams alive
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class GrpcServer:
+    """Bound when made; `server` takes the services; `start` answers."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        flag: str,
+        credentials: grpc.ServerCredentials,
+        guard: Guard,
+        *,
+        max_message_bytes: int,
+        max_calls: int | None = None,
+    ) -> None:
+        """Raises `PortInUse`, `ConfigError`."""
+        listening.check_free(host, port, flag)
+        options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
+        self.server = grpc.aio.server(interceptors=(guard,), options=options, maximum_concurrent_rpcs=max_calls)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        try:
+            self.port = self.server.add_secure_port(listening.address(host, port), credentials)
+        except RuntimeError as error:
+            raise PortInUse(f"port {port} on {host} was taken just now", f"choose another one with {flag}") from error
+
+    async def start(self, *services: str) -> None:
+        """Answer, and say so in the health service, for the server and for each of `services`."""
+        await self.server.start()
+        for name in ("", *services):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no more calls; let those in progress end within the grace."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_seconds)
+
+
+async def stop_all(servers: list[GrpcServer], grace_seconds: float) -> None:
+    """Together, so that the graces do not add up."""
+    await asyncio.gather(*(server.stop(grace_seconds) for server in servers))

@@ -1,0 +1,218 @@
+"""The coordinator's main path: lock → keys → state → servers → serve → drain.
+
+Two TLS ports, one for strangers with a token and one for members and operators, and HTTP on loopback, all
+in one event loop. SIGTERM or SIGINT lets calls in progress end within a deadline; a second signal ends the
+process at once, which is safe: whatever was acknowledged is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from atoll.coordinator import listening
+from atoll.coordinator.ca import Keys, ServerCertificate, write_admin_credential
+from atoll.coordinator.config import CoordinatorConfig
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.grpc_server import GrpcServer, stop_all
+from atoll.coordinator.interceptors import Guard
+from atoll.coordinator.paths import credentials_dir
+from atoll.coordinator.services.admin import AdminService
+from atoll.coordinator.services.enrolment import EnrolmentService
+from atoll.coordinator.services.membership import MembershipService
+from atoll.coordinator.state.sql import SqlStore
+from atoll.coordinator.web.app import create_app
+from atoll.coordinator.web.http_server import HttpServer
+from atoll.coordinator.web.metrics import StateCollector, rpc_errors
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AlreadyRunning, AtollError, DataDirUnusable
+from atoll.core.files import make_private_dir
+from atoll.core.sdnotify import notify
+from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
+
+MAX_ENROLMENT_BYTES = 64 << 10  # strangers get little
+MAX_ENROLMENTS_AT_ONCE = 64
+MAX_MEMBER_BYTES = 8 << 20  # a heartbeat with many manifests
+CREDENTIAL_SECONDS = 3600.0  # between looks at the admin credential
+SIGNALLED_TWICE = 130
+_log = log.get("server")
+
+
+@dataclass(frozen=True)
+class Systemd:
+    """How to talk to the service manager: `NOTIFY_SOCKET`, and half of `WATCHDOG_USEC`."""
+
+    address: str = ""
+    watchdog_seconds: float | None = None
+
+
+async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
+    """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served."""
+    make_private_dir(config.data_dir)
+    with only_one(config.data_dir):
+        keys = Keys(config.data_dir, clock)
+        controller = open_controller(config, keys, clock)
+        stopping = asyncio.Event()
+        _on_signals(stopping, controller)
+        try:
+            async with serving(config, controller, keys, stopping) as endpoints:
+                write_admin_credential(keys, credentials_dir(config.data_dir), endpoints.local, clock.unix())
+                endpoints.write(config.data_dir / "endpoints.json")
+                _log.info("the coordinator serves", page=f"http://{endpoints.http}/", public=endpoints.public)
+                async with background(controller, keys, config, endpoints, systemd):
+                    await stopping.wait()
+                _log.info("stopping", deadline_seconds=config.drain_seconds)
+        finally:
+            controller.close()
+
+
+def open_controller(config: CoordinatorConfig, keys: Keys, clock: Clock) -> Controller:
+    """The state as it was left. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`."""
+    store = SqlStore(config.database_url)
+    try:
+        return Controller(store, keys.operator, clock, config.policy)
+    except AtollError:
+        store.close()
+        raise
+
+
+@asynccontextmanager
+async def serving(
+    config: CoordinatorConfig, controller: Controller, keys: Keys, stopping: asyncio.Event
+) -> AsyncIterator[listening.Endpoints]:
+    """All servers answer inside; at the end they drain. `stopping` must be set by then: it ends open streams."""
+    registry = CollectorRegistry()
+    guard = Guard(rpc_errors(registry))
+    registry.register(StateCollector(controller))
+    certificate = ServerCertificate(keys.ca, controller.clock)
+    enrol = GrpcServer(
+        config.listen,
+        config.enrol_port,
+        "--enrol-port",
+        certificate.credentials(mutual=False),
+        guard,
+        max_message_bytes=MAX_ENROLMENT_BYTES,
+        max_calls=MAX_ENROLMENTS_AT_ONCE,
+    )
+    member = GrpcServer(
+        config.listen,
+        config.member_port,
+        "--member-port",
+        certificate.credentials(mutual=True),
+        guard,
+        max_message_bytes=MAX_MEMBER_BYTES,
+    )
+    listener = listening.bind(config.http_host, config.http_port, "--http-port")
+    endpoints = _endpoints(config, enrol.port, member.port, listener.getsockname()[1])
+    enrolment_pb2_grpc.add_EnrolmentServicer_to_server(
+        EnrolmentService(controller, keys, config.public_member_endpoint or f":{member.port}"), enrol.server
+    )
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(
+        MembershipService(controller, keys, stopping), member.server
+    )
+    admin_pb2_grpc.add_AdminServicer_to_server(
+        AdminService(controller, keys.ca.sha256, endpoints.public, stopping), member.server
+    )
+    http = HttpServer(create_app(controller, registry, config.http_host), listener)
+    await enrol.start("atoll.v1.Enrolment")
+    await member.start("atoll.v1.MembershipService", "atoll.v1.Admin")
+    await http.start()
+    try:
+        yield endpoints
+    finally:
+        await stop_all([enrol, member], config.drain_seconds)
+        await http.stop()
+
+
+@asynccontextmanager
+async def background(
+    controller: Controller,
+    keys: Keys,
+    config: CoordinatorConfig,
+    endpoints: listening.Endpoints,
+    systemd: Systemd,
+) -> AsyncIterator[None]:
+    """What runs beside the servers: the clock's tick, the watchdog, the admin credential's renewal."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(controller.run()),
+            group.create_task(_feed_watchdog(systemd)),
+            group.create_task(_renew_credential(keys, config.data_dir, endpoints.local, controller.clock)),
+        ]
+        notify(systemd.address, "READY=1")
+        yield
+        notify(systemd.address, "STOPPING=1")
+        for task in tasks:
+            task.cancel()
+
+
+@contextmanager
+def only_one(data_dir: Path) -> Iterator[None]:
+    """Hold the data directory for this process. Raises `AlreadyRunning`, `DataDirUnusable`."""
+    path = data_dir / "lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DataDirUnusable(
+            f"cannot use {data_dir}: {error.strerror}", "check its owner and permissions, or name another --data-dir"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise AlreadyRunning(
+            f"another coordinator (process {holder}) uses {data_dir}", "stop it, or name another --data-dir"
+        ) from None
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _on_signals(stopping: asyncio.Event, controller: Controller) -> None:
+    def stop() -> None:
+        if stopping.is_set():
+            os._exit(SIGNALLED_TWICE)
+        stopping.set()
+        controller.notify()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+def _endpoints(config: CoordinatorConfig, enrol: int, member: int, http: int) -> listening.Endpoints:
+    here = listening.dialable(config.listen)
+    public = config.public_endpoint or listening.address(listening.outward_address(config.listen), enrol)
+    return listening.Endpoints(
+        enrolment=listening.address(here, enrol),
+        local=listening.address(here, member),
+        http=listening.address(listening.dialable(config.http_host), http),
+        public=public,
+    )
+
+
+async def _feed_watchdog(systemd: Systemd) -> None:
+    while systemd.watchdog_seconds is not None:
+        notify(systemd.address, "WATCHDOG=1")
+        await asyncio.sleep(systemd.watchdog_seconds)
+
+
+async def _renew_credential(keys: Keys, data_dir: Path, endpoint: str, clock: Clock) -> None:
+    while True:
+        await asyncio.sleep(CREDENTIAL_SECONDS)
+        try:
+            write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
+        except AtollError as error:
+            _log.error("the admin credential could not be written", error=str(error))

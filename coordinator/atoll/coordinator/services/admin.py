@@ -1,0 +1,175 @@
+"""The operator's service. Thin: each call is one step of the machine or one look at the state or the store."""
+
+# ruff: noqa: N802 - gRPC dictates the names of the methods
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import admission, find, lifecycle, views
+from atoll.coordinator.state.records import Node, Run
+from atoll.core.errors import InvalidRequest, NotFound
+from atoll.core.membership import ROLE_NAMES
+from atoll.core.tokens import hash_secret, new_token
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import admin_pb2_grpc, plan_pb2
+from atoll.v1 import common_pb2 as pb
+
+Context = grpc.aio.ServicerContext[Any, Any]
+EVENT_BATCH = 500
+FOLLOW_SECONDS = 30.0
+MAX_ROUNDS = 10_000
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """Tokens, nodes, runs, plans, events, rounds."""
+
+    def __init__(self, controller: Controller, ca_sha256: str, public_endpoint: str, stopping: asyncio.Event) -> None:
+        self._controller = controller
+        self._ca_sha256 = ca_sha256
+        self._public_endpoint = public_endpoint
+        self._stopping = stopping
+
+    # --- tokens ------------------------------------------------------------------------------------
+
+    async def CreateToken(self, request: wire.CreateTokenRequest, context: Context) -> wire.CreateTokenResponse:
+        """A fresh secret; only its hash is kept."""
+        text = new_token(self._ca_sha256, self._public_endpoint)
+        wanted = admission.TokenRequest(
+            token_id=text.token_id,
+            secret_hash=hash_secret(text.secret),
+            run_id=request.run_id,
+            uses=request.uses,
+            ttl_seconds=request.ttl_seconds,
+            roles=tuple(_role_name(role) for role in request.roles),
+        )
+        token = await self._controller.do(lambda state, now: admission.create_token(state, now, wanted))
+        return wire.CreateTokenResponse(token=text.text(), view=views.token_view(token))
+
+    async def ListTokens(self, request: wire.ListTokensRequest, context: Context) -> wire.ListTokensResponse:
+        """All of them, the newest first."""
+        tokens = sorted(self._controller.state.tokens.values(), key=lambda token: -token.created_ms)
+        return wire.ListTokensResponse(tokens=[views.token_view(token) for token in tokens])
+
+    async def RevokeToken(self, request: wire.RevokeTokenRequest, context: Context) -> wire.RevokeTokenResponse:
+        """By id."""
+        token = await self._controller.do(lambda state, now: admission.revoke_token(state, now, request.id))
+        return wire.RevokeTokenResponse(view=views.token_view(token))
+
+    # --- nodes -------------------------------------------------------------------------------------
+
+    async def ListNodes(self, request: wire.ListNodesRequest, context: Context) -> wire.ListNodesResponse:
+        """Of one run, or all; by name."""
+        state = self._controller.state
+        run_id = find.run(state, request.run_id).run_id if request.run_id else ""
+        nodes = [node for node in state.nodes.values() if run_id in ("", node.run_id)]
+        nodes.sort(key=lambda node: (node.run_id, node.name))
+        return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
+
+    async def GetNode(self, request: wire.GetNodeRequest, context: Context) -> wire.NodeView:
+        """By peer id, name, or part of a peer id."""
+        return self._node(find.node(self._controller.state, request.node))
+
+    async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
+        """Ask it to finish and leave."""
+        return self._node(await self._controller.do(lambda state, now: admission.drain(state, now, request.node)))
+
+    async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
+        """Deny it everywhere, for good."""
+        return self._node(
+            await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
+        )
+
+    # --- runs --------------------------------------------------------------------------------------
+
+    async def CreateRun(self, request: wire.CreateRunRequest, context: Context) -> wire.RunView:
+        """From TOML."""
+        return await self._run(
+            await self._controller.do(
+                lambda state, now: lifecycle.create_run(state, now, request.spec_toml, start=request.start)
+            )
+        )
+
+    async def StartRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
+        """Start, or go on."""
+        policy = self._controller.policy
+        return await self._run(
+            await self._controller.do(lambda state, now: lifecycle.start(state, now, request.run_id, policy))
+        )
+
+    async def PauseRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
+        """Let the nodes wait."""
+        return await self._run(
+            await self._controller.do(lambda state, now: lifecycle.pause(state, now, request.run_id))
+        )
+
+    async def StopRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
+        """End it for good."""
+        return await self._run(await self._controller.do(lambda state, now: lifecycle.stop(state, now, request.run_id)))
+
+    async def GetRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
+        """With its losses."""
+        return await self._run(find.run(self._controller.state, request.run_id))
+
+    async def ListRuns(self, request: wire.ListRunsRequest, context: Context) -> wire.ListRunsResponse:
+        """Oldest first, without losses."""
+        state = self._controller.state
+        runs = sorted(state.runs.values(), key=lambda run: run.created_ms)
+        return wire.ListRunsResponse(runs=[views.run_view(state, run) for run in runs])
+
+    # --- plans, rounds, events ---------------------------------------------------------------------
+
+    async def GetPlan(self, request: wire.GetPlanRequest, context: Context) -> wire.PlanView:
+        """A version, or the newest."""
+        run = find.run(self._controller.state, request.run_id)
+        version = request.version or run.plan_version
+        row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
+        if row is None:
+            which = f"plan {request.version}" if request.version else "plan"
+            raise NotFound(f"run {run.run_id!r} has no {which} yet", "plan 1 comes with genesis: `atollctl run show`")
+        sealed = pb.Signed.FromString(row.sealed)
+        return wire.PlanView(plan=plan_pb2.Plan.FromString(sealed.payload), signed=sealed)
+
+    async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
+        """Oldest first."""
+        run_id = find.run(self._controller.state, request.run_id).run_id
+        limit = min(request.limit or 1000, MAX_ROUNDS)
+        rows = await self._controller.read(lambda store: store.rounds(run_id, request.after_round, limit))
+        return wire.ListRoundsResponse(rounds=[views.round_view(row) for row in rows])
+
+    async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
+        """Everything after an id; with `follow` until the caller goes or we stop."""
+        after_id = request.after_id
+        with self._controller.watching() as changed:
+            while not self._stopping.is_set():
+                rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]
+                for row in rows:
+                    await context.write(views.event_view(row))
+                    after_id = row.event_id
+                if len(rows) == EVENT_BATCH:
+                    continue
+                if not request.follow:
+                    return
+                with suppress(TimeoutError):  # a look now and then costs nothing, and no wait is for ever
+                    await asyncio.wait_for(changed.wait(), FOLLOW_SECONDS)
+                changed.clear()
+
+    def _node(self, node: Node) -> wire.NodeView:
+        now = self._controller.moment()
+        return views.node_view(self._controller.state, node, now.unix_ms, now.monotonic)
+
+    async def _run(self, run: Run) -> wire.RunView:
+        evaluations = await self._controller.read(lambda store: store.evaluations(run.run_id))
+        return views.run_view(self._controller.state, run, evaluations)
+
+
+def _role_name(role: int) -> str:
+    names = {int(number): name for number, name in ROLE_NAMES.items()}
+    if role not in names:
+        raise InvalidRequest(f"there is no role number {role}")
+    return names[role]

@@ -1,0 +1,104 @@
+"""One heartbeat stream's memory: what was received, and what this node was told already.
+
+Everything that a node may be told is derived anew from the state; only the difference to what it knows is
+sent, so a push can neither be lost nor come twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import admission, machine, views
+from atoll.coordinator.state.records import Node
+from atoll.v1 import manifest_pb2, plan_pb2
+from atoll.v1 import membership_pb2 as mb
+
+
+class Conversation:
+    """Between the coordinator and one node, for as long as one stream lives."""
+
+    def __init__(self, controller: Controller, peer_id: str, session: int) -> None:
+        self._controller = controller
+        self._peer_id = peer_id
+        self._session = session
+        self._received = 0  # sequence of the last request that is durable
+        self._heard = False
+        self._owes_answer = False
+        self._plan_version = 0  # that the node has
+        self._sent_genesis = False
+        self._deny_number = -1
+        self._seeds: tuple[str, ...] = ()
+        self._told: tuple[int, int] = (-1, -1)  # run state, order
+
+    async def listen(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
+        """Take every request as one step; set `changed` after each, and when the stream ends."""
+        try:
+            async for request in requests:
+                await self._controller.do(
+                    lambda state, now, request=request: machine.heartbeat(  # type: ignore[misc]
+                        state, now, self._peer_id, self._session, request
+                    )
+                )
+                if not self._heard:
+                    self._heard = True
+                    self._plan_version = request.status.plan_version
+                self._received = request.sequence
+                self._owes_answer = True
+                changed.set()
+        finally:
+            changed.set()
+
+    def next_response(self) -> mb.HeartbeatResponse | None:
+        """What to send now; None when the node knows everything. Raises what ends the stream (`Banned`, …)."""
+        state = self._controller.state
+        node, _ = machine.check_session(state, self._peer_id, self._session)
+        if not self._heard:
+            return None
+        run = state.runs[node.run_id]
+        response = mb.HeartbeatResponse(
+            acknowledged_sequence=self._received,
+            run_state=views.run_state(run),
+            order=views.order_for(state, node),
+        )
+        news = (response.run_state, response.order) != self._told
+        news |= self._add_plan(response, node)
+        news |= self._add_deny_list(response)
+        news |= self._add_seeds(response, node)
+        if not (news or self._owes_answer):
+            return None
+        self._told = (response.run_state, response.order)
+        self._owes_answer = False
+        return response
+
+    def _add_plan(self, response: mb.HeartbeatResponse, node: Node) -> bool:
+        run = self._controller.state.runs[node.run_id]
+        if "node" not in node.roles or run.plan_version <= self._plan_version:
+            return False
+        sealed = self._controller.sealed_plan(run.run_id)
+        if sealed is None:
+            return False
+        response.plan.CopyFrom(sealed)
+        self._plan_version = plan_pb2.Plan.FromString(sealed.payload).version
+        if not self._sent_genesis:
+            response.layers.ParseFromString(run.layers)
+            response.genesis.CopyFrom(manifest_pb2.CommittedManifest.FromString(run.genesis))
+            self._sent_genesis = True
+        return True
+
+    def _add_deny_list(self, response: mb.HeartbeatResponse) -> bool:
+        number = self._controller.state.deny.number
+        if number <= self._deny_number:
+            return False
+        response.deny_list.CopyFrom(self._controller.sealed_deny)
+        self._deny_number = number
+        return True
+
+    def _add_seeds(self, response: mb.HeartbeatResponse, node: Node) -> bool:
+        seeds = admission.seeds_of(self._controller.state, node.run_id)
+        if set(seeds) == set(self._seeds):
+            return False
+        response.seeds.extend(seeds)
+        self._seeds = seeds
+        return True

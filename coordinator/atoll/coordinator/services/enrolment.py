@@ -1,0 +1,81 @@
+"""The service open to strangers: a token for a certificate. Thin; the rules are in `state/admission.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from atoll.coordinator.ca import Keys
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import admission
+from atoll.coordinator.state.records import Node
+from atoll.core import protocol
+from atoll.core.certs import csr_public_key
+from atoll.core.errors import ClockSkew
+from atoll.core.identity import peer_id_of, verify
+from atoll.core.membership import SKEW_ALLOWED, issue_membership
+from atoll.core.units import duration_text
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import enrolment_pb2 as wire
+from atoll.v1 import enrolment_pb2_grpc
+
+
+class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
+    """`Enrol`."""
+
+    def __init__(self, controller: Controller, keys: Keys, membership_endpoint: str) -> None:
+        self._controller = controller
+        self._keys = keys
+        self._membership_endpoint = membership_endpoint
+
+    async def Enrol(  # noqa: N802 - gRPC dictates the name
+        self, request: wire.EnrolRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> wire.EnrolResponse:
+        """Check the applicant's keys, spend the token, hand out everything a member needs."""
+        protocol.check(request.protocol, "the node")
+        self._check_clock(request.node_unix_ms / 1000)
+        peer_id = peer_id_of(request.identity_public_key)
+        verify("csr", request.csr_der, request.csr_signature, request.identity_public_key)
+        csr_public_key(request.csr_der)  # before the token is spent
+        applicant = admission.Applicant(
+            token_id=request.token_id,
+            secret=request.token_secret,
+            peer_id=peer_id,
+            public_key=request.identity_public_key,
+            node_name=request.node_name,
+        )
+        node = await self._controller.do(lambda state, now: admission.enrol(state, now, applicant))
+        state = self._controller.state
+        return wire.EnrolResponse(
+            certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
+            membership=membership_of(self._controller, node),
+            operator_public_key=self._keys.operator.public_key,
+            deny_list=self._controller.sealed_deny,
+            seeds=admission.seeds_of(state, node.run_id),
+            run_spec_toml=state.runs[node.run_id].spec_toml,
+            membership_endpoint=self._membership_endpoint,
+            run_id=node.run_id,
+        )
+
+    def _check_clock(self, node_unix: float) -> None:
+        skew = node_unix - self._controller.clock.unix()
+        if abs(skew) > SKEW_ALLOWED.total_seconds():
+            direction = "ahead of" if skew > 0 else "behind"
+            raise ClockSkew(
+                f"the node's clock is {duration_text(abs(skew))} {direction} the coordinator's",
+                "set both clocks, for example with NTP",
+            )
+
+
+def membership_of(controller: Controller, node: Node) -> pb.Signed:
+    """The compact certificate that peers show one another."""
+    return issue_membership(
+        controller.operator,
+        public_key=node.public_key,
+        run_id=node.run_id,
+        roles=frozenset(node.roles),
+        epoch=node.epoch,
+        now=controller.clock.unix(),
+        node_name=node.name,
+    )

@@ -1,0 +1,89 @@
+"""The service of members: renew, heartbeat, leave. Thin; the rules are in `state/machine.py`.
+
+A heartbeat stream is two tasks. One takes what the node sends, step by step, and counts what is durable.
+The other says something whenever a request is owed an answer or the run has something new for this node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from atoll.coordinator.ca import Keys
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.interceptors import NODE, caller
+from atoll.coordinator.services.conversation import Conversation
+from atoll.coordinator.services.enrolment import membership_of
+from atoll.coordinator.state import admission, find, machine
+from atoll.core.certs import csr_public_key
+from atoll.core.identity import verify
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import membership_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
+    """`Renew`, `Heartbeat`, `Leave`."""
+
+    def __init__(self, controller: Controller, keys: Keys, stopping: asyncio.Event) -> None:
+        self._controller = controller
+        self._keys = keys
+        self._stopping = stopping
+
+    async def Renew(  # noqa: N802 - gRPC dictates the names
+        self, request: mb.RenewRequest, context: Context
+    ) -> mb.RenewResponse:
+        """A new TLS certificate and the next epoch of the membership."""
+        peer_id = caller(context, NODE)
+        known = find.caller(self._controller.state, peer_id)
+        verify("csr", request.csr_der, request.csr_signature, known.public_key)
+        csr_public_key(request.csr_der)
+        node = await self._controller.do(lambda state, now: admission.renew(state, now, peer_id))
+        return mb.RenewResponse(
+            certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
+            membership=membership_of(self._controller, node),
+            deny_list=self._controller.sealed_deny,
+        )
+
+    async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802
+        """The node goes; the next plan is made without it."""
+        peer_id = caller(context, NODE)
+        await self._controller.do(lambda state, now: admission.leave(state, now, peer_id, request.reason))
+        return mb.LeaveResponse()
+
+    async def Heartbeat(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, which gRPC also takes
+        self, request_iterator: AsyncIterator[mb.HeartbeatRequest], context: Context
+    ) -> None:
+        """Serve one stream until the node ends it, it falls silent, or we stop."""
+        peer_id = caller(context, NODE)
+        session = await self._controller.do(lambda state, now: machine.connect(state, now, peer_id))
+        talk = Conversation(self._controller, peer_id, session)
+        try:
+            with self._controller.watching() as changed:
+                listening = asyncio.create_task(talk.listen(request_iterator, changed))
+                try:
+                    await self._speak(talk, listening, changed, context)
+                finally:
+                    listening.cancel()
+                    await asyncio.gather(listening, return_exceptions=True)
+        finally:
+            ending = self._controller.do(lambda state, now: machine.disconnect(state, now, peer_id, session))
+            await asyncio.shield(ending)
+
+    async def _speak(
+        self, talk: Conversation, listening: asyncio.Task[None], changed: asyncio.Event, context: Context
+    ) -> None:
+        while not self._stopping.is_set():
+            # The tick ends silent streams, so this waits no longer than its patience; the deadline is for its bugs.
+            await asyncio.wait_for(changed.wait(), 2 * self._controller.policy.silence_seconds + 5)
+            changed.clear()
+            if listening.done():
+                listening.result()
+                return
+            response = talk.next_response()
+            if response is not None:
+                await context.write(response)

@@ -1,0 +1,92 @@
+"""The HTTP side, on loopback: a page for people, `/api/status` behind it, `/metrics`, `/livez`, `/readyz`.
+
+It reads, it never changes anything, and it has no login; hence loopback. Requests must name the host that
+we listen on, so that a web page elsewhere cannot read this one through a name of its own (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state.store import Store
+from atoll.coordinator.web.status import RECENT_EVENTS, RECENT_ROUNDS, Logs, status
+
+ASSETS = Path(__file__).parent / "assets"
+LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def create_app(controller: Controller, registry: CollectorRegistry, http_host: str) -> Starlette:
+    """The application; it reads from `controller` and `registry`."""
+    site = _Site(controller, registry)
+    hosts = LOOPBACK if http_host in ("localhost", "127.0.0.1", "::1") else ["*"]
+    return Starlette(
+        routes=[
+            Route("/", site.page),
+            Route("/api/status", site.status),
+            Route("/metrics", site.metrics),
+            Route("/livez", site.livez),
+            Route("/readyz", site.readyz),
+            Mount("/assets", StaticFiles(directory=ASSETS)),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
+    )
+
+
+class _Site:
+    def __init__(self, controller: Controller, registry: CollectorRegistry) -> None:
+        self._controller = controller
+        self._registry = registry
+
+    async def page(self, _request: Request) -> Response:
+        return FileResponse(ASSETS / "index.html", headers=_HEADERS)
+
+    async def status(self, _request: Request) -> Response:
+        state = self._controller.state
+        logs = await self._controller.read(self._logs)
+        return JSONResponse(status(state, self._controller.moment(), logs, installed_version()), headers=_HEADERS)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def livez(self, _request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(self, _request: Request) -> Response:
+        failure = self._controller.failure
+        return PlainTextResponse(f"not ready: {failure}\n" if failure else "ok\n", 503 if failure else 200)
+
+    def _logs(self, store: Store) -> Logs:
+        state = self._controller.state
+        return Logs(
+            evaluations={run_id: store.evaluations(run_id) for run_id in state.runs},
+            rounds={
+                run_id: store.rounds(run_id, max(0, run.head_round - RECENT_ROUNDS), 2 * RECENT_ROUNDS)
+                for run_id, run in state.runs.items()
+            },
+            events=store.events(max(0, state.last_event_id - RECENT_EVENTS), RECENT_EVENTS),
+        )
+
+
+def installed_version() -> str:
+    """Of the distribution; empty in a bare source tree."""
+    try:
+        return version("atoll")
+    except PackageNotFoundError:
+        return ""

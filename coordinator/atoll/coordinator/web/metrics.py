@@ -1,0 +1,80 @@
+"""Prometheus metrics of the coordinator: read off the state at each scrape, and errors counted as they happen.
+
+Labels are runs, node states, methods and error names: all bounded. Nothing is labelled by peer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import lifecycle
+from atoll.coordinator.state.snapshot import State
+from atoll.v1 import membership_pb2 as mb
+
+
+def rpc_errors(registry: CollectorRegistry) -> Counter:
+    """Counts RPCs that ended in an error of ours."""
+    return Counter("atoll_rpc_errors", "RPCs that ended in an error", ["method", "reason"], registry=registry)
+
+
+class StateCollector(Collector):
+    """The state, as gauges."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def collect(self) -> Iterator[Metric]:
+        """Called at each scrape."""
+        state = self._controller.state
+        healthy = not self._controller.failure
+        yield GaugeMetricFamily("atoll_store_healthy", "1 unless the last write failed", value=healthy)
+        failures = self._controller.tick_failures
+        yield CounterMetricFamily("atoll_tick_failures", "Ticks that failed", value=failures)
+        yield from _nodes(state)
+        yield from _runs(state)
+
+
+def _nodes(state: State) -> Iterator[Metric]:
+    nodes = GaugeMetricFamily("atoll_nodes", "Connected nodes and seeds by state", labels=["run", "state"])
+    pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of what connected nodes measure", labels=["run"])
+    counts: Tally[tuple[str, str]] = Tally()
+    speeds: Tally[str] = Tally()
+    for node in state.nodes.values():
+        live = state.live.get(node.peer_id)
+        if live is not None and live.connected:
+            name = mb.NodeState.Name(live.status.state).removeprefix("NODE_STATE_").lower()
+            counts[node.run_id, name] += 1
+            speeds[node.run_id] += int(live.status.tokens_per_second) if live.status.tokens_per_second < 1e15 else 0
+    for (run_id, name), count in sorted(counts.items()):
+        nodes.add_metric([run_id, name], count)
+    for run_id in sorted(state.runs):
+        pace.add_metric([run_id], speeds[run_id])
+    yield nodes
+    yield pace
+
+
+def _runs(state: State) -> Iterator[Metric]:
+    head = GaugeMetricFamily("atoll_run_head_round", "Newest committed round", labels=["run"])
+    tokens = CounterMetricFamily("atoll_run_committed_tokens", "Tokens in committed rounds", labels=["run"])
+    rounds = CounterMetricFamily("atoll_run_rounds", "Reported rounds", labels=["run", "outcome"])
+    plan = GaugeMetricFamily("atoll_run_plan_version", "Newest plan", labels=["run"])
+    loss = GaugeMetricFamily("atoll_run_validation_loss", "Newest validation loss, nats per token", labels=["run"])
+    ready = GaugeMetricFamily("atoll_run_nodes_ready", "Nodes that train or could", labels=["run"])
+    for run_id, run in sorted(state.runs.items()):
+        memory = state.memory[run_id]
+        committed = len(memory.committed.keys() - {0})
+        head.add_metric([run_id], run.head_round)
+        tokens.add_metric([run_id], run.committed_tokens)
+        rounds.add_metric([run_id, "committed"], committed)
+        rounds.add_metric([run_id, "abandoned"], len(memory.opened) - committed)
+        plan.add_metric([run_id], run.plan_version)
+        ready.add_metric([run_id], lifecycle.ready_count(state, run_id))
+        if run.loss:
+            loss.add_metric([run_id], run.loss)
+    yield from (head, tokens, rounds, plan, loss, ready)

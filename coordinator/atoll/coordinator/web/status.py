@@ -1,0 +1,123 @@
+"""What the status page and `/api/status` show: one JSON object, built from the state and the logs. Pure.
+
+`version` grows when a field changes its meaning. Long series are thinned here, so the page stays quick
+however long a run lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+from atoll.coordinator.state import views
+from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run
+from atoll.coordinator.state.snapshot import Moment, State
+from atoll.v1 import membership_pb2 as mb
+
+VERSION = 1
+MAX_POINTS = 400
+RECENT_ROUNDS = 60
+RECENT_EVENTS = 40
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Logs:
+    """What the store adds to the state, by run."""
+
+    evaluations: dict[str, tuple[Evaluation, ...]] = field(default_factory=dict)
+    rounds: dict[str, tuple[Round, ...]] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+
+
+def status(state: State, now: Moment, logs: Logs, atoll_version: str) -> dict[str, object]:
+    """Everything, JSON-ready."""
+    return {
+        "version": VERSION,
+        "unix_ms": now.unix_ms,
+        "atoll_version": atoll_version,
+        "runs": [
+            _run(state, run, logs.evaluations.get(run.run_id, ()), logs.rounds.get(run.run_id, ()))
+            for run in sorted(state.runs.values(), key=lambda run: run.created_ms)
+        ],
+        "nodes": [
+            _node(state, node, now) for node in sorted(state.nodes.values(), key=lambda node: (node.run_id, node.name))
+        ],
+        "events": [asdict(event) for event in reversed(logs.events)],
+    }
+
+
+def thin(items: Sequence[T], most: int = MAX_POINTS) -> list[T]:
+    """At most `most` of the items, evenly picked, the last one always among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[(index + 1) * len(items) // most - 1] for index in range(most)]
+
+
+def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequence[Round]) -> dict[str, object]:
+    view = views.run_view(state, run)
+    return {
+        "run_id": run.run_id,
+        "state": run.state.lower(),
+        "head_round": view.head_round,
+        "committed_tokens": view.committed_tokens,
+        "stop_tokens": view.stop_tokens,
+        "rounds_opened": view.rounds_opened,
+        "rounds_committed": view.rounds_committed,
+        "plan_version": view.plan_version,
+        "nodes_ready": view.nodes_ready,
+        "min_nodes": view.min_nodes,
+        "validation_loss": view.validation_loss,
+        "parameters": sum(layer.parameters for layer in view.layers.layers),
+        "losses": [
+            {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens}
+            for item in thin(evaluations)
+        ],
+        "rounds": [_round(row) for row in rounds[-RECENT_ROUNDS:]],
+    }
+
+
+def _round(row: Round) -> dict[str, object]:
+    return {
+        "number": row.number,
+        "attempt": row.attempt,
+        "plan_version": row.plan_version,
+        "committed": row.committed,
+        "reason": row.reason,
+        "tokens": row.tokens,
+        "members": row.members,
+        "seconds": row.seconds,
+        "unix_ms": row.reported_ms,
+        "parts_zeroed": row.parts_zeroed,
+        "opener": row.opener,
+    }
+
+
+def _node(state: State, node: Node, now: Moment) -> dict[str, object]:
+    view = views.node_view(state, node, now.unix_ms, now.monotonic)
+    plan = state.memory[node.run_id].plan
+    return {
+        "peer_id": node.peer_id,
+        "name": node.name,
+        "run_id": node.run_id,
+        "roles": list(node.roles),
+        "state": mb.NodeState.Name(view.status.state).removeprefix("NODE_STATE_").lower().replace("_", " "),
+        "connected": view.connected,
+        "banned": node.banned,
+        "draining": node.draining,
+        "left": node.left,
+        "planned": plan is not None and node.peer_id in plan.members,
+        "device": view.profile.device_name or view.profile.device,
+        "device_memory_bytes": view.profile.device_memory_bytes,
+        "tokens_per_second": view.status.tokens_per_second,
+        "step_seconds": view.status.step_seconds,
+        "steps": view.status.steps,
+        "tokens": view.status.tokens,
+        "train_loss": view.status.train_loss,
+        "head_round": view.status.head_round,
+        "averaging_bytes_sent": view.status.averaging_bytes_sent,
+        "averaging_bytes_fp32": view.status.averaging_bytes_fp32,
+        "detail": view.status.detail,
+        "last_seen_unix_ms": view.last_seen_unix_ms,
+    }
