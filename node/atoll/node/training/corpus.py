@@ -55,11 +55,14 @@ class Corpus:
         return range(self.training_samples, self.training_samples + self.validation_samples)
 
 
-def load_corpus(spec: RunSpec, path: str | None = None) -> Corpus:
-    """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`."""
+def load_corpus(spec: RunSpec, path: str | None = None, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`.
+
+    `tokenizer`: the run's, when it was loaded already.
+    """
     section, report = spec.data, SourceReport()
     where = path or section.path
-    tokenizer = load_tokenizer(section.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(section.tokenizer)
     tokens = pack(documents(section, where, report), tokenizer)
     windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if windows <= section.validation_samples:

@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError, InvalidTransition
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.training import messages as ms
 from atoll.node.training.corpus import load_corpus
-from atoll.node.training.device import check_fits, choose_device, device_facts, too_large
+from atoll.node.training.device import DeviceFacts, check_fits, choose_device, device_facts, too_large
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.shape import layer_table, resolve_shape
 from atoll.node.training.shared import map_vector, size_for
@@ -87,38 +87,30 @@ class Session:
         self._pace = Pace(config.minimum_step_seconds)
         self._training = self._loaded = self._snapped = self._stopping = False
         self._pushed_at = 0.0
-        spec = parse_run_spec(config.run_spec_toml)
-        facts = device_facts(choose_device(config.device))
-        check_fits(spec, resolve_shape(spec.model, load_tokenizer(spec.data.tokenizer).vocabulary), facts)
-        corpus = load_corpus(spec, config.corpus_path)
-        report = corpus.report
-        log.get("trainer").info(
-            "corpus_loaded",
-            tokens=len(corpus.tokens),
-            samples=corpus.training_samples,
-            files=report.files,
-            skipped_files=report.skipped_files,  # not text
-            digest=corpus.digest,
-        )
-        self._loop = InnerLoop(spec, corpus, facts.device, config.cpu_threads, self._clock)
+        self._facts = device_facts(choose_device(config.device))
+        self._loop = _load(config, self._facts, self._clock)
         elements = self._loop.layout.elements
         for descriptor in (anchor_fd, gradient_fd):
             size_for(descriptor, elements)
         self._anchor_E, self._gradient_E = map_vector(anchor_fd, elements), map_vector(gradient_fd, elements)
+        self._introduce(config.minimum_step_seconds)
+
+    def _introduce(self, minimum_step_seconds: float) -> None:
+        loop, facts = self._loop, self._facts
         try:
-            speed = self._loop.probe(config.minimum_step_seconds)
+            speed = loop.probe(minimum_step_seconds)
         except torch.OutOfMemoryError as error:
             raise too_large("ran out of memory in its first step", facts) from error
-        channel.answer(
+        self._channel.answer(
             0,
             ms.Ready(
-                layer_table_hex=layer_table(spec, self._loop.shape).SerializeToString().hex(),
-                corpus_digest=corpus.digest,
-                corpus_samples=corpus.training_samples,
+                layer_table_hex=layer_table(loop.spec, loop.shape).SerializeToString().hex(),
+                corpus_digest=loop.corpus.digest,
+                corpus_samples=loop.corpus.training_samples,
                 device=facts.device,
                 device_name=facts.name,
                 device_memory_bytes=facts.memory_bytes,
-                tokens_per_step=spec.tokens_per_step,
+                tokens_per_step=loop.spec.tokens_per_step,
                 tokens_per_second=speed,
             ),
         )
@@ -225,3 +217,20 @@ class Session:
                 skipped_steps=loop.stepper.skipped_steps if loop.stepper else 0,
             ),
         )
+
+
+def _load(config: ms.TrainerConfig, facts: DeviceFacts, clock: Clock) -> InnerLoop:
+    """Spec, tokenizer, room, corpus, model: in the order in which they can be wrong at the least cost."""
+    spec = parse_run_spec(config.run_spec_toml)
+    tokenizer = load_tokenizer(spec.data.tokenizer)
+    check_fits(spec, resolve_shape(spec.model, tokenizer.vocabulary), facts)
+    corpus = load_corpus(spec, config.corpus_path, tokenizer)
+    log.get("trainer").info(
+        "corpus_loaded",
+        tokens=len(corpus.tokens),
+        samples=corpus.training_samples,
+        files=corpus.report.files,
+        skipped_files=corpus.report.skipped_files,  # not text
+        digest=corpus.digest,
+    )
+    return InnerLoop(spec, corpus, facts.device, config.cpu_threads, clock)

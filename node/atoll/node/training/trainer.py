@@ -136,7 +136,7 @@ class Trainer:
     @classmethod
     async def _start(cls, config: TrainerConfig, descriptors: list[int], log_path: Path) -> Trainer:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+        command = [sys.executable, "-P", "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
         command += [f"--anchor-fd={descriptors[0]}", f"--gradient-fd={descriptors[1]}", f"--parent-pid={os.getpid()}"]
         with theirs, _open_log(log_path) as log, contextlib.ExitStack() as undo:
             undo.callback(ours.close)

@@ -1,0 +1,149 @@
+"""The trainer's orders without a process: pace, refusals, messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import ConfigError, ModelTooLarge
+from atoll.node.training import messages as ms
+from atoll.node.training.session import Pace, Session
+from atoll.node.training.shared import map_vector, open_anonymous
+
+SPEC = """
+version = 1
+[run]
+name = "t"
+stop_tokens = 100000
+[model]
+{model}
+[data]
+path = {path}
+sequence_length = 16
+validation_samples = 8
+[sync]
+round_tokens = 1000
+"""
+TINY = "dimension = 32\nlayers = 1\nheads = 2\nkv_heads = 2\nhidden_dimension = 32"
+
+
+class FakeChannel:
+    """Orders that were written beforehand; answers kept by number. Status pushes are kept apart."""
+
+    def __init__(self, *orders: ms.Order) -> None:
+        self.orders: queue.SimpleQueue[ms.Envelope] = queue.SimpleQueue()
+        for number, order in enumerate(orders, start=1):
+            self.orders.put(ms.Envelope(number, order))
+        self.answers: dict[int, ms.Answer] = {}
+        self.pushed: list[ms.TrainerStatus] = []
+
+    def answer(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None:
+        if isinstance(body, ms.TrainerStatus):
+            self.pushed.append(body)
+        else:
+            self.answers[number] = body
+
+
+def run(tmp_path: Path, *orders: ms.Order, model: str = TINY, device: str = "cpu") -> FakeChannel:
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
+    channel = FakeChannel(*orders, ms.Stop())
+    config = ms.TrainerConfig(SPEC.format(model=model, path=json.dumps(str(tmp_path))), device=device)
+    descriptors = [open_anonymous("anchor"), open_anonymous("gradient")]
+    try:
+        session = Session(config, channel, *descriptors)
+        session.serve()
+        session._loop.close()
+        ready = channel.answers[0]
+        assert isinstance(ready, ms.Ready)
+        assert map_vector(descriptors[0], session._loop.layout.elements).any() == (ms.Initialise() in orders)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return channel
+
+
+def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: Path) -> None:
+    channel = run(
+        tmp_path,
+        ms.Train(),
+        ms.TakeSnapshot(),
+        ms.Apply((), 0),
+        ms.Initialise(),
+        ms.Load(((0, 100),), 0),
+        ms.Apply((), 0),
+        ms.TakeSnapshot(),
+        ms.Apply(((0, 100),), 10),
+        ms.SetRanges(((5, 50),)),
+        ms.Discard(),
+        ms.Evaluate(),
+    )
+    reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
+    assert reasons == dict.fromkeys((1, 2, 3, 6), "InvalidTransition")
+    assert channel.answers[7] == ms.Taken(0, 0, 0)
+    loss = channel.answers[11]
+    assert isinstance(loss, ms.Loss)
+    assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
+    assert channel.answers[12] == ms.Done()
+    assert not channel.pushed[-1].training
+
+
+def test_a_model_that_cannot_fit_is_refused_before_the_corpus_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelTooLarge, match="too large"):
+        run(tmp_path, model='preset = "7b"\nlayers = 4000')
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "no such thing"])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ConfigError):
+        run(tmp_path, device=device)
+
+
+@given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=50), st.floats(0.0, 0.5))
+def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], minimum: float) -> None:
+    pace, now = Pace(minimum), 0.0
+    for duration in durations:
+        now += pace.wait_seconds(now)
+        pace.begin(now)
+        now += duration
+        pace.end(64, 1.0)
+    assert pace.step_seconds(now) >= min(durations[-32:]) * 0.999
+    assert pace.step_seconds(now) >= minimum * 0.999
+    assert pace.tokens_per_step() == 64
+    pace.forget()
+    assert pace.step_seconds(now) == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ms.Load(((0, 5), (9, 12)), 77),
+        ms.Generate("ünï\ncode", 3, 1),
+        ms.Taken(1, 2, 3),
+        ms.Refused("CorpusError", "is empty", "give more"),
+        ms.TrainerConfig("version = 1\n", None),
+    ],
+)
+def test_messages_survive_the_wire(message: ms.Message) -> None:
+    line = ms.Envelope(5, message).line()
+    assert line.count(b"\n") == 1
+    assert ms.Envelope.parse(line) == ms.Envelope(5, message)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b'{"number": 1, "kind": "Nonsense", "fields": {}}',
+        b'{"number": 1, "kind": "Loss", "fields": {"value": 1.0, "more": 2}}',
+    ],
+)
+def test_a_line_that_is_no_message_is_an_error(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"Expecting|not a message"):
+        ms.Envelope.parse(line)
