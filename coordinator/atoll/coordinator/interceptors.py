@@ -25,7 +25,7 @@ Behaviour = Callable[[Any, Any], Awaitable[Any]]  # gRPC's own signature: messag
 _log = log.get("rpc")
 
 
-class Guard(grpc.aio.ServerInterceptor[Any, Any]):
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Checks the caller's role and translates errors. Handlers are coroutines (streams use `context.write`)."""
 
     def __init__(self, errors: Counter) -> None:

@@ -7,7 +7,7 @@ N times, whatever dies when.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Token
@@ -49,7 +49,7 @@ class Applicant:
     """Who shows a token. The key behind `peer_id` was already proven."""
 
     token_id: str
-    secret: str
+    secret: str = field(repr=False)
     peer_id: str
     public_key: bytes
     node_name: str

@@ -6,6 +6,7 @@ Pure. Figures that are not finite (a diverged loss) become 0 here, so that every
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from google.protobuf.message import Message
 
@@ -117,7 +118,7 @@ def event_view(row: Event) -> admin.Event:
 
 def run_state(run: Run) -> mb.RunState:
     """The wire's word for a run's state."""
-    return mb.RunState(mb.RunState.Value(f"RUN_STATE_{run.state}"))
+    return cast("mb.RunState", mb.RunState.Value(f"RUN_STATE_{run.state}"))
 
 
 def order_for(state: State, node: Node) -> mb.Order:
