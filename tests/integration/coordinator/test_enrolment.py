@@ -1,0 +1,123 @@
+"""Enrolment over real TLS: what a stranger with a token gets, and what strangers without one do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from integration.coordinator.lab import Coordinator, Node, coordinator, error_of
+
+from atoll.core import certs
+from atoll.core.clock import SystemClock
+from atoll.core.identity import Identity
+from atoll.core.membership import Authority
+from atoll.core.tokens import parse_token
+from atoll.v1 import admin_pb2 as admin
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import enrolment_pb2 as enrolment
+
+
+async def refused(node: Node, request: enrolment.EnrolRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await node.try_enrol(request)
+    return failure.value.code(), error_of(failure.value).reason
+
+
+async def test_a_token_buys_everything_a_member_needs(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token()
+        assert token.ca_sha256 == certs.certificate_sha256(home.keys.ca.pem)
+        assert token.endpoint == home.endpoints.enrolment
+        node = await Node(home, Identity.generate(), "ann").enrol(token)
+        got = node.enrolled
+        assert certs.subject_uri(got.certificate_chain_pem) == f"atoll://node/{node.identity.peer_id}"
+        assert got.certificate_chain_pem.endswith(home.keys.ca.pem)
+        authority = Authority(got.operator_public_key, got.run_id)
+        member = authority.verify_membership(got.membership, SystemClock().unix())
+        assert (member.node_name, member.roles, member.epoch) == ("ann", {"node"}, 1)
+        assert authority.verify_deny_list(got.deny_list).number == 0
+        assert 'name = "reef"' in got.run_spec_toml
+        assert got.membership_endpoint == ":" + home.endpoints.local.split(":")[1]
+
+
+async def test_a_used_token_is_refused_after_a_restart_too(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token()
+        await Node(home, Identity.generate(), "ann").enrol(token)
+    async with coordinator(tmp_path / "c") as home:
+        late = Node(home, Identity.generate(), "bob")
+        assert await refused(late, late.enrol_request(token)) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "TokenUsedUp",
+        )
+
+
+async def test_every_wrong_request_gets_its_own_reason(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token()
+        node = Node(home, Identity.generate(), "ann")
+        good = node.enrol_request(token)
+
+        def spoiled(**fields: object) -> enrolment.EnrolRequest:
+            request = enrolment.EnrolRequest()
+            request.CopyFrom(good)
+            request.MergeFrom(enrolment.EnrolRequest(**fields))  # type: ignore[arg-type]
+            return request
+
+        other = Identity.generate()
+        cases = {
+            "TokenUnknown": spoiled(token_secret="0" * 48),
+            "ProtocolMismatch": spoiled(protocol=pb.ProtocolVersion(major=9)),
+            "ClockSkew": spoiled(node_unix_ms=good.node_unix_ms - 6 * 60 * 1000),
+            "InvalidRequest": spoiled(node_name="Not A Name"),
+            "SignatureInvalid": spoiled(identity_public_key=other.public_key),
+            "CertificateInvalid": spoiled(csr_der=b"rubbish", csr_signature=node.identity.sign("csr", b"rubbish")),
+        }
+        for reason, request in cases.items():
+            assert (await refused(node, request))[1] == reason
+        await node.try_enrol(good)  # none of them spent the token
+
+
+async def test_a_revoked_token_is_refused(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token()
+        await home.admin.RevokeToken(admin.RevokeTokenRequest(id=token.token_id))
+        node = Node(home, Identity.generate(), "ann")
+        assert await refused(node, node.enrol_request(token)) == (grpc.StatusCode.UNAUTHENTICATED, "TokenRevoked")
+
+
+async def test_another_authority_is_noticed_before_anything_is_sent(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "a") as home, coordinator(tmp_path / "b") as stranger:
+        await home.create_run()
+        node = Node(stranger, Identity.generate(), "ann")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await node.try_enrol(node.enrol_request(await home.token()), ca_pem=home.keys.ca.pem)
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_secret_is_stored_only_as_a_hash(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token()
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "c").glob("coordinator.db*"))
+    assert token.token_id.encode() in stored
+    assert token.secret.encode() not in stored
+
+
+async def test_the_public_endpoint_stands_in_tokens(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c", public_endpoint="swarm.example.org:17700") as home:
+        await home.create_run()
+        assert (await home.token()).endpoint == "swarm.example.org:17700"
+        assert isinstance(home, Coordinator)
+
+
+async def test_tokens_parse_as_nodes_will_parse_them(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        made = await home.admin.CreateToken(admin.CreateTokenRequest(uses=1, ttl_seconds=60))
+        assert parse_token(made.token).token_id == made.view.id

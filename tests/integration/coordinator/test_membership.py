@@ -1,0 +1,244 @@
+"""Heartbeats over real mutual TLS: genesis, plans, reports, bans, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator, error_of, tls_request
+from unit.coordinator.world import abandoned_report, genesis_report, hash_of, round_report
+
+from atoll.core.certs import subject_uri
+from atoll.core.clock import SystemClock
+from atoll.core.membership import Authority
+from atoll.core.plan import Plan, verify_plan
+from atoll.v1 import admin_pb2 as admin
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import membership_pb2_grpc
+
+
+def plan_in(response: mb.HeartbeatResponse, home: Coordinator) -> Plan:
+    return verify_plan(response.plan, home.keys.operator.public_key, "reef")
+
+
+async def begin(home: Coordinator, *names: str, **spec: int) -> list[Node]:
+    """A run that trains with these nodes, in the order of the plan."""
+    await home.create_run(min_nodes=len(names), **spec)
+    nodes = [await (await home.node(name)).connect() for name in names]
+    nodes.sort(key=lambda node: node.identity.peer_id)
+    await nodes[0].hear(lambda response: response.order == mb.ORDER_WRITE_GENESIS)
+    await nodes[0].say(mb.NODE_STATE_READY, genesis=genesis_report(nodes[0].identity))
+    for node in nodes:
+        response = await node.plan(1)
+        assert plan_in(response, home).members == tuple(item.identity.peer_id for item in nodes)
+        assert len(response.layers.layers) == 3
+        assert response.genesis.payload
+        await node.say(mb.NODE_STATE_TRAINING)
+    return nodes
+
+
+async def close(nodes: list[Node]) -> None:
+    for node in nodes:
+        await node.close()
+
+
+@asynccontextmanager
+async def training(data_dir: Path, *names: str, **spec: int) -> AsyncIterator[tuple[Coordinator, list[Node]]]:
+    async with coordinator(data_dir) as home:
+        nodes = await begin(home, *names, **spec)
+        yield home, nodes
+        await close(nodes)
+
+
+async def test_from_enrolment_over_genesis_to_a_plan_with_data(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        response = await nodes[1].plan(1)
+        plan = plan_in(response, home)
+        assert [item.data_ranges for item in plan.assignments] == [((0, 64),), ((64, 128),)]
+        assert plan.routes == tuple((peer,) for peer in plan.members)
+        assert response.run_state == mb.RUN_STATE_TRAINING
+
+
+async def test_a_late_joiner_and_a_leaver_make_new_plans(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        late = await (await home.node("cid")).connect()
+        second = plan_in(await nodes[0].plan(2), home)
+        assert set(second.members) == {node.identity.peer_id for node in (*nodes, late)}
+        assert second.reason == "cid joins"
+        assert all(item.data_ranges == () for item in second.assignments)
+        await late.stub.Leave(mb.LeaveRequest(reason="bedtime"), timeout=SECONDS)
+        third = plan_in(await nodes[0].plan(3), home)
+        assert late.identity.peer_id not in third.members
+        assert third.reason == "cid left"
+        await late.close()
+
+
+async def test_a_killed_node_leaves_the_plan_after_the_grace(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        await nodes[1].close()
+        plan = plan_in(await nodes[0].plan(2), home)
+        assert plan.members == (nodes[0].identity.peer_id,)
+        assert "was lost" in plan.reason
+
+
+async def test_reports_are_durable_when_acknowledged_and_resending_is_harmless(tmp_path: Path) -> None:
+    data_dir = tmp_path / "c"
+    async with training(data_dir, "ann", "bob") as (home, nodes):
+        ann, identities = nodes[0], [node.identity for node in nodes]
+        first = round_report(1, hash_of(genesis_report(ann.identity)), identities)
+        loss = mb.EvaluationReport(round=1, loss=4.25, committed_tokens=1000)
+        for _ in range(2):
+            sequence = await ann.say(rounds=[first, abandoned_report(2)], evaluations=[loss])
+        await ann.acknowledged(sequence)
+    async with coordinator(data_dir) as home:
+        run = await home.admin.GetRun(admin.RunRequest(), timeout=SECONDS)
+        assert (run.head_round, run.committed_tokens, run.rounds_opened, run.rounds_committed) == (1, 1000, 2, 1)
+        assert [item.loss for item in run.evaluations] == [4.25]
+        rounds = (await home.admin.ListRounds(admin.ListRoundsRequest(), timeout=SECONDS)).rounds
+        assert [(item.round.number, item.committed, item.members) for item in rounds] == [(1, True, 2), (2, False, 0)]
+
+
+async def test_the_run_finishes_when_its_tokens_are_committed(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob", stop_tokens=1000) as (_, nodes):
+        identities = [node.identity for node in nodes]
+        await nodes[0].say(rounds=[round_report(1, hash_of(genesis_report(nodes[0].identity)), identities)])
+        for node in nodes:
+            await node.hear(lambda response: response.run_state == mb.RUN_STATE_FINISHED)
+
+
+async def test_a_restart_changes_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    data_dir = tmp_path / "c"
+    async with training(data_dir, "ann", "bob") as (home, nodes):
+        ca, before = home.keys.ca.pem, (await home.admin.GetPlan(admin.GetPlanRequest(), timeout=SECONDS)).signed
+    async with coordinator(data_dir, lost_after_seconds=10.0) as home:
+        assert home.keys.ca.pem == ca
+        for node in nodes:
+            node.home = home
+            await node.connect(mb.NODE_STATE_TRAINING)
+        for node in nodes:
+            response = await node.hear(lambda response: response.run_state == mb.RUN_STATE_TRAINING)
+            assert not response.HasField("plan")  # it has that one
+        after = await home.admin.GetPlan(admin.GetPlanRequest(), timeout=SECONDS)
+        assert after.signed == before
+        await close(nodes)
+
+
+async def test_a_ban_ends_the_stream_reaches_everyone_and_survives(tmp_path: Path) -> None:
+    data_dir = tmp_path / "c"
+    async with training(data_dir, "ann", "bob") as (home, nodes):
+        good, bad = nodes
+        await home.admin.BanNode(admin.BanNodeRequest(node=bad.identity.peer_id, reason="garbage"), timeout=SECONDS)
+        failure = await bad.ended()
+        assert (failure.code(), error_of(failure).reason) == (grpc.StatusCode.PERMISSION_DENIED, "Banned")
+        await good.hear(lambda response: _number(response, home) == 1)
+        assert plan_in(await good.plan(2), home).members == (good.identity.peer_id,)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await bad.stub.Renew(mb.RenewRequest(csr_der=bad.csr, csr_signature=bad.csr_signature), timeout=SECONDS)
+        assert error_of(refused.value).reason == "Banned"
+        again = Node(home, bad.identity, "bob")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await again.enrol(await home.token())
+        assert error_of(refused.value).reason == "Banned"
+    async with coordinator(data_dir) as home:
+        assert home.controller.state.deny.number == 1
+        assert bad.identity.peer_id in home.controller.state.deny.peer_ids
+
+
+async def test_drain_is_an_order_and_ends_with_leave(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        await home.admin.DrainNode(admin.DrainNodeRequest(node=nodes[1].name), timeout=SECONDS)
+        await nodes[1].hear(lambda response: response.order == mb.ORDER_DRAIN)
+        assert plan_in(await nodes[0].plan(2), home).members == (nodes[0].identity.peer_id,)
+        await nodes[1].stub.Leave(mb.LeaveRequest(), timeout=SECONDS)
+
+
+async def test_pause_start_and_stop_reach_the_nodes(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann") as (home, nodes):
+        await home.admin.PauseRun(admin.RunRequest(), timeout=SECONDS)
+        await nodes[0].hear(lambda response: response.run_state == mb.RUN_STATE_PAUSED)
+        await home.admin.StartRun(admin.RunRequest(), timeout=SECONDS)
+        nodes[0].heard.clear()
+        await nodes[0].say()
+        await nodes[0].hear(lambda response: response.run_state == mb.RUN_STATE_TRAINING)
+        await home.admin.StopRun(admin.RunRequest(), timeout=SECONDS)
+        await nodes[0].hear(lambda response: response.run_state == mb.RUN_STATE_STOPPED)
+
+
+async def test_another_corpus_is_told_and_stays_outside(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, _):
+        stray = await (await home.node("cid")).connect(corpus="cd" * 32)
+        failure = await stray.ended()
+        assert error_of(failure).reason == "CorpusError"
+        assert "is not the run's" in str(failure.details())
+        await stray.close()
+
+
+async def test_renewal_keeps_the_peer_and_raises_the_epoch(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann") as (home, nodes):
+        ann = nodes[0]
+        ann.key_pem, ann.csr, ann.csr_signature = tls_request(ann.identity)
+        request = mb.RenewRequest(csr_der=ann.csr, csr_signature=ann.csr_signature)
+        fresh = await ann.stub.Renew(request, timeout=SECONDS)
+        assert subject_uri(fresh.certificate_chain_pem) == f"atoll://node/{ann.identity.peer_id}"
+        member = Authority(home.keys.operator.public_key, "reef").verify_membership(
+            fresh.membership, SystemClock().unix()
+        )
+        assert member.epoch == 2
+        ann.enrolled.certificate_chain_pem = fresh.certificate_chain_pem
+        async with ann.channel() as channel:  # the new key and chain are good for a call
+            await membership_pb2_grpc.MembershipServiceStub(channel).Renew(request, timeout=SECONDS)  # type: ignore[misc]
+
+
+async def test_renewal_needs_the_identitys_own_signature(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (_, nodes):
+        ann, bob = nodes
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ann.stub.Renew(mb.RenewRequest(csr_der=bob.csr, csr_signature=bob.csr_signature), timeout=SECONDS)
+        assert error_of(refused.value).reason == "SignatureInvalid"
+
+
+async def test_a_second_stream_of_a_peer_ends_the_first(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        ann = await home.node("ann")
+        await ann.connect()
+        old = ann.call
+        await ann.connect()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while await old.read() is not grpc.aio.EOF:
+                await ann.say(mb.NODE_STATE_READY)
+        assert error_of(ended.value).reason == "InvalidTransition"
+        await ann.close()
+
+
+async def test_a_silent_stream_ends(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c", silence_seconds=0.3) as home:
+        await home.create_run()
+        ann = await (await home.node("ann")).connect()
+        assert error_of(await ann.ended()).reason == "InvalidTransition"
+        await ann.close()
+
+
+async def test_seeds_are_handed_to_nodes_and_never_planned(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run(min_nodes=1)
+        seed = await home.node("seed", roles=[pb.ROLE_SEED])
+        await seed.connect(multiaddrs=["/ip4/127.0.0.1/tcp/4009"])
+        expected = [f"/ip4/127.0.0.1/tcp/4009/p2p/{seed.identity.peer_id}"]
+        await seed.hear(lambda response: list(response.seeds) == expected)
+        ann = await (await home.node("ann")).connect()
+        assert list(ann.enrolled.seeds) == expected
+        await ann.hear(lambda response: response.order == mb.ORDER_WRITE_GENESIS)
+        await ann.say(mb.NODE_STATE_READY, genesis=genesis_report(ann.identity))
+        assert plan_in(await ann.plan(1), home).members == (ann.identity.peer_id,)
+        await close([ann, seed])
+
+
+def _number(response: mb.HeartbeatResponse, home: Coordinator) -> int:
+    if not response.HasField("deny_list"):
+        return -1
+    return Authority(home.keys.operator.public_key, "reef").verify_deny_list(response.deny_list).number

@@ -1,0 +1,190 @@
+"""Who gets in with which token, and who must go."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.coordinator.world import RUN, World, spec_toml
+
+from atoll.coordinator.state import admission, find, lifecycle, machine
+from atoll.core.errors import (
+    AlreadyExists,
+    AtollError,
+    Banned,
+    CertificateInvalid,
+    InvalidRequest,
+    NotFound,
+    TokenExpired,
+    TokenRevoked,
+    TokenUnknown,
+    TokenUsedUp,
+)
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.create_run()
+    return made
+
+
+def test_a_token_admits_as_often_as_it_says(world: World) -> None:
+    token = world.token(uses=2)
+    world.enrol("ann", token)
+    world.enrol("bob", token)
+    with pytest.raises(TokenUsedUp, match="good for 2"):
+        world.enrol("cid", token)
+    assert world.state.tokens[token.token_id].uses_left == 0
+
+
+def test_wrong_secret_and_unknown_token_look_the_same(world: World) -> None:
+    token = world.token()
+    with pytest.raises(TokenUnknown) as wrong:
+        world.enrol("ann", token, secret="6" * 48)
+    world.state = World().state
+    world.create_run()
+    with pytest.raises(TokenUnknown) as unknown:
+        world.enrol("ann", token)
+    assert str(wrong.value) == str(unknown.value)
+
+
+def test_an_expired_token_says_since_when(world: World) -> None:
+    token = world.token(ttl_seconds=60)
+    world.wait(180)
+    with pytest.raises(TokenExpired, match="2 min 00 s ago") as refusal:
+        world.enrol("ann", token)
+    assert "atollctl token create" in refusal.value.remedy
+
+
+def test_a_revoked_token_is_refused_and_may_be_revoked_twice(world: World) -> None:
+    token = world.token()
+    for _ in range(2):
+        world.take(admission.revoke_token(world.state, world.now, token.token_id))
+    assert world.kinds().count("token.revoked") == 1
+    with pytest.raises(TokenRevoked):
+        world.enrol("ann", token)
+
+
+def test_enrolling_again_raises_the_epoch_and_keeps_the_name(world: World) -> None:
+    peer = world.enrol("ann").peer_id
+    world.enrol("ann")
+    assert (world.state.nodes[peer].epoch, world.state.nodes[peer].name) == (2, "ann")
+    world.take(admission.renew(world.state, world.now, peer))
+    assert world.state.nodes[peer].epoch == 3
+
+
+def test_names_are_made_unique_per_run(world: World) -> None:
+    first = world.enrol("ann")
+    world.identities.pop("ann")
+    second = world.enrol("ann")
+    assert world.state.nodes[first.peer_id].name == "ann"
+    assert world.state.nodes[second.peer_id].name == "ann-2"
+
+
+def test_a_banned_peer_can_neither_enrol_nor_renew_nor_connect(world: World) -> None:
+    peer = world.enrol("ann").peer_id
+    step = admission.ban(world.state, world.now, "ann", "sent garbage")
+    world.take(step)
+    assert step.deny is not None
+    assert (step.deny.number, step.deny.peer_ids) == (1, {peer})
+    with pytest.raises(Banned):
+        world.enrol("ann")
+    with pytest.raises(Banned):
+        admission.renew(world.state, world.now, peer)
+    with pytest.raises(Banned):
+        machine.connect(world.state, world.now, peer)
+
+
+def test_banning_twice_does_not_issue_another_list(world: World) -> None:
+    world.enrol("ann")
+    world.take(admission.ban(world.state, world.now, "ann", ""))
+    assert admission.ban(world.state, world.now, "ann", "").deny is None
+
+
+def test_one_identity_works_for_one_run_at_a_time(world: World) -> None:
+    world.join("ann")
+    world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="other"), start=False))
+    wanted = admission.TokenRequest("f" * 12, world.state.tokens["0" * 12].secret_hash, "other", 1, 60, ())
+    token = world.take(admission.create_token(world.state, world.now, wanted))
+    with pytest.raises(AlreadyExists, match="run 'reef'"):
+        world.enrol("ann", token)  # type: ignore[arg-type]
+    world.hang_up("ann")
+    peer = world.enrol("ann", token).peer_id  # type: ignore[arg-type]
+    assert world.state.nodes[peer].run_id == "other"
+
+
+@pytest.mark.parametrize("name", ["", "UPPER", "with space", "x" * 64, "ümlaut"])
+def test_bad_names_are_refused(world: World, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="1 to 63 characters"):
+        world.enrol(name)
+
+
+@pytest.mark.parametrize(("uses", "ttl"), [(0, 60), (1, 0), (10**9, 60), (1, 10**10)])
+def test_absurd_tokens_are_refused(world: World, uses: int, ttl: int) -> None:
+    with pytest.raises(InvalidRequest):
+        world.token(uses=uses, ttl_seconds=ttl)
+
+
+def test_admin_is_not_a_role_for_tokens(world: World) -> None:
+    with pytest.raises(InvalidRequest, match="not admin"):
+        world.token(roles=("admin",))
+
+
+def test_a_token_needs_a_run() -> None:
+    with pytest.raises(NotFound, match="no run yet"):
+        World().token()
+
+
+def test_strangers_have_no_row(world: World) -> None:
+    for call in (
+        lambda: admission.renew(world.state, world.now, "12D3KooWnobody"),
+        lambda: admission.leave(world.state, world.now, "12D3KooWnobody", ""),
+        lambda: machine.connect(world.state, world.now, "12D3KooWnobody"),
+    ):
+        with pytest.raises(CertificateInvalid, match="not enrolled"):
+            call()
+
+
+def test_nodes_are_found_by_name_id_and_the_end_of_the_id(world: World) -> None:
+    peer = world.enrol("ann").peer_id
+    world.enrol("bob")
+    for text in ("ann", peer, peer[-8:]):
+        assert find.node(world.state, text).peer_id == peer
+    with pytest.raises(InvalidRequest, match="names 2 nodes"):
+        find.node(world.state, "12D3KooW")
+    with pytest.raises(NotFound):
+        find.node(world.state, "cid")
+
+
+def test_seeds_are_handed_out_with_their_peer_id(world: World) -> None:
+    seed = world.enrol("seed", world.token(roles=("seed",)))
+    world.connect("seed")
+    world.say("seed", multiaddrs=["/ip4/192.0.2.7/tcp/4001"])
+    assert admission.seeds_of(world.state, RUN) == (f"/ip4/192.0.2.7/tcp/4001/p2p/{seed.peer_id}",)
+    world.take(admission.ban(world.state, world.now, "seed", ""))
+    assert admission.seeds_of(world.state, RUN) == ()
+
+
+@given(
+    uses=st.integers(1, 4),
+    attempts=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["enrol", "revoke", "wait"])), max_size=25),
+)
+def test_no_token_is_used_more_often_than_it_may(uses: int, attempts: list[tuple[int, str]]) -> None:
+    world = World()
+    world.create_run()
+    token = world.token(uses=uses, ttl_seconds=4)
+    admitted = 0
+    for who, what in attempts:
+        if what == "wait":
+            world.wait(0.5)
+        elif what == "revoke" and who == 0:
+            world.take(admission.revoke_token(world.state, world.now, token.token_id))
+        else:
+            try:
+                world.enrol(f"node-{who}", token)
+                admitted += 1
+            except AtollError:
+                continue
+    assert admitted == uses - world.state.tokens[token.token_id].uses_left
+    assert admitted <= uses

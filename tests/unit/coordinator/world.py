@@ -1,0 +1,209 @@
+"""A small swarm on paper: specs, identities, and the reports that honest (and other) nodes would send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from atoll.coordinator.state import admission, lifecycle, machine
+from atoll.coordinator.state.records import Event, Node, Record, Run, Token
+from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
+from atoll.core import protocol
+from atoll.core.identity import Identity
+from atoll.core.manifest import manifest_hash, sign_manifest
+from atoll.core.plan import Plan
+from atoll.core.tokens import hash_secret
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2, plan_pb2
+from atoll.v1 import membership_pb2 as mb
+
+RUN = "reef"
+CORPUS = "ab" * 32
+LAYERS = ("embedding", "block.0", "head")
+SECRET = "5" * 48
+FIT = mb.NODE_STATE_READY
+
+
+def spec_toml(*, min_nodes: int = 2, stop_tokens: int = 10_000, round_tokens: int = 1000, name: str = RUN) -> str:
+    """A run spec as an operator would write it."""
+    return (
+        f'version = 1\n[run]\nname = "{name}"\nmin_nodes = {min_nodes}\nstop_tokens = {stop_tokens}\n'
+        f'[data]\npath = "corpus"\nsequence_length = 64\n[sync]\nround_tokens = {round_tokens}\n'
+    )
+
+
+def layer_states(count: int = len(LAYERS), fill: int = 1) -> list[manifest_pb2.LayerState]:
+    """Digests of the right length."""
+    digest = bytes([fill]) * 32
+    return [manifest_pb2.LayerState(layer=i, anchor_digest=digest, momentum_digest=digest) for i in range(count)]
+
+
+def commit(payload: bytes, signers: list[Identity]) -> manifest_pb2.CommittedManifest:
+    """A manifest with everyone's signature."""
+    signatures = [sign_manifest(signer, payload) for signer in signers]
+    return manifest_pb2.CommittedManifest(payload=payload, signatures=signatures)
+
+
+def genesis_report(writer: Identity, run_id: str = RUN, corpus: str = CORPUS) -> mb.GenesisReport:
+    """What the chosen node sends."""
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=pb.RoundId(run_id=run_id),
+        layers=layer_states(),
+        corpus_digest=bytes.fromhex(corpus),
+    )
+    table = plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(name=name, parameters=10) for name in LAYERS])
+    return mb.GenesisReport(layers=table, manifest=commit(manifest.SerializeToString(), [writer]))
+
+
+def round_report(
+    number: int,
+    previous: bytes,
+    members: list[Identity],
+    *,
+    plan_version: int = 1,
+    tokens_each: int = 500,
+    committed_before: int = 0,
+    run_id: str = RUN,
+    attempt: int = 0,
+    signers: list[Identity] | None = None,
+    layers: int = len(LAYERS),
+) -> mb.RoundReport:
+    """A committed round of `members`, as its opener reports it."""
+    name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt)
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=name,
+        previous_hash=previous,
+        contributions=[
+            manifest_pb2.Contribution(peer_id=member.peer_id, tokens=tokens_each, weight=tokens_each)
+            for member in members
+        ],
+        layers=layer_states(layers, number % 200),
+        committed_tokens=committed_before + tokens_each * len(members),
+    )
+    committed = commit(manifest.SerializeToString(), members if signers is None else signers)
+    return mb.RoundReport(round=name, committed=True, manifest=committed, seconds=1.5)
+
+
+def abandoned_report(number: int, *, plan_version: int = 1, attempt: int = 0, run_id: str = RUN) -> mb.RoundReport:
+    """A round that did not commit."""
+    name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt)
+    return mb.RoundReport(round=name, reason="a member was silent", seconds=3.0)
+
+
+def hash_of(report: mb.RoundReport | mb.GenesisReport) -> bytes:
+    """How the next manifest names this one."""
+    return manifest_hash(report.manifest.payload)
+
+
+@dataclass
+class World:
+    """Drives the machine as the server does, and keeps everything it said."""
+
+    policy: Policy = Policy()
+    state: State = field(default_factory=State)
+    now: Moment = Moment(1_700_000_000_000, 100.0)
+    records: list[Record] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    identities: dict[str, Identity] = field(default_factory=dict)
+    sessions: dict[str, int] = field(default_factory=dict)
+
+    def take(self, step: Step[object]) -> object:
+        """Make a step the present."""
+        self.state = step.state
+        self.records += step.records
+        self.plans += step.plans
+        return step.result
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, ticking as the server does."""
+        end = self.now.monotonic + seconds
+        while self.now.monotonic < end:
+            pause = min(0.2, end - self.now.monotonic)
+            self.now = Moment(self.now.unix_ms + int(pause * 1000), self.now.monotonic + pause)
+            for peer, session in self.sessions.items():
+                live = self.state.live.get(peer)
+                if live is not None and live.session == session:  # nodes that are there keep sending
+                    self.state = replace(
+                        self.state, live={**self.state.live, peer: replace(live, seen=self.now.monotonic)}
+                    )
+            self.take(machine.tick(self.state, self.now, self.policy))
+
+    def create_run(self, *, start: bool = True, **spec: int) -> Run:
+        """A run."""
+        run = self.take(lifecycle.create_run(self.state, self.now, spec_toml(**spec), start=start))  # type: ignore[arg-type]
+        assert isinstance(run, Run)
+        return run
+
+    def token(self, *, uses: int = 100, ttl_seconds: int = 1800, roles: tuple[str, ...] = ("node",)) -> Token:
+        """A token whose secret is SECRET."""
+        number = f"{len(self.state.tokens):012x}"
+        wanted = admission.TokenRequest(number, hash_secret(SECRET), "", uses, ttl_seconds, roles)
+        made = self.take(admission.create_token(self.state, self.now, wanted))
+        assert isinstance(made, Token)
+        return made
+
+    def enrol(self, name: str, token: Token | None = None, secret: str = SECRET) -> Identity:
+        """Admit a node; the same name comes back with the same identity."""
+        identity = self.identities.setdefault(name, Identity.generate())
+        chosen = token or self.token()
+        applicant = admission.Applicant(chosen.token_id, secret, identity.peer_id, identity.public_key, name)
+        node = self.take(admission.enrol(self.state, self.now, applicant))
+        assert isinstance(node, Node)
+        return identity
+
+    def connect(self, name: str, state: mb.NodeState = FIT, corpus: str = CORPUS) -> Identity:
+        """Open a stream and report a state."""
+        identity = self.identities[name]
+        session = self.take(machine.connect(self.state, self.now, identity.peer_id))
+        assert isinstance(session, int)
+        self.sessions[identity.peer_id] = session
+        self.say(name, state, corpus_digest=corpus)
+        return identity
+
+    def say(self, name: str, state: mb.NodeState = mb.NODE_STATE_TRAINING, **request: object) -> None:
+        """One heartbeat."""
+        peer = self.identities[name].peer_id
+        message = mb.HeartbeatRequest(status=mb.NodeStatus(state=state), **request)  # type: ignore[arg-type]
+        self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
+
+    def hang_up(self, name: str) -> None:
+        """The stream ends."""
+        peer = self.identities[name].peer_id
+        self.take(machine.disconnect(self.state, self.now, peer, self.sessions.pop(peer)))
+
+    def join(self, *names: str) -> list[Identity]:
+        """Enrol and connect."""
+        for name in names:
+            self.enrol(name)
+            self.connect(name)
+        return [self.identities[name] for name in names]
+
+    def train(self, *names: str, **spec: int) -> list[Identity]:
+        """A run that trains with these nodes; the identities in the order of the plan."""
+        self.create_run(min_nodes=len(names), **spec)
+        self.join(*names)
+        self.wait(0.4)
+        writer = self.state.memory[RUN].writer
+        self.say(self.name_of(writer), FIT, genesis=genesis_report(self.identities[self.name_of(writer)]))
+        for name in names:
+            self.say(name)
+        assert self.run.state == "TRAINING"
+        return [self.identities[self.name_of(peer)] for peer in self.plans[-1].members]
+
+    def name_of(self, peer_id: str) -> str:
+        """The name a peer was given here."""
+        return next(name for name, identity in self.identities.items() if identity.peer_id == peer_id)
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self.state.runs[RUN]
+
+    def members(self) -> set[str]:
+        """Names in the newest plan."""
+        return {self.name_of(peer) for peer in self.plans[-1].members}
+
+    def kinds(self) -> list[str]:
+        """Kinds of all events so far."""
+        return [record.kind for record in self.records if isinstance(record, Event)]
