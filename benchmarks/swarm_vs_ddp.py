@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from benchmarks.common import Report
 EQUAL, UNEQUAL = (1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0, 4.0)
 INNER_STEPS = 20  # H: inner steps of a full-speed node a round
 DELAY = 2.0  # virtual step times that an exchange lasts; the demo's takes about one
-DDP_GRID = (2e-3, 4e-3, 8e-3)
-ALONE_GRID = (2e-3, 4e-3)
+GRID = {"ddp": (2e-3, 4e-3, 8e-3), "alone": (1e-3, 2e-3, 4e-3)}
 VARIANTS: dict[str, tuple[tuple[float, ...], str, float]] = {
     "equal speeds, fp32, no delay": (EQUAL, "fp32", 0.0),
     "equal speeds, int4, no delay": (EQUAL, "int4", 0.0),
@@ -56,16 +55,32 @@ def main() -> None:
         from atoll.node.lab.corpus import write_python_corpus
 
         write_python_corpus(corpus)
-        for steps in arguments.steps:
-            demos = [_demo(steps, seed, corpus) for seed in range(arguments.seeds)] if arguments.demo else []
-            jobs = list(_jobs(steps, arguments.seeds, [demo["tokens"] for demo in demos]))
-            with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-                losses = dict(zip(jobs, pool.map(run_job, jobs, [str(corpus)] * len(jobs)), strict=True))
-            _tell(report, steps, losses, demos)
+        demos = {
+            steps: [_demo(steps, seed, corpus) for seed in range(arguments.seeds)] if arguments.demo else []
+            for steps in arguments.steps
+        }
+        with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+
+            def train(jobs: list[Job]) -> dict[Job, float]:
+                return dict(zip(jobs, pool.map(run_job, jobs, [str(corpus)] * len(jobs)), strict=True))
+
+            rates = _tune(train, min(arguments.steps))
+            for steps in arguments.steps:
+                _tell(report, steps, train(list(_jobs(steps, arguments.seeds, rates))), demos[steps])
     report.finish(
-        f"nats per byte, built-in 'nano' model, {arguments.seeds} seeds; mean over seeds; DDP and alone at the best of "
-        f"their learning rates {DDP_GRID}, {ALONE_GRID}; H={INNER_STEPS}, outer Nesterov 0.7/0.9"
+        f"nats per byte, built-in 'nano' model, mean over {arguments.seeds} seeds; learning rates tuned at "
+        f"T={min(arguments.steps)}, seed 0: {rates} of {GRID}; H={INNER_STEPS}, outer Nesterov 0.7/0.9; batch of DDP: "
+        f"{4 * _step_tokens()} tokens a step"
     )
+
+
+def _tune(train: Callable[[list[Job]], dict[Job, float]], steps: int) -> dict[str, float]:
+    """The best learning rate of each program on its grid, at the shortest length."""
+    tokens = {"ddp": 4 * steps * _step_tokens(), "alone": steps * _step_tokens()}
+    losses = train([Job(kind, steps, 0, rate, total) for kind, total in tokens.items() for rate in GRID[kind]])
+    return {
+        kind: min((loss, job.learning_rate) for job, loss in losses.items() if job.kind == kind)[1] for kind in tokens
+    }
 
 
 def run_job(job: Job, corpus_path: str) -> float:
@@ -88,33 +103,30 @@ def run_job(job: Job, corpus_path: str) -> float:
     return loss
 
 
-def _jobs(steps: int, seeds: int, demo_tokens: list[int]) -> Iterable[Job]:
-    step_tokens = _step_tokens()
-    totals = {speeds: int(steps * sum(1 / time for time in speeds)) * step_tokens for speeds in (EQUAL, UNEQUAL)}
+def _jobs(steps: int, seeds: int, rates: dict[str, float]) -> Iterable[Job]:
+    totals = {speeds: _tokens(steps, speeds) for speeds in (EQUAL, UNEQUAL)}
     for seed in range(seeds):
-        for tokens in sorted({*totals.values(), *demo_tokens[seed : seed + 1]}):
-            yield from (Job("ddp", steps, seed, rate, tokens) for rate in DDP_GRID)
-        yield from (Job("alone", steps, seed, rate, steps * step_tokens) for rate in ALONE_GRID)
+        for tokens in totals.values():
+            yield Job("ddp", steps, seed, rates["ddp"], tokens)
+        yield Job("alone", steps, seed, rates["alone"], steps * _step_tokens())
         for name, (speeds, _, _) in VARIANTS.items():
             yield Job(name, steps, seed, _swarm_rate(), totals[speeds])
 
 
-def _tell(report: Report, steps: int, losses: dict[Job, float], demos: list[dict[str, Any]]) -> None:
-    def best(kind: str, seed: int, tokens: int | None = None) -> float:
-        fitting = [
-            loss
-            for job, loss in losses.items()
-            if (job.kind, job.seed) == (kind, seed) and tokens in (None, job.tokens)
-        ]
-        return min(fitting)
+def _tokens(steps: int, speeds: tuple[float, ...]) -> int:
+    """Of all nodes, when a full-speed node makes `steps` steps."""
+    return int(steps * sum(1 / time for time in speeds)) * _step_tokens()
 
-    seeds = sorted({job.seed for job in losses})
-    alone = statistics.mean(best("alone", seed) for seed in seeds)
+
+def _tell(report: Report, steps: int, losses: dict[Job, float], demos: list[dict[str, Any]]) -> None:
+    def of(kind: str, tokens: int | None = None) -> float:
+        fitting = [loss for job, loss in losses.items() if job.kind == kind and tokens in (None, job.tokens)]
+        return statistics.mean(fitting)
+
+    alone = of("alone")
     gaps: dict[str, float] = {}
     for name in VARIANTS:
-        jobs = [job for job in losses if job.kind == name]
-        mine = statistics.mean(losses[job] for job in jobs)
-        ddp = statistics.mean(best("ddp", job.seed, job.tokens) for job in jobs)
+        mine, ddp = of(name), of("ddp", _tokens(steps, VARIANTS[name][0]))
         gaps[name] = mine / ddp - 1
         report.cell(steps=steps, swarm=name, loss=mine, ddp=ddp, gap_percent=100 * gaps[name], alone=alone)
     equal = "equal speeds, fp32, no delay"
@@ -122,7 +134,7 @@ def _tell(report: Report, steps: int, losses: dict[Job, float], demos: list[dict
     if not demos:
         return
     mine = statistics.mean(demo["val_loss_last"] for demo in demos)
-    ddp = statistics.mean(best("ddp", seed, demo["tokens"]) for seed, demo in zip(seeds, demos, strict=True))
+    ddp = of("ddp", _tokens(steps, UNEQUAL))  # the demo stops at the first round past those tokens
     gap = mine / ddp - 1
     report.cell(
         steps=steps, swarm="atoll demo (real processes)", loss=mine, ddp=ddp, gap_percent=100 * gap, alone=alone
@@ -135,7 +147,7 @@ def _tell(report: Report, steps: int, losses: dict[Job, float], demos: list[dict
 
 def _demo(steps: int, seed: int, corpus: Path) -> dict[str, Any]:
     """The shipped demo as a person runs it, on the same text, until a full-speed node has made about `steps` steps."""
-    tokens = int(steps * sum(1 / time for time in UNEQUAL)) * _step_tokens()
+    tokens = _tokens(steps, UNEQUAL)
     command = [str(Path(sys.executable).parent / "atoll"), "demo", "--output", "json", "--minutes", "30"]
     command += ["--tokens", str(tokens), "--seed", str(seed), "--data", str(corpus), "--inner-steps", str(INNER_STEPS)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=2400, check=True)

@@ -20,9 +20,15 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
     ]
     if human:
-        shared.append(structlog.dev.ConsoleRenderer(pad_event_to=32))
+        shared.append(
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), pad_event_to=32, exception_formatter=structlog.dev.plain_traceback
+            )
+        )
     else:
-        shared += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # never the locals of a frame: they may hold a token or a key
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        shared += [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=shared,

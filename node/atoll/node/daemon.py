@@ -161,7 +161,7 @@ class Daemon:
                 spec=self._spec,
                 trainer=TrainerConfig(
                     run_spec_toml=self._credentials.run_spec_toml,
-                    corpus_path=config.data or None,
+                    corpus_path=str(Path(config.data).resolve()) if config.data else None,
                     device=config.device,
                     cpu_threads=config.cpu_threads or os.cpu_count() or 1,
                     minimum_step_seconds=config.minimum_step_seconds,

@@ -78,6 +78,7 @@ class TrainingSession:
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._owner_paused = False
+        self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
         StateServer(context.network, context.spec.run.name, context.manifests, self._current)
@@ -89,6 +90,7 @@ class TrainingSession:
         restarts, last_round = 0, -1
         try:
             while not self.finished.is_set():
+                self._it.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
                 try:
                     trainer = await self._load()
                     await self._train_through(trainer)
@@ -108,11 +110,10 @@ class TrainingSession:
     async def _load(self) -> Trainer:
         """A trainer with the model and corpus loaded; the anchor survives in our memory if it had one."""
         it = self._it
-        it.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
         await self.stop_trainer()
         trainer = await Trainer.spawn(it.trainer, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
         self._trainer = trainer
-        it.status.facts, it.status.training = trainer.facts, trainer.status
+        it.status.facts, it.status.trainer = trainer.facts, trainer
         if self._state is not None:
             trainer.anchor.copy_(self._state.anchor_E)
             self._state.anchor_E = trainer.anchor
@@ -143,6 +144,9 @@ class TrainingSession:
         ranges = position_at(head, plan).holdings.get(it.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
         self._moved(head)
+        if self._first_evaluation is not None:  # told after genesis, which it is an evaluation of
+            self._evaluated(self._first_evaluation)
+            self._first_evaluation = None
         engine = self._make_engine(trainer, head, plan)
         running = asyncio.create_task(engine.run(self._links))
         self._engine = engine
@@ -212,9 +216,9 @@ class TrainingSession:
         head = Head(committed)
         it.manifests.append(head)
         self._moved(head)
+        self._first_evaluation = mb.EvaluationReport(round=0, loss=await trainer.evaluate(), committed_tokens=0)
         self.genesis = mb.GenesisReport(layers=trainer.facts.layers, manifest=committed)
-        loss = await trainer.evaluate()
-        it.link.report(mb.EvaluationReport(round=0, loss=loss, committed_tokens=0))
+        it.link.hurry()
 
     async def _synchronise(self, plan: Plan) -> Head:
         it = self._it
@@ -279,10 +283,18 @@ class TrainingSession:
         return True
 
     async def generate(self, prompt: str, tokens: int) -> str:
-        """Text from the committed anchor. Raises `InvalidTransition` before there is one."""
-        if self._trainer is None or self._head is None:
+        """Text from the committed anchor. Raises `InvalidTransition` before there is one.
+
+        A finished session has given the device back; it borrows it again for this.
+        """
+        if self._head is None or (self._trainer is None and not self.finished.is_set()):
             raise InvalidTransition("there is no anchor to generate from yet")
-        return await self._trainer.generate(prompt, tokens)
+        trainer = self._trainer or await self._load()
+        try:
+            return await trainer.generate(prompt, tokens)
+        finally:
+            if self.finished.is_set():
+                await self.stop_trainer()
 
     async def stop_trainer(self) -> None:
         """End the trainer process, if there is one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.node.averaging.engine import RoundCounters
-from atoll.node.training.trainer import TrainerFacts, TrainerStatus
+from atoll.node.training.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
 STATE_NAMES = {
@@ -21,7 +21,7 @@ class LiveStatus:
     state: mb.NodeState = mb.NODE_STATE_JOINING
     detail: str = "starting"
     facts: TrainerFacts | None = None
-    training: TrainerStatus | None = None
+    trainer: Trainer | None = None  # the newest, also after it was stopped
     counters: RoundCounters = field(default_factory=RoundCounters)
     head_round: int = 0
     head_hash: bytes = b""
@@ -38,7 +38,7 @@ class LiveStatus:
 
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
         """What goes into a heartbeat."""
-        training = self.training
+        training = self.trainer.status if self.trainer else None
         return mb.NodeStatus(
             state=self.state,
             steps=training.steps if training else 0,

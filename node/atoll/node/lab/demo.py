@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -17,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
+from atoll.core.manifest import Head
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.lab.launcher import LocalSwarm
 from atoll.node.localapi import call
+from atoll.node.state.manifests import ManifestStore
 
 FULL_PACE_SECONDS = 0.2  # an inner step of an unslowed node takes at least this: two cores stay below 80 % busy
 SLOWDOWNS = (1, 1, 2, 4)  # of the nodes, in turn
 READY_TIMEOUT = timedelta(seconds=180)
+PAGE_TIMEOUT = timedelta(seconds=2)
 GENERATE_TIMEOUT = timedelta(seconds=60)
 RUN = "demo"
 PROMPT = "def "
@@ -168,22 +172,33 @@ async def _watch(
             await swarm.until(finished, "the run did not finish", timedelta(0))
         for name in names:
             view.nodes[name] = swarm.status(name) or view.nodes.get(name, {})
-        await _look_at_run(swarm, view)
+        await _look_at_run(view)
         if any(node.get("state") == "training" for node in view.nodes.values()):
             view.phase = "training"
         show(view)
         await asyncio.sleep(1.0)
 
 
-async def _look_at_run(swarm: LocalSwarm, view: DemoView) -> dict[str, Any]:
-    run: dict[str, Any] = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
-    view.losses = [(item["committed_tokens"], item["loss"]) for item in run["evaluations"]]
-    view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
-    return run
+async def _look_at_run(view: DemoView) -> None:
+    """What the coordinator's page shows, for the live view."""
+    try:
+        page = await asyncio.to_thread(_read_json, view.page + "api/status")
+    except OSError:
+        return  # a page that does not answer this time is no reason to stop
+    for run in page["runs"]:
+        view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
+        view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
+
+
+def _read_json(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
+        result: dict[str, Any] = json.load(answer)
+        return result
 
 
 async def _collect(swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView) -> DemoResult:
-    run = await _look_at_run(swarm, view)
+    run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
     digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
     answer = await asyncio.to_thread(
@@ -193,11 +208,11 @@ async def _collect(swarm: LocalSwarm, options: DemoOptions, names: list[str], vi
         nodes=options.nodes,
         rounds_opened=run["rounds_opened"],
         rounds_committed=run["rounds_committed"],
-        parts_zeroed=run["parts_zeroed"],
+        parts_zeroed=_parts_zeroed(swarm.programs[names[0]].directory / "runs" / RUN / "manifests"),
         tokens=run["committed_tokens"],
         steps_per_node={name: status["steps"] for name, status in statuses.items()},
-        val_loss_first=view.losses[0][1],
-        val_loss_last=view.losses[-1][1],
+        val_loss_first=losses[0][1],
+        val_loss_last=losses[-1][1],
         anchor_digests=digests,
         anchors_equal=len(set(digests.values())) == 1,
         averaging_bytes_sent=sum(status["averaging_bytes_sent"] for status in statuses.values()),
@@ -210,6 +225,14 @@ async def _collect(swarm: LocalSwarm, options: DemoOptions, names: list[str], vi
         seconds=round(time.monotonic() - view.started, 1),
         sample=answer["text"],
     )
+
+
+def _parts_zeroed(manifests: Path) -> int:
+    """Summed over the chain that the first node keeps."""
+    store = ManifestStore(manifests, RUN)
+    newest = store.newest()
+    heads = [store.get(number) for number in range(1, newest.round + 1)] if newest else []
+    return sum(Head(committed).manifest.parts_zeroed for committed in heads if committed is not None)
 
 
 def _sha256(path: Path) -> str:

@@ -6,6 +6,7 @@ trainer. Files hold one flat fp32 tensor a layer and kind, with round and manife
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ class AnchorState:
 
     def write(self, directory: Path, head: Head, layer_names: Sequence[str]) -> Path:
         """`anchor.safetensors` and `momentum.safetensors` of `head`; returns the anchor's path."""
-        metadata = {"round": str(head.round), "manifest": head.hash.hex(), "run": head.manifest.round.run_id}
+        # one key, because safetensors writes several in any order and equal anchors shall be equal files
+        facts = {"run": head.manifest.round.run_id, "round": head.round, "manifest": head.hash.hex()}
+        metadata = {"atoll": json.dumps(facts)}
         directory.mkdir(parents=True, exist_ok=True)
         paths = []
         for name, vector_E in (("anchor", self.anchor_E), ("momentum", self.momentum_E)):

@@ -70,9 +70,8 @@ class StateServer:
                 raise PeerMisbehaved("a state request asks for nothing")
 
     async def _send_manifest(self, stream: Stream, committed: manifest_pb2.CommittedManifest | None) -> None:
-        if committed is None:
-            raise NotFound("that manifest is not held here")
-        await stream.send(FrameKind.MESSAGE, dp.StateReply(manifest=committed).SerializeToString())
+        reply = dp.StateReply() if committed is None else dp.StateReply(manifest=committed)
+        await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
         await _until_closed(stream)
 
     async def _send_vector(self, stream: Stream, piece: dp.StateSlice, kind: str) -> None:
@@ -100,6 +99,8 @@ async def fetch_manifest(network: Network, peer: str, run_id: str, number: int |
     stream = await _ask(network, peer, request)
     try:
         reply = await _reply(stream)
+        if reply.WhichOneof("what") is None:
+            raise NotFound(f"{peer} does not hold that manifest")
         if reply.WhichOneof("what") != "manifest":
             raise PeerMisbehaved(f"{peer} answered a request for a manifest with something else")
         head = read_head(reply.manifest, run_id)
