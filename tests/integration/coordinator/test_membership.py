@@ -201,6 +201,11 @@ async def test_renewal_needs_the_identitys_own_signature(tmp_path: Path) -> None
         assert error_of(refused.value).reason == "SignatureInvalid"
 
 
+async def drained(call: grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 async def test_a_second_stream_of_a_peer_ends_the_first(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         await home.create_run()
@@ -209,8 +214,7 @@ async def test_a_second_stream_of_a_peer_ends_the_first(tmp_path: Path) -> None:
         old = ann.call
         await ann.connect()
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while await old.read() is not grpc.aio.EOF:
-                await ann.say(mb.NODE_STATE_READY)
+            await drained(old)
         assert error_of(ended.value).reason == "InvalidTransition"
         await ann.close()
 

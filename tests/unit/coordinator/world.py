@@ -100,9 +100,9 @@ def hash_of(report: mb.RoundReport | mb.GenesisReport) -> bytes:
 class World:
     """Drives the machine as the server does, and keeps everything it said."""
 
-    policy: Policy = Policy()
+    policy: Policy = field(default_factory=Policy)
     state: State = field(default_factory=State)
-    now: Moment = Moment(1_700_000_000_000, 100.0)
+    now: Moment = field(default_factory=lambda: Moment(1_700_000_000_000, 100.0))
     records: list[Record] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)

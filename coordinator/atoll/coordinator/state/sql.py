@@ -44,7 +44,8 @@ class SqlStore(Store):
 
     def load(self) -> Contents:
         with self._reading() as connection:
-            denied = _all(connection, DenyRow, _select(DenyRow).order_by(TABLES[DenyRow].c.number.desc()).limit(1))
+            table = TABLES[DenyRow]
+            denied = _all(connection, DenyRow, select(table).order_by(table.c.number.desc()).limit(1))
             return Contents(
                 tokens=_all(connection, Token, _select(Token)),
                 nodes=_all(connection, Node, _select(Node)),

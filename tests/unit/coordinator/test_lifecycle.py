@@ -1,0 +1,310 @@
+"""From created to finished: when genesis begins, whom plans name, and what the operator may order."""
+
+from __future__ import annotations
+
+import pytest
+from unit.coordinator.world import CORPUS, RUN, World, genesis_report, spec_toml
+
+from atoll.coordinator.state import admission, find, lifecycle, machine, views
+from atoll.coordinator.state.lifecycle import EDGES
+from atoll.coordinator.state.snapshot import Policy
+from atoll.core.data_position import LEASE_ROUNDS
+from atoll.core.errors import AlreadyExists, CorpusError, InvalidTransition, NotFound, RunSpecError
+from atoll.core.manifest import manifest_hash
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+
+def order(world: World, name: str) -> mb.Order:
+    return views.order_for(world.state, world.state.nodes[world.identities[name].peer_id])
+
+
+# --- runs and their orders -------------------------------------------------------------------------
+
+
+def test_a_wrong_spec_names_every_wrong_key() -> None:
+    world = World()
+    text = spec_toml().replace("min_nodes = 2", "min_nodes = 0\ncolour = 1") + "momentum = 2\n"
+    with pytest.raises(RunSpecError) as wrong:
+        lifecycle.create_run(world.state, world.now, text, start=False)
+    for key in ("run.min_nodes", "run.colour", "sync.momentum"):
+        assert key in str(wrong.value)
+
+
+def test_names_of_runs_are_taken_once() -> None:
+    world = World()
+    world.create_run()
+    with pytest.raises(AlreadyExists):
+        world.create_run()
+
+
+def test_the_only_run_needs_no_name_and_two_do() -> None:
+    world = World()
+    with pytest.raises(NotFound):
+        find.run(world.state, "")
+    world.create_run()
+    assert find.run(world.state, "").run_id == RUN
+    world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="atoll-2"), start=False))
+    with pytest.raises(Exception, match="atoll-2, reef"):
+        find.run(world.state, "")
+
+
+def test_orders_that_make_no_sense_say_what_would() -> None:
+    world = World()
+    world.create_run(start=False)
+    with pytest.raises(InvalidTransition, match="is created: it cannot become paused") as refusal:
+        lifecycle.pause(world.state, world.now, "")
+    assert refusal.value.remedy == "from here it can become: stopped, waiting"
+    world.take(lifecycle.stop(world.state, world.now, ""))
+    with pytest.raises(InvalidTransition):
+        lifecycle.start(world.state, world.now, "", world.policy)
+
+
+def test_ends_are_ends() -> None:
+    assert {state for state, targets in EDGES.items() if not targets} == {"FINISHED", "STOPPED"}
+
+
+# --- genesis ---------------------------------------------------------------------------------------
+
+
+def test_genesis_waits_for_enough_nodes_and_picks_the_lowest_peer() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    world.join("ann")
+    world.wait(2)
+    assert world.run.state == "WAITING"
+    world.join("bob")
+    world.wait(0.2)
+    assert world.run.state == "GENESIS"
+    writer = world.state.memory[RUN].writer
+    assert writer == min(identity.peer_id for identity in world.identities.values())
+    orders = {name: order(world, name) for name in ("ann", "bob")}
+    assert orders[world.name_of(writer)] == mb.ORDER_WRITE_GENESIS
+    assert sorted(orders.values()) == [mb.ORDER_UNSPECIFIED, mb.ORDER_WRITE_GENESIS]
+
+
+def test_nodes_that_are_not_ready_do_not_count() -> None:
+    world = World()
+    world.create_run(min_nodes=1)
+    world.enrol("ann")
+    world.connect("ann", mb.NODE_STATE_JOINING)
+    world.wait(1)
+    assert world.run.state == "WAITING"
+    world.say("ann", mb.NODE_STATE_READY)
+    world.wait(0.2)
+    assert world.run.state == "GENESIS"
+
+
+def test_a_created_run_does_not_begin_by_itself() -> None:
+    world = World()
+    world.create_run(min_nodes=1, start=False)  # type: ignore[arg-type]
+    world.join("ann")
+    world.wait(5)
+    assert world.run.state == "CREATED"
+
+
+def test_plan_one_has_everyone_equal_ranges_and_the_lineage() -> None:
+    world = World()
+    members = world.train("ann", "bob", "cid")
+    plan = world.plans[-1]
+    each = LEASE_ROUNDS * 16  # ⌈1000 / 64⌉
+    assert plan.version == 1
+    assert [item.data_ranges for item in plan.assignments] == [((i * each, (i + 1) * each),) for i in range(3)]
+    assert [item.peer_id for item in plan.assignments] == sorted(member.peer_id for member in members)
+    assert {(item.first_layer, item.last_layer) for item in plan.assignments} == {(0, 2)}
+    genesis = manifest_pb2.CommittedManifest.FromString(world.run.genesis)
+    assert plan.genesis_manifest_hash == manifest_hash(genesis.payload)
+
+
+def test_when_the_writer_is_lost_another_one_writes() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    world.join("ann", "bob", "cid")
+    world.wait(0.4)
+    first = world.state.memory[RUN].writer
+    world.hang_up(world.name_of(first))
+    world.wait(world.policy.lost_after_seconds + 1)
+    second = world.state.memory[RUN].writer
+    assert (world.run.state, second != first) == ("GENESIS", True)
+    assert order(world, world.name_of(second)) == mb.ORDER_WRITE_GENESIS
+
+
+def test_when_too_few_remain_the_run_waits_again() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    world.join("ann", "bob")
+    world.wait(0.4)
+    world.take(admission.leave(world.state, world.now, world.state.memory[RUN].writer, ""))
+    world.wait(0.4)
+    assert world.run.state == "WAITING"
+    assert world.run.corpus_digest == ""
+
+
+def test_a_writer_that_never_delivers_is_passed_over() -> None:
+    world = World(policy=Policy(genesis_seconds=5))
+    world.create_run(min_nodes=2)
+    world.join("ann", "bob")
+    world.wait(0.4)
+    first = world.state.memory[RUN].writer
+    world.wait(5.4)
+    assert world.state.memory[RUN].writer != first
+
+
+def test_only_the_chosen_writer_is_heard() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    world.join("ann", "bob")
+    world.wait(0.4)
+    other = next(n for n in ("ann", "bob") if world.identities[n].peer_id != world.state.memory[RUN].writer)
+    world.say(other, mb.NODE_STATE_READY, genesis=genesis_report(world.identities[other]))
+    assert world.run.state == "GENESIS"
+
+
+# --- corpora ---------------------------------------------------------------------------------------
+
+
+def test_the_corpus_most_nodes_have_is_the_runs() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    for name, corpus in (("stray", "cd" * 32), ("ann", CORPUS), ("bob", CORPUS)):
+        world.enrol(name)
+        world.connect(name, corpus=corpus)
+    world.wait(0.4)
+    assert world.run.corpus_digest == CORPUS
+    stray = world.identities["stray"].peer_id
+    assert world.kinds().count("node.corpus-differs") == 1
+    with pytest.raises(CorpusError, match="is not the run's"):
+        machine.check_session(world.state, stray, world.sessions[stray])
+
+
+def test_different_corpora_never_add_up_to_genesis() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    for name, corpus in (("ann", CORPUS), ("bob", "cd" * 32)):
+        world.enrol(name)
+        world.connect(name, corpus=corpus)
+    world.wait(5)
+    assert world.run.state == "WAITING"
+
+
+# --- plans -----------------------------------------------------------------------------------------
+
+
+def test_joins_in_a_burst_make_one_plan() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.join("cid")
+    world.wait(0.4)
+    world.join("dan")
+    world.wait(2)
+    assert [plan.version for plan in world.plans] == [1, 2]
+    assert world.members() == {"ann", "bob", "cid", "dan"}
+    assert world.plans[-1].reason in ("cid joins; dan joins", "dan joins; cid joins")
+    assert all(item.data_ranges == () for item in world.plans[-1].assignments)
+
+
+@pytest.mark.parametrize(
+    "state", [mb.NODE_STATE_PAUSED, mb.NODE_STATE_DRAINING, mb.NODE_STATE_FAILED, mb.NODE_STATE_JOINING]
+)
+def test_a_node_that_cannot_train_leaves_the_plan(state: mb.NodeState) -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.say("bob", state)
+    world.wait(1.6)
+    assert world.members() == {"ann"}
+    world.say("bob", mb.NODE_STATE_READY)
+    world.wait(1.6)
+    assert world.members() == {"ann", "bob"}
+
+
+def test_a_blink_changes_nothing() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.hang_up("bob")
+    world.wait(world.policy.lost_after_seconds - 1)
+    world.connect("bob", mb.NODE_STATE_TRAINING)
+    world.wait(3)
+    assert len(world.plans) == 1
+    assert "node.lost" not in world.kinds()
+
+
+def test_a_lost_node_leaves_the_plan_and_is_named_once() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.hang_up("bob")
+    world.wait(world.policy.lost_after_seconds + 2)
+    assert world.members() == {"ann"}
+    assert world.plans[-1].reason == "bob was lost"
+    world.wait(30)
+    assert world.kinds().count("node.lost") == 1
+
+
+def test_when_all_are_gone_the_last_plan_stands() -> None:
+    world = World()
+    world.train("ann", "bob")
+    for name in ("ann", "bob"):
+        world.hang_up(name)
+    world.wait(60)
+    assert len(world.plans) == 1
+
+
+@pytest.mark.parametrize("how", ["drain", "ban", "leave"])
+def test_who_must_go_is_out_of_the_next_plan(how: str) -> None:
+    world = World()
+    world.train("ann", "bob")
+    peer = world.identities["bob"].peer_id
+    if how == "drain":
+        world.take(admission.drain(world.state, world.now, "bob"))
+        assert order(world, "bob") == mb.ORDER_DRAIN
+    elif how == "ban":
+        world.take(admission.ban(world.state, world.now, "bob", "garbage"))
+    else:
+        world.take(admission.leave(world.state, world.now, peer, "bye"))
+    world.wait(1.6)
+    assert world.members() == {"ann"}
+
+
+def test_a_node_that_left_may_come_back_with_its_certificate() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.take(admission.drain(world.state, world.now, "bob"))
+    world.take(admission.leave(world.state, world.now, world.identities["bob"].peer_id, ""))
+    world.hang_up("bob")
+    world.wait(2)
+    assert world.members() == {"ann"}
+    world.connect("bob")
+    world.wait(2)
+    assert world.members() == {"ann", "bob"}
+
+
+def test_nothing_is_planned_while_paused_and_nodes_get_time_to_resume() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.take(lifecycle.pause(world.state, world.now, ""))
+    for name in ("ann", "bob"):
+        world.say(name, mb.NODE_STATE_PAUSED)
+    world.wait(30)
+    world.take(lifecycle.start(world.state, world.now, "", world.policy))
+    assert world.run.state == "TRAINING"
+    world.wait(3)
+    world.say("ann")
+    world.wait(1)
+    world.say("bob")
+    world.wait(10)
+    assert len(world.plans) == 1
+
+
+def test_a_run_paused_before_genesis_waits_again_when_started() -> None:
+    world = World()
+    world.create_run()
+    world.take(lifecycle.pause(world.state, world.now, ""))
+    world.take(lifecycle.start(world.state, world.now, "", world.policy))
+    assert world.run.state == "WAITING"
+
+
+def test_a_node_that_finished_early_does_not_shake_the_plan() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.say("bob", mb.NODE_STATE_FINISHED)
+    world.wait(5)
+    assert len(world.plans) == 1

@@ -1,0 +1,247 @@
+"""Reports of rounds, losses and genesis: stored once, and only when they can be true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
+
+from atoll.coordinator.state.records import Evaluation, Round
+from atoll.core.identity import Identity
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.train("ann", "bob")
+    return made
+
+
+def members(world: World) -> list[Identity]:
+    return [world.identities[name] for name in ("ann", "bob")]
+
+
+def genesis_hash(world: World) -> bytes:
+    return world.state.memory[RUN].committed[0]
+
+
+def rounds(world: World) -> list[Round]:
+    return [record for record in world.records if isinstance(record, Round)]
+
+
+def test_rounds_move_the_head_and_resending_them_does_not(world: World) -> None:
+    first = round_report(1, genesis_hash(world), members(world))
+    second = round_report(2, hash_of(first), members(world), committed_before=1000)
+    for report in (first, first, second, second, first):
+        world.say("ann", rounds=[report])
+    assert [(row.number, row.tokens, row.members) for row in rounds(world)] == [(1, 1000, 2), (2, 1000, 2)]
+    assert (world.run.head_round, world.run.committed_tokens) == (2, 2000)
+
+
+def test_rounds_may_arrive_out_of_order(world: World) -> None:
+    first = round_report(1, genesis_hash(world), members(world))
+    second = round_report(2, hash_of(first), members(world), committed_before=1000)
+    world.say("bob", rounds=[second])
+    world.say("ann", rounds=[first])
+    assert (world.run.head_round, world.run.committed_tokens) == (2, 2000)
+    assert len(rounds(world)) == 2
+
+
+def test_an_abandoned_round_is_kept_once_and_told(world: World) -> None:
+    for _ in range(2):
+        world.say("ann", rounds=[abandoned_report(1)])
+    assert [row.reason for row in rounds(world)] == ["a member was silent"]
+    assert world.kinds().count("round.abandoned") == 1
+    assert world.run.head_round == 0
+
+
+def test_the_run_finishes_at_its_tokens() -> None:
+    world = World()
+    world.train("ann", "bob", stop_tokens=1500)
+    first = round_report(1, genesis_hash(world), members(world))
+    world.say("ann", rounds=[first])
+    assert world.run.state == "TRAINING"
+    world.say("ann", rounds=[round_report(2, hash_of(first), members(world), committed_before=1000)])
+    assert world.run.state == "FINISHED"
+    plans = len(world.plans)
+    world.join("cid")
+    world.wait(5)
+    assert len(world.plans) == plans
+
+
+def forged(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), signers=[members(world)[0]])
+
+
+def strangers(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), [*members(world), Identity.generate()])
+
+
+def without_reporter(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), [world.identities["bob"]])
+
+
+def other_run(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), run_id="other")
+
+
+def unknown_plan(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), plan_version=7)
+
+
+def wrong_layers(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), layers=2)
+
+
+def broken_chain(world: World) -> mb.RoundReport:
+    return round_report(1, b"x" * 32, members(world))
+
+
+def invented_tokens(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), committed_before=10**12)
+
+
+def twice_the_same(world: World) -> mb.RoundReport:
+    ann = world.identities["ann"]
+    return round_report(1, genesis_hash(world), [ann, ann])
+
+
+def rubbish(world: World) -> mb.RoundReport:
+    name = pb.RoundId(run_id=RUN, plan_version=1, number=1)
+    return mb.RoundReport(
+        round=name, committed=True, manifest=manifest_pb2.CommittedManifest(payload=b"\xff" * 9), seconds=1
+    )
+
+
+def endless(world: World) -> mb.RoundReport:
+    report = abandoned_report(1)
+    report.seconds = math.inf
+    return report
+
+
+def huge(world: World) -> mb.RoundReport:
+    report = abandoned_report(1)
+    report.round.number = 2**64 - 1
+    return report
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        forged,
+        strangers,
+        without_reporter,
+        other_run,
+        unknown_plan,
+        wrong_layers,
+        broken_chain,
+        invented_tokens,
+        twice_the_same,
+        rubbish,
+        endless,
+        huge,
+    ],
+)
+def test_reports_that_cannot_be_true_are_told_and_dropped(
+    world: World, make: Callable[[World], mb.RoundReport]
+) -> None:
+    world.say("ann", rounds=[make(world)])
+    assert rounds(world) == []
+    assert world.run.head_round == 0
+    assert world.kinds()[-1] == "round.rejected"
+
+
+def test_a_second_truth_about_a_round_is_refused(world: World) -> None:
+    world.say("ann", rounds=[round_report(1, genesis_hash(world), members(world))])
+    world.say("bob", rounds=[round_report(1, genesis_hash(world), members(world), tokens_each=400, attempt=1)])
+    assert [row.tokens for row in rounds(world)] == [1000]
+    assert world.kinds()[-1] == "round.rejected"
+
+
+def test_losses_are_kept_and_the_newest_is_shown(world: World) -> None:
+    world.say("ann", evaluations=[mb.EvaluationReport(round=2, loss=3.5, committed_tokens=2000)])
+    world.say("ann", evaluations=[mb.EvaluationReport(round=1, loss=4.5, committed_tokens=1000)])
+    assert [record.round for record in world.records if isinstance(record, Evaluation)] == [2, 1]
+    assert (world.run.loss_round, world.run.loss) == (2, 3.5)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_dropped(world: World, loss: float) -> None:
+    world.say("ann", evaluations=[mb.EvaluationReport(round=1, loss=loss)])
+    assert not any(isinstance(record, Evaluation) for record in world.records)
+    assert world.kinds()[-1] == "evaluation.rejected"
+
+
+def test_a_seed_has_nothing_to_report(world: World) -> None:
+    world.enrol("seed", world.token(roles=("seed",)))
+    world.connect("seed")
+    world.say("seed", rounds=[abandoned_report(1)])
+    assert rounds(world) == []
+
+
+# --- genesis ---------------------------------------------------------------------------------------
+
+
+def spoil_digest(manifest: manifest_pb2.Manifest) -> None:
+    manifest.layers[1].anchor_digest = b"short"
+
+
+def spoil_order(manifest: manifest_pb2.Manifest) -> None:
+    manifest.layers[1].layer = 2
+
+
+def spoil_round(manifest: manifest_pb2.Manifest) -> None:
+    manifest.round.number = 1
+
+
+def spoil_run(manifest: manifest_pb2.Manifest) -> None:
+    manifest.round.run_id = "other"
+
+
+def spoil_corpus(manifest: manifest_pb2.Manifest) -> None:
+    manifest.corpus_digest = b"\0" * 32
+
+
+def spoil_data(manifest: manifest_pb2.Manifest) -> None:
+    manifest.data.cursor = 99
+
+
+def spoil_protocol(manifest: manifest_pb2.Manifest) -> None:
+    manifest.protocol.major = 9
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_digest, spoil_order, spoil_round, spoil_run, spoil_corpus, spoil_data, spoil_protocol]
+)
+def test_a_bad_genesis_is_refused_and_another_node_is_asked(spoil: Callable[[manifest_pb2.Manifest], None]) -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    world.join("ann", "bob")
+    world.wait(0.4)
+    name = world.name_of(world.state.memory[RUN].writer)
+    report = genesis_report(world.identities[name])
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    spoil(manifest)
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), [world.identities[name]]))
+    for _ in range(3):
+        world.say(name, mb.NODE_STATE_READY, genesis=report)
+    assert world.kinds().count("genesis.rejected") == 1
+    world.wait(0.4)
+    other = world.name_of(world.state.memory[RUN].writer)
+    assert other != name
+    world.say(other, mb.NODE_STATE_READY, genesis=genesis_report(world.identities[other]))
+    assert world.run.state == "TRAINING"
+
+
+def test_genesis_signed_by_someone_else_is_refused() -> None:
+    world = World()
+    world.create_run(min_nodes=1)
+    world.join("ann")
+    world.wait(0.4)
+    world.say("ann", mb.NODE_STATE_READY, genesis=genesis_report(Identity.generate()))
+    assert world.kinds()[-1] == "genesis.rejected"

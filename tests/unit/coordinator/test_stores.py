@@ -1,0 +1,191 @@
+"""One suite for every store: what `Store` says it MUST do."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import create_engine
+
+from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.records import (
+    RECORDS,
+    DenyRow,
+    Evaluation,
+    Event,
+    Node,
+    PlanRow,
+    Round,
+    Run,
+    Token,
+)
+from atoll.coordinator.state.sql import SqlStore
+from atoll.coordinator.state.store import Contents, Store
+from atoll.coordinator.state.tables import METADATA
+from atoll.core.errors import ConfigError, DatabaseCorrupt, DataDirUnusable
+
+TOKEN = Token("t1", "hash", "reef", ("node", "seed"), 3, 2, 10, 20)
+NODE = Node("p1", "ann", "reef", ("node",), b"\0\xff", 1, 10, multiaddrs=("/ip4/1", "/ip6/2"))
+RUN = Run("reef", "version = 1\n", "CREATED", 10)
+PLAN = PlanRow("reef", 1, b"signed", 11)
+ROUND = Round("reef", 1, 1, 0, 0, True, "", "p1", 1.5, 12, tokens=2**62, manifest_hash=b"h", manifest=b"m")
+LOSS = Evaluation("reef", 1, 4.125, 1000)
+DENY = DenyRow(1, b"list")
+EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
+ALL = (TOKEN, NODE, RUN, PLAN, ROUND, LOSS, DENY, EVENT)
+
+
+def memory(_path: Path) -> Store:
+    return MemoryStore()
+
+
+def sqlite(path: Path) -> Store:
+    return SqlStore(f"sqlite:///{path / 'c.db'}")
+
+
+@pytest.fixture(params=[memory, sqlite], ids=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    make: Callable[[Path], Store] = request.param
+    made = make(tmp_path)
+    yield made
+    made.close()
+
+
+def test_an_empty_store_is_empty(store: Store) -> None:
+    assert store.load() == Contents((), (), (), (), (), None, 0)
+    assert store.events(0, 10) == ()
+    assert store.plan("reef", 1) is None
+
+
+def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
+    store.apply(ALL)
+    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (replace(ROUND, manifest=b""),), DENY, 1)
+    assert store.events(0, 10) == (EVENT,)
+    assert store.rounds("reef", 0, 10) == (replace(ROUND, manifest=b""),)
+    assert store.evaluations("reef") == (LOSS,)
+    assert store.plan("reef", 1) == PLAN
+
+
+def test_a_row_with_a_known_key_replaces_it_and_the_last_one_wins(store: Store) -> None:
+    store.apply([TOKEN])
+    store.apply([replace(TOKEN, uses_left=1), replace(TOKEN, uses_left=0, revoked=True)])
+    assert store.load().tokens == (replace(TOKEN, uses_left=0, revoked=True),)
+
+
+def test_empty_words_stay_empty(store: Store) -> None:
+    store.apply([replace(NODE, multiaddrs=())])
+    assert store.load().nodes[0].multiaddrs == ()
+
+
+def test_logs_are_ordered_and_cut(store: Store) -> None:
+    store.apply([replace(EVENT, event_id=number) for number in (3, 1, 2, 5)])
+    assert [event.event_id for event in store.events(1, 2)] == [2, 3]
+    assert store.load().last_event_id == 5
+    store.apply([replace(ROUND, number=number) for number in (10, 9, 11)])
+    assert [row.number for row in store.rounds("reef", 9, 10)] == [10, 11]
+    assert [row.number for row in store.rounds("reef", 0, 2)] == [9, 10]
+    assert store.rounds("other", 0, 10) == ()
+    store.apply([replace(LOSS, round=number) for number in (12, 2)])
+    assert [loss.round for loss in store.evaluations("reef")] == [2, 12]
+
+
+def test_the_newest_deny_list_is_loaded(store: Store) -> None:
+    store.apply([replace(DENY, number=number) for number in (2, 10, 9)])
+    assert store.load().deny == replace(DENY, number=10)
+
+
+def test_closing_twice_is_fine(store: Store) -> None:
+    store.close()
+    store.close()
+
+
+# --- only for files --------------------------------------------------------------------------------
+
+
+def test_a_database_opened_again_has_everything(tmp_path: Path) -> None:
+    for _ in range(2):
+        store = sqlite(tmp_path)
+        store.apply(ALL)
+        store.close()
+    store = sqlite(tmp_path)
+    assert store.load().nodes == (NODE,)
+    store.close()
+
+
+def test_a_failed_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = sqlite(tmp_path)
+    with pytest.raises(DatabaseCorrupt):
+        store.apply([TOKEN, replace(NODE, name=None)])  # type: ignore[arg-type]
+    assert store.load().tokens == ()
+    store.close()
+
+
+def test_writes_are_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
+    store = SqlStore(f"sqlite:///{tmp_path / 'c.db'}")
+    with store._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
+    store.close()
+
+
+def test_the_migrations_make_exactly_the_tables_of_the_records(tmp_path: Path) -> None:
+    sqlite(tmp_path).close()
+    engine = create_engine(f"sqlite:///{tmp_path / 'c.db'}")
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    engine.dispose()
+    assert len(METADATA.tables) == len(RECORDS)
+
+
+def test_a_file_that_is_no_database_is_reported_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    path.write_bytes(b"this is not a database, it is a poem " * 100)
+    before = path.read_bytes()
+    with pytest.raises(DatabaseCorrupt, match="cannot be used") as refusal:
+        sqlite(tmp_path)
+    assert "backup" in refusal.value.remedy
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
+    store = sqlite(tmp_path)
+    store.apply([replace(EVENT, event_id=number, message="x" * 500) for number in range(1, 200)])
+    store.close()
+    path = tmp_path / "c.db"
+    damaged = bytearray(path.read_bytes())
+    damaged[8192 : len(damaged) - 4096] = b"\x5a" * (len(damaged) - 4096 - 8192)
+    path.write_bytes(damaged)
+    with pytest.raises(DatabaseCorrupt):
+        sqlite(tmp_path).load()
+
+
+def test_a_database_of_a_newer_release_is_not_touched(tmp_path: Path) -> None:
+    sqlite(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / "c.db")
+    connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(DatabaseCorrupt, match="another release"):
+        sqlite(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(DataDirUnusable, match="unable to open"):
+        SqlStore(f"sqlite:///{tmp_path / 'missing' / 'c.db'}")
+
+
+@pytest.mark.parametrize("url", ["nonsense", "nosuchdb://host/x"])
+def test_a_url_that_is_none_is_a_config_error(url: str) -> None:
+    with pytest.raises(ConfigError):
+        SqlStore(url)
+
+
+def test_passwords_stay_out_of_messages() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        SqlStore("nosuchdb://user:hunter2@host/x")
+    assert "hunter2" not in str(refusal.value)
