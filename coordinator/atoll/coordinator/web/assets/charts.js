@@ -1,0 +1,104 @@
+// The two charts, drawn as SVG by hand: a loss curve over tokens and a strip of the latest rounds.
+
+import { count, duration, el, svg } from "./dom.js";
+
+const PAD = { left: 44, right: 14, top: 8, bottom: 24 };
+
+export function lossChart(box, losses) {
+  if (losses.length < 2) {
+    box.replaceChildren(el("div", { class: "empty" }, "The curve begins with the second evaluated round."));
+    return;
+  }
+  const { width, height } = size(box);
+  const xs = losses.map((item) => item.committed_tokens);
+  const ys = losses.map((item) => item.loss);
+  const x = scale(Math.min(...xs), Math.max(...xs), PAD.left, width - PAD.right);
+  const [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const room = (high - low || Math.abs(high) || 1) * 0.08;
+  const y = scale(low - room, high + room, height - PAD.bottom, PAD.top);
+  const points = losses.map((item) => [x(item.committed_tokens), y(item.loss)]);
+  const line = points.map(([px, py]) => `${px.toFixed(1)},${py.toFixed(1)}`).join(" ");
+  const floor = height - PAD.bottom;
+  const [lastX, lastY] = points[points.length - 1];
+  const drawing = svg("svg", { role: "img", "aria-label": `validation loss, now ${ys[ys.length - 1].toFixed(4)}` },
+    ...ticks(low - room, high + room, 5).map((value) => rule(value, y(value), width)),
+    ...ticks(xs[0], xs[xs.length - 1], 6).map((value) =>
+      svg("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, short(value))),
+    svg("polygon", { class: "area", points: `${points[0][0]},${floor} ${line} ${lastX},${floor}` }),
+    svg("polyline", { class: "curve", points: line }),
+    svg("circle", { class: "dot", cx: lastX, cy: lastY, r: 4.5 }));
+  const hover = svg("g");
+  const tip = el("div", { class: "tip", hidden: "" });
+  drawing.append(hover);
+  drawing.addEventListener("pointermove", (event) => {
+    const at = event.clientX - box.getBoundingClientRect().left;
+    const nearest = points.reduce((best, point, i) => Math.abs(point[0] - at) < Math.abs(points[best][0] - at) ? i : best, 0);
+    const [px, py] = points[nearest];
+    hover.replaceChildren(
+      svg("line", { class: "cross", x1: px, x2: px, y1: PAD.top, y2: floor }),
+      svg("circle", { class: "dot", cx: px, cy: py, r: 4.5 }));
+    tip.hidden = false;
+    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens`;
+    tip.style.left = `${Math.min(Math.max(px, 110), width - 110)}px`;
+    tip.style.top = `${Math.max(py, 40)}px`;
+  });
+  drawing.addEventListener("pointerleave", () => { hover.replaceChildren(); tip.hidden = true; });
+  box.replaceChildren(drawing, tip);
+}
+
+export function roundsChart(box, rounds) {
+  if (!rounds.length) {
+    box.replaceChildren(el("div", { class: "empty" }, "No round has been reported yet."));
+    return;
+  }
+  const { width, height } = size(box);
+  const floor = height - PAD.bottom;
+  const most = Math.max(...rounds.map((item) => item.seconds), 0.1);
+  const y = scale(0, most * 1.08, floor, PAD.top);
+  const step = Math.min(26, (width - PAD.left - PAD.right) / rounds.length);
+  const bars = rounds.map((item, i) => svg("rect", {
+    class: `bar ${item.committed ? "good" : "bad"}`,
+    x: PAD.left + i * step + step * 0.14, width: step * 0.72, rx: Math.min(2.5, step / 5),
+    y: Math.min(y(item.seconds), floor - 2), height: Math.max(2, floor - y(item.seconds)),
+  }, svg("title", {}, story(item))));
+  const every = Math.max(1, Math.ceil(rounds.length / Math.max(1, Math.floor((width - PAD.left) / 60))));
+  const names = rounds.map((item, i) => (i % every ? null : svg("text",
+    { x: PAD.left + (i + 0.5) * step, y: height - 6, "text-anchor": "middle" }, String(item.number))));
+  box.replaceChildren(svg("svg", { role: "img", "aria-label": "latest rounds" },
+    ...ticks(0, most * 1.08, 4).map((value) => rule(value, y(value), width, " s")), ...bars, ...names));
+}
+
+function story(item) {
+  const end = item.committed
+    ? `committed by ${item.members} nodes, ${count(item.tokens)} tokens`
+    : `abandoned: ${item.reason}`;
+  return `round ${item.number}, ${duration(item.seconds)}: ${end}`;
+}
+
+function size(box) {
+  return { width: Math.max(box.clientWidth, 240), height: Math.max(box.clientHeight, 120) };
+}
+
+function scale(from, to, start, end) {
+  const span = to - from || 1;
+  return (value) => start + ((value - from) / span) * (end - start);
+}
+
+function rule(value, y, width, unit = "") {
+  return svg("g", {},
+    svg("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y, y2: y }),
+    svg("text", { x: PAD.left - 8, y: y + 4, "text-anchor": "end" }, plain(value) + unit));
+}
+
+const plain = (value) => String(Number(value.toPrecision(6)));
+const short = (value) => (value ? count(value).replace(/\.?0+(?= |$)/, (zeros) => (zeros.startsWith(".") ? "" : zeros)) : "0");
+
+// Round numbers between two ends: 1, 2 or 5 times a power of ten apart.
+function ticks(from, to, wanted) {
+  const raw = (to - from) / wanted || 1;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const values = [];
+  for (let value = Math.ceil(from / step) * step; value <= to; value += step) values.push(Math.abs(value) < step / 1e6 ? 0 : value);
+  return values;
+}
