@@ -41,7 +41,7 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
         table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(str(row[column.key or column.heading]) for column in columns))
-    _console().print(table)
+    _print(table)
 
 
 def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:
@@ -54,7 +54,7 @@ def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[t
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(name, str(value))
-    _console().print(table)
+    _print(table)
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -101,6 +101,9 @@ def _word(kind: Any, number: int) -> str:
     return str(kind.values_by_number[number].name).removeprefix(prefix).lower()
 
 
-def _console() -> Console:
-    """As wide as the terminal; without one, wide enough never to cut a line."""
-    return Console(width=None if sys.stdout.isatty() else 240, highlight=False, soft_wrap=False)
+def _print(table: Table) -> None:
+    """As wide as the terminal; without one, wide enough never to cut a line. No spaces at the ends of lines."""
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))

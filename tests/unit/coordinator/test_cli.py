@@ -1,0 +1,264 @@
+"""`atollctl` as a person or a script sees it: what stands on stdout, on stderr, and in the exit code.
+
+The coordinator is replaced by canned answers; `golden/` holds what each command prints for them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.coordinator.cli import events, main, node, plan, run, token
+from atoll.core.cli import run_cli
+from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
+
+GOLDEN = Path(__file__).parent / "golden"
+NOW = 1_700_000_600.0
+SECRET = "atl1." + "a" * 64 + "." + "b" * 12 + "." + "c" * 48 + ".swarm.example.org:7700"
+
+TOKEN = wire.TokenView(
+    id="b" * 12,
+    run_id="reef",
+    roles=[pb.ROLE_NODE],
+    uses_left=2,
+    uses_total=3,
+    created_unix_ms=1_700_000_000_000,
+    expires_unix_ms=1_700_001_800_000,
+)
+NODE = wire.NodeView(
+    peer_id="12D3KooWAbcdefghijklmnop",
+    name="basement",
+    run_id="reef",
+    roles=[pb.ROLE_NODE],
+    profile=mb.NodeProfile(device="cuda:0", device_name="RTX 4090", device_memory_bytes=24 << 30),
+    status=mb.NodeStatus(
+        state=mb.NODE_STATE_TRAINING, steps=120, tokens=61440, tokens_per_second=8400.0, train_loss=2.5, head_round=7
+    ),
+    enrolled_unix_ms=1_700_000_000_000,
+    last_seen_unix_ms=1_700_000_598_000,
+    connected=True,
+    multiaddrs=["/ip4/192.0.2.1/tcp/4001"],
+)
+RUN = wire.RunView(
+    run_id="reef",
+    state=mb.RUN_STATE_TRAINING,
+    spec_toml="version = 1\n",
+    head_round=7,
+    committed_tokens=250_000,
+    stop_tokens=1_000_000,
+    rounds_opened=8,
+    rounds_committed=7,
+    plan_version=2,
+    validation_loss=2.25,
+    nodes_ready=3,
+    min_nodes=2,
+    layers=plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(name="embedding", parameters=1000, kind="embedding")]),
+    evaluations=[mb.EvaluationReport(round=1, loss=4.5), mb.EvaluationReport(round=7, loss=2.25)],
+)
+PLAN = plan_pb2.Plan(
+    run_id="reef",
+    version=2,
+    assignments=[plan_pb2.Assignment(peer_id=NODE.peer_id, span=plan_pb2.Span(last=3), max_round_tokens=4096)],
+    routes=[plan_pb2.Route(peer_ids=[NODE.peer_id])],
+    genesis_manifest_hash=b"\x01\x02",
+    issued_unix_ms=1_700_000_000_000,
+    reason="basement joins",
+)
+EVENT = wire.Event(
+    id=3,
+    unix_ms=1_700_000_000_000,
+    kind="node.enrolled",
+    run_id="reef",
+    subject=NODE.peer_id,
+    message="basement enrolled",
+)
+
+ANSWERS = {
+    "CreateToken": wire.CreateTokenResponse(token=SECRET, view=TOKEN),
+    "ListTokens": wire.ListTokensResponse(tokens=[TOKEN]),
+    "RevokeToken": wire.RevokeTokenResponse(view=TOKEN),
+    "ListNodes": wire.ListNodesResponse(nodes=[NODE]),
+    "GetNode": NODE,
+    "DrainNode": NODE,
+    "BanNode": NODE,
+    "CreateRun": RUN,
+    "StartRun": RUN,
+    "PauseRun": RUN,
+    "StopRun": RUN,
+    "GetRun": RUN,
+    "ListRuns": wire.ListRunsResponse(runs=[RUN]),
+    "GetPlan": wire.PlanView(plan=PLAN, signed=pb.Signed(payload=b"\x03")),
+    "Events": [EVENT],
+}
+COMMANDS = {
+    "token-create": ["token", "create", "--uses", "3", "--ttl", "30m"],
+    "token-list": ["token", "list"],
+    "token-revoke": ["token", "revoke", "b" * 12],
+    "node-list": ["node", "list"],
+    "node-show": ["node", "show", "basement"],
+    "node-drain": ["node", "drain", "basement"],
+    "node-ban": ["node", "ban", "basement", "--yes"],
+    "run-create": ["run", "create", "-"],
+    "run-list": ["run", "list"],
+    "run-show": ["run", "show"],
+    "run-start": ["run", "start"],
+    "run-pause": ["run", "pause"],
+    "run-stop": ["run", "stop"],
+    "plan-show": ["plan", "show"],
+    "events": ["events"],
+}
+
+
+class Canned:
+    """Answers from the table, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.stub = SimpleNamespace(**{name: name for name in ANSWERS})
+        self.asked: list[tuple[str, object]] = []
+
+    def call(self, method: str, request: object) -> object:
+        self.asked.append((method, request))
+        return ANSWERS[method]
+
+    stream = call
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
+    made = Canned()
+
+    @contextmanager
+    def connect(_directory: Path | None) -> Iterator[Canned]:
+        yield made
+
+    for module in (token, node, run, plan, events):
+        monkeypatch.setattr(module, "connect", connect)
+    monkeypatch.setattr("time.time", lambda: NOW)
+    with monkeypatch.context() as zone:
+        zone.setenv("TZ", "UTC")
+        time.tzset()
+        yield made
+    time.tzset()
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_what_it_always_printed(canned: Canned, name: str, output: str) -> None:
+    result = CliRunner().invoke(main.app, [*COMMANDS[name], "--output", output], input="version = 1\n")
+    assert result.exit_code == 0, result.output
+    golden = GOLDEN / f"{name}.{'json' if output == 'json' else 'txt'}"
+    assert result.stdout == golden.read_text(), f"golden file {golden.name} says otherwise"
+    if output == "json":
+        assert json.loads(result.stdout)["version"] == 1
+
+
+def test_token_create_prints_the_token_and_nothing_else_on_stdout(canned: Canned) -> None:
+    result = CliRunner().invoke(main.app, ["token", "create"])
+    assert result.stdout == SECRET + "\n"
+    assert "good for 30 min" in result.stderr
+    assert SECRET not in result.stderr
+
+
+def test_options_become_the_request(canned: Canned) -> None:
+    CliRunner().invoke(main.app, ["token", "create", "--run", "reef", "--ttl", "2h", "--uses", "9", "--role", "seed"])
+    assert canned.asked == [
+        ("CreateToken", wire.CreateTokenRequest(run_id="reef", uses=9, ttl_seconds=7200, roles=[pb.ROLE_SEED]))
+    ]
+
+
+def test_ban_asks_first_and_a_no_changes_nothing(canned: Canned) -> None:
+    result = CliRunner().invoke(main.app, ["node", "ban", "basement"], input="n\n")
+    assert isinstance(result.exception, AtollError)
+    assert [method for method, _ in canned.asked] == ["GetNode"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["node", "list", "--output", "xml"], "Invalid value"),
+        (["token", "create", "--uses", "0"], "uses"),
+        (["token", "create", "--no-such-option"], "No such option"),
+        (["nodes"], "No such command"),
+    ],
+)
+def test_wrong_usage_exits_with_two(canned: Canned, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main.app, arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert canned.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Unreachable("no answer", "look"), 69),
+        (TokenExpired("too late", "ask"), 77),
+        (ConfigError("bad key", "read"), 78),
+        (NotFound("no such node", "see"), 1),
+    ],
+)
+def test_errors_are_a_sentence_a_remedy_and_a_code(
+    error: AtollError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_cli(app)
+    assert ended.value.code == code
+    shown = capsys.readouterr()
+    assert shown.err == f"error: {error}\n  {error.remedy}\n"
+    assert shown.out == ""
+
+
+def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    def app() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_cli(app)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_missing_credential_says_where_to_get_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main.app, ["node", "list", "--credentials", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "ATOLL_CREDENTIALS" in result.exception.remedy
+
+
+@pytest.mark.parametrize("group", [[], ["token"], ["node"], ["run"], ["plan"], ["events"], ["token", "create"]])
+def test_help_is_there_and_commands_have_examples(group: list[str]) -> None:
+    result = CliRunner().invoke(main.app, [*group, "--help"])
+    assert result.exit_code == 0
+    if group and group[-1] in ("create", "events"):
+        assert "Example" in result.stdout
+
+
+def test_atollctl_imports_nothing_heavy() -> None:
+    check = (
+        "import sys, atoll.coordinator.cli.main;"
+        "heavy = {'torch', 'hivemind', 'sqlalchemy', 'starlette', 'pydantic', 'alembic', 'uvicorn', 'cryptography'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_the_server_needs_neither_torch_nor_hivemind() -> None:
+    check = "import sys, atoll.coordinator.server; print(sorted({'torch', 'hivemind', 'numpy'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "[]\n"
