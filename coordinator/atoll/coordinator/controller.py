@@ -8,12 +8,13 @@ caller gets the error: what was not stored did not happen. The operator's key si
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from atoll.coordinator.state import machine
 from atoll.coordinator.state.records import DenyRow, Event, PlanRow, Record
@@ -102,6 +103,13 @@ class Controller:
         for watcher in self._watchers:
             watcher.set()
 
+    def _announce(self, records: Sequence[Record]) -> None:
+        """Wake first: a log that cannot be written must not keep news from anyone."""
+        self.notify()
+        for item in records:
+            if isinstance(item, Event):
+                self._log.info(item.message, event_kind=item.kind, run=item.run_id, subject=item.subject)
+
     def _perform(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> Step[T]:
         step = operation(self.state, self.moment())
         plans = [PlanRow(plan.run_id, plan.version, self._seal(plan), plan.issued_unix_ms) for plan in step.plans]
@@ -115,10 +123,7 @@ class Controller:
             self._sealed_deny = pb.Signed.FromString(row_of_deny.sealed)
         self.state = step.state
         if rows:  # from here, because the caller may have gone away meanwhile
-            loop.call_soon_threadsafe(self.notify)
-        for item in step.records:
-            if isinstance(item, Event):
-                self._log.info(item.message, event_kind=item.kind, run=item.run_id, subject=item.subject)
+            loop.call_soon_threadsafe(self._announce, step.records)
         return step
 
     def _store(self, rows: list[Record]) -> None:
@@ -141,7 +146,7 @@ class Controller:
         try:
             plans = tuple(self._opened_plan(row) for row in contents.plans)
             deny = self._opened_deny(contents.deny) if contents.deny else None
-        except Rejected as error:
+        except (Rejected, DecodeError) as error:
             raise DatabaseCorrupt(
                 f"the database holds something that this coordinator's key did not sign: {error}",
                 "database and keys must come from the same backup; nothing was changed",

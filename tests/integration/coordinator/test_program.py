@@ -1,0 +1,212 @@
+"""`atoll-coordinator serve` and `atollctl` as programs: start, stop, and everything that keeps it from starting."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from unit.coordinator.world import spec_toml
+
+from atoll.coordinator.cli import serve
+from atoll.coordinator.server import only_one
+from atoll.core import log
+from atoll.core.errors import AtollError, ExitCode
+
+DEADLINE_SECONDS = 30.0
+SERVE = [sys.executable, "-c", "from atoll.coordinator.cli.serve import main; main()"]
+CTL = [sys.executable, "-c", "from atoll.coordinator.cli.main import main; main()"]
+FREE_PORTS = ["--listen", "127.0.0.1", "--enrol-port", "0", "--member-port", "0", "--http-port", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _logs_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program would bind this process's logs to the runner's stderr, which ends with the command."""
+    monkeypatch.setattr(log, "configure", lambda *_: None)
+
+
+class Systemd:
+    """The socket of a service manager, with a thread that reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.messages: list[str] = []
+        self.ready = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while message := self._socket.recv(256).decode():
+            self.messages.append(message)
+            if message == "READY=1":
+                self.ready.set()
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", str(self.path))
+        self._thread.join(DEADLINE_SECONDS)
+        self._socket.close()
+
+
+@contextmanager
+def program(data_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Systemd]]:
+    """The server, ready."""
+    number = len(list(tmp_path.glob("notify*")))
+    systemd = Systemd(tmp_path / f"notify{number}")
+    environment = {**os.environ, "NOTIFY_SOCKET": str(systemd.path), "WATCHDOG_USEC": "200000"}
+    process = subprocess.Popen(
+        [*SERVE, "serve", "--data-dir", str(data_dir), *FREE_PORTS],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert systemd.ready.wait(DEADLINE_SECONDS), "the coordinator never was ready"
+        yield process, systemd
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE_SECONDS)
+        systemd.close()
+
+
+def ctl(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "ATOLL_CREDENTIALS": str(data_dir / "admin")}
+    return subprocess.run([*CTL, *arguments], capture_output=True, text=True, timeout=DEADLINE_SECONDS, env=environment)
+
+
+def run_in_process(*arguments: str) -> AtollError:
+    """The error that keeps it from serving."""
+    result = CliRunner().invoke(serve.app, ["serve", *arguments])
+    assert isinstance(result.exception, AtollError), result.output
+    return result.exception
+
+
+@pytest.mark.swarm
+def test_it_serves_survives_a_kill_and_stops_when_told(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    spec = tmp_path / "run.toml"
+    spec.write_text(spec_toml())
+    with program(data_dir, tmp_path) as (process, systemd):
+        assert data_dir.stat().st_mode & 0o777 == 0o700
+        endpoints = json.loads((data_dir / "endpoints.json").read_text())
+        assert endpoints["pid"] == process.pid
+        assert set(endpoints) == {"version", "pid", "enrolment", "membership", "http", "public"}
+        assert ctl(data_dir, "run", "create", str(spec), "--start").returncode == 0
+        token = ctl(data_dir, "token", "create")
+        assert re.fullmatch(r"atl1\.\S+\n", token.stdout)
+        process.kill()  # nothing is flushed, nothing is closed
+    with program(data_dir, tmp_path) as (process, systemd):
+        runs = json.loads(ctl(data_dir, "run", "list", "--output", "json").stdout)
+        assert [(run["run_id"], run["state"]) for run in runs["runs"]] == [("reef", "waiting")]
+        tokens = json.loads(ctl(data_dir, "token", "list", "--output", "json").stdout)
+        assert [item["id"] for item in tokens["tokens"]] == [token.stdout.split(".")[2]]
+        started = time.perf_counter()
+        listed = ctl(data_dir, "node", "list")
+        assert (listed.returncode, time.perf_counter() - started < 2.0) == (0, True)  # 0.25 s on an idle machine
+        second = subprocess.run(
+            [*SERVE, "serve", "--data-dir", str(data_dir), *FREE_PORTS],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+        )
+        assert second.returncode == ExitCode.RETRY
+        assert f"another coordinator (process {process.pid})" in second.stderr
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert systemd.messages[0] == "READY=1"
+        assert "WATCHDOG=1" in systemd.messages
+        assert systemd.messages[-1] == "STOPPING=1"
+    gone = ctl(data_dir, "node", "list")
+    assert gone.returncode == ExitCode.UNREACHABLE
+    assert "does not answer" in gone.stderr
+
+
+# --- what keeps it from starting -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--enrol-port", "--member-port", "--http-port"])
+def test_a_port_in_use_is_named_with_its_flag(tmp_path: Path, flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ports = list(FREE_PORTS)
+        ports[ports.index(flag) + 1] = port
+        error = run_in_process("--data-dir", str(tmp_path / "d"), *ports)
+    assert (error.reason, error.exit_code) == ("PortInUse", ExitCode.CONFIG)
+    assert port in str(error)
+    assert flag in error.remedy
+
+
+def test_a_host_that_is_not_ours_is_a_config_error(tmp_path: Path) -> None:
+    ports = ["--listen", "192.0.2.1", "--enrol-port", "17700"]
+    error = run_in_process("--data-dir", str(tmp_path / "d"), *ports)
+    assert (error.reason, error.exit_code) == ("ConfigError", ExitCode.CONFIG)
+
+
+def test_a_data_directory_that_is_a_file_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "d").write_text("")
+    error = run_in_process("--data-dir", str(tmp_path / "d"), *FREE_PORTS)
+    assert (error.reason, error.exit_code) == ("DataDirUnusable", ExitCode.CONFIG)
+    assert "--data-dir" in error.remedy
+
+
+@pytest.mark.parametrize("name", ["ca.key", "ca.crt", "operator.key", "coordinator.db"])
+def test_damaged_files_are_reported_and_never_written_over(tmp_path: Path, name: str) -> None:
+    data_dir = tmp_path / "d"
+    data_dir.mkdir(mode=0o700)
+    if name.startswith("ca."):
+        for other in ("ca.key", "ca.crt"):
+            (data_dir / other).write_bytes(b"rubbish")
+    damaged = b"rubbish " * 1000
+    (data_dir / name).write_bytes(damaged)
+    error = run_in_process("--data-dir", str(data_dir), *FREE_PORTS)
+    assert error.exit_code == ExitCode.CONFIG
+    assert error.reason in ("KeyFileCorrupt", "DatabaseCorrupt")
+    assert (data_dir / name).read_bytes() == damaged
+
+
+def test_half_an_authority_is_not_replaced(tmp_path: Path) -> None:
+    data_dir = tmp_path / "d"
+    data_dir.mkdir()
+    (data_dir / "ca.key").write_bytes(b"rubbish")
+    error = run_in_process("--data-dir", str(data_dir), *FREE_PORTS)
+    assert error.reason == "KeyFileCorrupt"
+    assert "restore both" in error.remedy
+
+
+def test_one_data_directory_serves_one_coordinator(tmp_path: Path) -> None:
+    with only_one(tmp_path):
+        error = run_in_process("--data-dir", str(tmp_path), *FREE_PORTS)
+    assert (error.reason, error.exit_code) == ("AlreadyRunning", ExitCode.RETRY)
+    assert f"process {os.getpid()}" in str(error)
+
+
+def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("colour = 1\n")
+    error = run_in_process("--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path / "d"))
+    assert error.exit_code == ExitCode.CONFIG
+    assert "unknown key colour" in str(error)
+
+
+def test_settings_are_shown_with_their_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_COORDINATOR_HTTP_PORT", "8080")
+    result = CliRunner().invoke(serve.app, ["config", "--output", "json"])
+    settings = {item["key"]: (item["value"], item["origin"]) for item in json.loads(result.stdout)["settings"]}
+    assert settings["http_port"] == (8080, "environment")
+    assert settings["enrol_port"] == (7700, "default")

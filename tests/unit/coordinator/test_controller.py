@@ -1,0 +1,85 @@
+"""The controller: nothing is seen before it is stored, and nothing stored is taken on trust."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from unit.coordinator.world import RUN, World, spec_toml
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import admission, lifecycle, machine
+from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.records import DenyRow, PlanRow, Record
+from atoll.coordinator.state.snapshot import Policy
+from atoll.core.clock import ManualClock
+from atoll.core.errors import DatabaseCorrupt, DataDirUnusable
+from atoll.core.identity import Identity
+from atoll.core.plan import verify_plan
+
+
+class FullDisk(MemoryStore):
+    """Fails when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = False
+
+    def apply(self, records: Sequence[Record]) -> None:
+        if self.full:
+            raise DataDirUnusable("the disk is full")
+        super().apply(records)
+
+
+async def test_what_was_not_stored_did_not_happen() -> None:
+    store = FullDisk()
+    controller = Controller(store, Identity.generate(), ManualClock(), Policy())
+    store.full = True
+    with controller.watching() as changed:
+        with pytest.raises(DataDirUnusable):
+            await controller.do(lambda state, now: lifecycle.create_run(state, now, spec_toml(), start=True))
+        assert controller.state.runs == {}
+        assert controller.failure == "the disk is full"
+        store.full = False
+        run = await controller.do(lambda state, now: lifecycle.create_run(state, now, spec_toml(), start=True))
+        assert controller.failure == ""
+        await changed.wait()
+    assert controller.state.runs[RUN] == run
+    controller.close()
+
+
+async def test_bans_and_plans_are_signed_stored_and_restored() -> None:
+    world, store, operator = World(), MemoryStore(), Identity.generate()
+    world.train("ann", "bob")
+    store.apply(world.records)
+    first = Controller(store, operator, ManualClock(), Policy())
+    await first.do(lambda state, now: admission.ban(state, now, "ann", ""))
+    first.close()
+    again = Controller(store, operator, ManualClock(), Policy())
+    assert again.state.deny.peer_ids == {world.identities["ann"].peer_id}
+    assert again.sealed_deny == first.sealed_deny
+    again.close()
+
+
+async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
+    world, operator = World(), Identity.generate()
+    world.train("ann", "bob")
+    controller = Controller(MemoryStore(), operator, ManualClock(), Policy(debounce_seconds=0.0))
+    controller.state = world.state
+    peer = world.identities["bob"].peer_id
+    await controller.do(lambda state, now: admission.leave(state, now, peer, ""))
+    for _ in range(3):
+        await controller.do(lambda state, now: machine.tick(state, now, controller.policy))
+    sealed = controller.sealed_plan(RUN)
+    assert sealed is not None
+    assert verify_plan(sealed, operator.public_key, RUN).members == (world.identities["ann"].peer_id,)
+    controller.close()
+
+
+@pytest.mark.parametrize("row", [PlanRow(RUN, 1, b"", 0), DenyRow(1, b"")])
+def test_what_our_key_did_not_sign_is_not_believed(row: Record) -> None:
+    world, store = World(), MemoryStore()
+    world.create_run()
+    store.apply([*world.records, row])
+    with pytest.raises(DatabaseCorrupt, match="did not sign"):
+        Controller(store, Identity.generate(), ManualClock(), Policy())

@@ -1,0 +1,80 @@
+"""What the page and the metrics are given."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from unit.coordinator.world import RUN, World
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import machine
+from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.records import Evaluation
+from atoll.coordinator.state.snapshot import Policy
+from atoll.coordinator.web.metrics import StateCollector
+from atoll.coordinator.web.status import Logs, status, thin
+from atoll.core.clock import ManualClock
+from atoll.core.identity import Identity
+from atoll.core.sdnotify import notify, watchdog_seconds
+from atoll.v1 import membership_pb2 as mb
+
+
+@given(st.lists(st.integers(), max_size=1000), st.integers(1, 50))
+def test_thinning_keeps_order_and_the_last(items: list[int], most: int) -> None:
+    numbered = list(enumerate(items))
+    kept = thin(numbered, most)
+    assert len(kept) == min(most, len(items))
+    assert kept == sorted(kept)
+    assert kept[-1:] == numbered[-1:]
+
+
+def test_status_is_json_whatever_nodes_report() -> None:
+    world = World()
+    world.train("ann", "bob")
+    bad = mb.NodeStatus(state=mb.NODE_STATE_TRAINING, train_loss=math.nan, tokens_per_second=math.inf)
+    peer = world.identities["ann"].peer_id
+    request = mb.HeartbeatRequest(status=bad)
+    world.take(machine.heartbeat(world.state, world.now, peer, world.sessions[peer], request))
+    logs = Logs(evaluations={RUN: (Evaluation(RUN, 1, 4.5, 1000),)})
+    document = json.loads(json.dumps(status(world.state, world.now, logs, "1.2.3"), allow_nan=False))
+    assert document["version"] == 1
+    assert document["runs"][0]["losses"] == [{"round": 1, "loss": 4.5, "committed_tokens": 1000}]
+    shown = {node["name"]: node for node in document["nodes"]}
+    assert (shown["ann"]["state"], shown["ann"]["planned"], shown["ann"]["train_loss"]) == ("training", True, 0.0)
+
+
+def test_metrics_name_runs_and_states_and_no_peers() -> None:
+    world = World()
+    world.train("ann", "bob")
+    controller = Controller(MemoryStore(), Identity.generate(), ManualClock(), Policy())
+    controller.state = world.state
+    registry = CollectorRegistry()
+    registry.register(StateCollector(controller))
+    text = generate_latest(registry).decode()
+    controller.close()
+    assert 'atoll_nodes{run="reef",state="training"} 2.0' in text
+    assert 'atoll_run_plan_version{run="reef"} 1.0' in text
+    assert "12D3KooW" not in text
+    assert all(line.startswith(("#", "atoll_")) for line in text.splitlines())
+
+
+def test_systemd_is_told_over_its_socket(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(5)
+        assert notify(str(tmp_path / "notify"), "READY=1")
+        assert listener.recv(64) == b"READY=1"
+    assert not notify(str(tmp_path / "notify"), "READY=1")  # nobody listens any more
+    assert not notify("", "READY=1")
+
+
+def test_the_watchdog_is_fed_twice_as_often_as_asked() -> None:
+    assert watchdog_seconds({"WATCHDOG_USEC": "30000000"}) == 15.0
+    assert watchdog_seconds({}) is None
+    assert watchdog_seconds({"WATCHDOG_USEC": "soon"}) is None
