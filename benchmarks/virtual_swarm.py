@@ -14,7 +14,7 @@ from torch import Tensor
 from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, first_position
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.outer import outer_step, weighted_mean
+from atoll.node.averaging.outer import due_tokens, outer_schedule, outer_step, weighted_mean
 from atoll.node.averaging.partition import partition
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
@@ -74,7 +74,9 @@ class VirtualSwarm:
             self._due[peer] += self._it.step_times[self.members.index(peer)]
 
     def _train_until_due(self) -> None:
-        while sum(loop.progress.tokens for loop in self.loops.values()) < self._spec.sync.round_tokens:
+        first = len(self.members) * self._spec.tokens_per_step
+        due = due_tokens(self._spec.sync, self.committed_tokens, first)
+        while sum(loop.progress.tokens for loop in self.loops.values()) < due:
             self._advance(min(self._due.values()))
 
     def _round(self) -> None:
@@ -85,10 +87,8 @@ class VirtualSwarm:
         if self._it.delay:
             self._advance(min(self._due.values()) + self._it.delay)
         average_E = self._average(gradients, [snapshots[peer].tokens for peer in self.members])
-        sync = self._spec.sync
-        self.anchor_E, self.momentum_E = outer_step(
-            self.anchor_E, self.momentum_E, average_E, sync.outer_learning_rate, sync.outer_momentum
-        )
+        schedule = outer_schedule(self._spec.sync, self.committed_tokens)
+        self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
         consumed = {peer: snapshot.samples for peer, snapshot in snapshots.items()}
         self.position = advance(self.position, self.members, consumed, self._minimum_lease)
         self.committed_tokens += sum(snapshot.tokens for snapshot in snapshots.values())

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from atoll.core import protocol
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_manifest
 from atoll.core.plan import Assignment, Plan
-from atoll.core import protocol
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.round import RoundMachine
 from atoll.v1 import common_pb2 as pb
@@ -24,7 +24,7 @@ POLICY = rt.RoundPolicy(
     elements=1000,
     part_elements=256,
     codec="int4",
-    round_tokens=100,
+    due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     stop_tokens=10**9,
     minimum_lease=8,

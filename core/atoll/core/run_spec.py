@@ -84,11 +84,13 @@ class OptimizerSection(_Section):
 class SyncSection(_Section):
     """Outer rounds: when they are due, what they cost, and how the outer step moves the anchor."""
 
-    round_tokens: Positive  # of all members together, since the last round
+    round_tokens: Positive  # of all members together, since the last round, once rounds have grown to that
+    round_growth: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # early rounds: this share of the tokens so far
     round_max_seconds: timedelta = timedelta(seconds=60)
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "int4"
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.9
+    outer_warmup_tokens: Annotated[int, Field(ge=0)] = 0  # from plain averaging to the two values above
     part_elements: Annotated[int, Field(ge=128, le=2**21)] = 131_072  # a multiple of 128
 
     @field_validator("part_elements")

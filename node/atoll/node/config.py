@@ -1,11 +1,13 @@
 """What a node's owner decides: where things lie, what to listen on, which limits hold.
 
-Precedence: defaults < /etc/atoll/node.toml < user config < `--config` < `ATOLL_*` < flags. `load` keeps the
+Precedence: defaults < /etc/atoll/node.toml < user config < what `join` was told (`node.toml` in the data
+directory, so that `up` after a reboot means the same node) < `--config` < `ATOLL_*` < flags. `load` keeps the
 origin of every value for `atoll config show`. Unknown keys are errors.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -13,8 +15,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
+from atoll.core.files import write_atomic
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
+REMEMBERED = "node.toml"  # in the data directory
 ENVIRONMENT_PREFIX = "ATOLL_"
 _NOT_OURS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
@@ -63,13 +67,31 @@ def load(flags: Mapping[str, Value | Path | None], environment: Mapping[str, str
     user = (
         Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config") / "atoll/node.toml"
     )
-    for path in (SYSTEM_CONFIG, user, config_file):
-        if path is None or (path is not config_file and not path.exists()):
-            continue
-        _merge(values, origin, _read(path), str(path))
-    _merge(values, origin, _from_environment(environment), "environment")
-    _merge(values, origin, {key: value for key, value in flags.items() if value is not None}, "flag")
+    for path in (SYSTEM_CONFIG, user):
+        if path.exists():
+            _merge(values, origin, _read(path), str(path))
+    later: list[tuple[Mapping[str, Value | Path], str]] = (
+        [(_read(config_file), str(config_file))] if config_file is not None else []
+    )
+    later.append((_from_environment(environment), "environment"))
+    later.append(({key: value for key, value in flags.items() if value is not None}, "flag"))
+    data_dir = next((source["data_dir"] for source, _ in reversed(later) if "data_dir" in source), values["data_dir"])
+    remembered = Path(os.path.expanduser(str(data_dir))) / REMEMBERED
+    if remembered.exists():
+        _merge(values, origin, _read(remembered), str(remembered))
+    for source, name in later:
+        _merge(values, origin, source, name)
     return Loaded(NodeConfig(**_typed(values, origin)), origin)  # type: ignore[arg-type]
+
+
+def remember(loaded: Loaded) -> None:
+    """Keep what flags and environment said, so that the next start of this data directory says the same."""
+    said = {
+        key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in ("flag", "environment")
+    }
+    said.pop("data_dir", None)
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in said.items()]
+    write_atomic(loaded.config.path(REMEMBERED), "".join(["# written by `atoll join`\n", *lines]).encode())
 
 
 def known_environment(name: str) -> bool:
@@ -86,7 +108,7 @@ def _read(path: Path) -> dict[str, Value]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
     names = [name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and not known_environment(name)]
     return {name.removeprefix(ENVIRONMENT_PREFIX).lower(): environment[name] for name in sorted(names)}
 

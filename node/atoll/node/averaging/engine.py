@@ -28,6 +28,7 @@ from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.links import RoundLinks
+from atoll.node.averaging.outer import due_tokens, outer_schedule
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, find_manifest
@@ -237,13 +238,12 @@ class AveragingEngine:
         self._exchanges.begin(exchange)
         try:
             await exchange.run()
-            sync = self._spec.sync
+            schedule = outer_schedule(self._spec.sync, self.head.committed_tokens)
             self._staged = await asyncio.get_running_loop().run_in_executor(
                 self._executor,
                 self._state.stage,
                 average_E,
-                sync.outer_learning_rate,
-                sync.outer_momentum,
+                *schedule,
                 round_id.number,
             )
         except RoundAbandoned as error:
@@ -337,7 +337,7 @@ def policy_of(spec: RunSpec, *, layers: int, elements: int) -> rt.RoundPolicy:
         elements=elements,
         part_elements=spec.sync.part_elements,
         codec=spec.sync.codec,
-        round_tokens=spec.sync.round_tokens,
+        due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),
         round_max=spec.sync.round_max_seconds,
         stop_tokens=spec.run.stop_tokens,
         minimum_lease=samples_per_round,

@@ -17,7 +17,27 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from atoll.core.run_spec import SyncSection
 from atoll.v1 import manifest_pb2
+
+
+def outer_schedule(sync: SyncSection, committed_tokens: int) -> tuple[float, float]:
+    """Outer learning rate and momentum of a round that begins at `committed_tokens`.
+
+    Far from a minimum, pseudo-gradients of successive rounds agree, and full momentum overshoots. So both move in a
+    line from plain averaging (1, 0) to the spec's values. Measured in docs/adr/0001.
+    """
+    warm = min(1.0, committed_tokens / sync.outer_warmup_tokens) if sync.outer_warmup_tokens else 1.0
+    return 1.0 + (sync.outer_learning_rate - 1.0) * warm, sync.outer_momentum * warm
+
+
+def due_tokens(sync: SyncSection, committed_tokens: int, first_tokens: int) -> int:
+    """How many tokens since the head make a round due: few at first, `round_tokens` in the long run.
+
+    Replicas that start from random weights and drift for a whole round land in different basins, and their mean is in
+    none. `first_tokens` is one inner step of every member.
+    """
+    return min(sync.round_tokens, first_tokens + int(sync.round_growth * committed_tokens))
 
 
 def outer_step(

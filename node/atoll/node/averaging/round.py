@@ -234,7 +234,8 @@ class RoundMachine:
         total = sum(self._heard.get(peer, 0) for peer in self.plan.members)
         everyone = all(peer in self._heard for peer in self.plan.members)
         overdue = self._now - self._last_commit >= self.policy.round_max.total_seconds()
-        return total > 0 and ((everyone and total >= self.policy.round_tokens) or overdue)
+        due = self.policy.due_tokens(self.head.committed_tokens, len(self.plan.members))
+        return total > 0 and ((everyone and total >= due) or overdue)
 
     def _start_if_ready(self, leading: _Leading) -> None:
         if set(leading.ready) != set(leading.plan.members):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,7 +23,7 @@ class RoundPolicy:
     elements: int  # of the flat vector
     part_elements: int
     codec: str
-    round_tokens: int
+    due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
     stop_tokens: int
     minimum_lease: int  # samples that a member holds at least after a commit

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from atoll.core.errors import ConfigError, UsageError
+from atoll.core.files import make_private_dir
 from atoll.core.output import say
 from atoll.core.tokens import JoinToken, parse_token
 from atoll.node.cli.options import ConfigFile, DataDir, settings
-from atoll.node.config import NodeConfig
+from atoll.node.config import NodeConfig, remember
 
 _SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
 _EXAMPLES = """
@@ -75,10 +76,12 @@ def join(
         minimum_step_seconds=minimum_step_seconds,
         log_level=log_level,
         log_format=log_format,
-    ).config
-    parsed = parse_token(_token_text(token, loaded.data_dir))
-    _show_limits(loaded, yes)
-    _run(loaded, parsed)
+    )
+    parsed = parse_token(_token_text(token))
+    _show_limits(loaded.config, yes)
+    make_private_dir(loaded.config.data_dir)
+    remember(loaded)
+    _run(loaded.config, parsed)
 
 
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
@@ -98,7 +101,7 @@ def _run(config: NodeConfig, token: JoinToken | None) -> None:
     asyncio.run(run_daemon(config, token, SystemClock()))
 
 
-def _token_text(source: str | None, data_dir: Path) -> str:
+def _token_text(source: str | None) -> str:
     """Read the token; a token on the command line is refused, because others can read that line."""
     if source == "-":
         return sys.stdin.readline()

@@ -63,6 +63,7 @@ accumulate = {accumulate}
 round_tokens = {round_tokens}
 round_max_seconds = 30
 codec = "{codec}"
+outer_warmup_tokens = {tokens}
 part_elements = 131072
 """
 

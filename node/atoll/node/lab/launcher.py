@@ -84,6 +84,11 @@ class LocalSwarm:
         command += ["--token", f"file:{directory / 'token'}", "--listen", "127.0.0.1", "--log-format", "console"]
         return await self._start(name, directory, [*command, *flags])
 
+    async def restart_member(self, name: str) -> Program:
+        """Start a member that joined before, as its owner would after a reboot."""
+        directory = self.root / name
+        return await self._start(name, directory, [_script("atoll"), "up", "--data-dir", str(directory)])
+
     async def ctl(self, *arguments: str) -> str:
         """Run `atollctl` as the operator; returns what it prints. Raises `AtollError` with its message."""
         child = await processes.start(

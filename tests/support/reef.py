@@ -1,0 +1,129 @@
+"""Whole swarms for tests: the lab's launcher, a small corpus and spec, and proof that nothing was left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from atoll.node.lab.launcher import LocalSwarm
+
+READY = timedelta(seconds=120)
+ROUNDS = timedelta(seconds=120)
+GONE = timedelta(seconds=5)
+
+SPEC = """
+version = 1
+[run]
+name = "reef"
+min_nodes = {nodes}
+stop_tokens = {tokens}
+[model]
+preset = "nano"
+dimension = 64
+layers = 2
+heads = 2
+kv_heads = 2
+hidden_dimension = 128
+[data]
+path = "{corpus}"
+sequence_length = 64
+validation_samples = 8
+[optimizer]
+micro_batch_samples = 2
+[sync]
+round_tokens = {round_tokens}
+round_max_seconds = 20
+codec = "{codec}"
+part_elements = 8192
+"""
+
+
+def write_corpus(path: Path) -> Path:
+    path.write_text("".join(f"The {i}th wave of {i * i} broke on the reef; {i % 7} terns rose.\n" for i in range(6000)))
+    return path
+
+
+class Reef(LocalSwarm):
+    """A launcher with a test's shorthands."""
+
+    async def begin(
+        self, *, nodes: int, tokens: int, round_tokens: int = 3000, codec: str = "int4", **flags: str
+    ) -> None:
+        """Coordinator, run and seed."""
+        corpus = write_corpus(self.root / "corpus.txt")
+        await self.start_coordinator(*(word for name, value in flags.items() for word in (f"--{name}", value)))
+        await self.create_run(
+            SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, round_tokens=round_tokens, codec=codec)
+        )
+        await self.start_member("seed", "seed")
+        await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)
+
+    async def node(self, name: str, pace: float = 0.05, *flags: str) -> None:
+        await self.start_member(name, "node", "--cpu-threads", "1", "--minimum-step-seconds", str(pace), *flags)
+
+    async def reach(self, name: str, state: str) -> None:
+        await self.until(lambda: self.in_state(name, state), f"{name} did not become {state}", READY)
+
+    def round(self, name: str) -> int:
+        status = self.status(name)
+        return status["round"] if status else -1
+
+    async def rounds(self, name: str, more: int) -> None:
+        """Wait for `more` further committed rounds."""
+        target = max(0, self.round(name)) + more
+        await self.until(lambda: self.round(name) >= target, f"{name} did not reach round {target}", ROUNDS)
+
+    async def json(self, *arguments: str) -> dict[str, Any]:
+        """What an `atollctl … --output json` prints."""
+        result: dict[str, Any] = json.loads(await self.ctl(*arguments, "--output", "json"))
+        return result
+
+    def anchor_digest(self, name: str) -> str:
+        status = self.status(name)
+        assert status is not None
+        return hashlib.sha256(Path(status["anchor"]).read_bytes()).hexdigest()
+
+
+def processes_of(root: Path) -> list[psutil.Process]:
+    """Every living process that names a path below `root`, or descends from one that does."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mentions = any(str(root) in word for word in process.cmdline())
+            if process.pid != os.getpid() and mentions and process.status() != psutil.STATUS_ZOMBIE:
+                for member in [process, *process.children(recursive=True)]:
+                    found[member.pid] = member
+    return list(found.values())
+
+
+@contextlib.asynccontextmanager
+async def reef(root: Path) -> AsyncIterator[Reef]:
+    """A swarm that is ended afterwards, whatever happened, leaving no process, socket or temporary file."""
+    swarm = Reef(root)
+    with nothing_left(root):
+        try:
+            yield swarm
+        finally:
+            await swarm.close()
+
+
+@contextlib.contextmanager
+def nothing_left(root: Path) -> Iterator[None]:
+    """Fails if the block leaves a process, a socket below `root`, or anything in the temporary directory."""
+    temporary = Path(tempfile.gettempdir())
+    before = {path for path in temporary.iterdir() if not path.name.startswith("pytest-")}
+    yield
+    _, alive = psutil.wait_procs(processes_of(root), timeout=GONE.total_seconds())
+    assert not alive, [process.cmdline() for process in alive]
+    assert not [path for path in root.rglob("*") if path.is_socket()]
+    after = {path for path in temporary.iterdir() if not path.name.startswith("pytest-")}
+    assert {path.name for path in after - before if "atoll" in path.name or "p2p" in path.name} == set()

@@ -1,0 +1,140 @@
+"""Members come and go while training goes on: late joiners, pauses, drains, bans, crashes."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from support.reef import GONE, READY, processes_of, reef
+
+from atoll.node.localapi import call
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+MANY = 10**9
+
+
+async def test_join_late_pause_resume_drain_and_ban(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY)
+        await swarm.node("ann")
+        await swarm.node("bob")
+        await swarm.rounds("ann", 2)
+
+        await swarm.node("cleo")  # fetches anchor and momentum, then takes part
+        await swarm.reach("cleo", "training")
+        await swarm.rounds("cleo", 2)
+        await swarm.until(lambda: swarm.status("ann")["members"] == 3, "no plan with three", READY)
+        assert swarm.round("cleo") > 0
+
+        call(tmp_path / "bob", "pause")
+        await swarm.reach("bob", "paused")
+        await swarm.until(lambda: swarm.status("ann")["members"] == 2, "no plan without bob", READY)
+        held = swarm.status("bob")["steps"]
+        await swarm.rounds("ann", 2)
+        assert swarm.status("bob")["steps"] == held
+        call(tmp_path / "bob", "resume")
+        await swarm.reach("bob", "training")
+        await swarm.rounds("bob", 2)
+        assert swarm.status("bob")["steps"] > held
+
+        await swarm.ctl("node", "drain", "cleo")
+        cleo = swarm.programs.pop("cleo")
+        assert await cleo.child.wait() == 0
+        await swarm.rounds("ann", 2)
+
+        await swarm.ctl("node", "ban", "bob", "--yes")
+        bob = swarm.programs.pop("bob")
+        assert await bob.child.wait() == 77
+        await swarm.rounds("ann", 2)
+        nodes = (await swarm.json("node", "list"))["nodes"]
+        assert {node["name"]: node["banned"] for node in nodes}["bob"] is True
+
+
+async def test_nothing_outlives_a_killed_daemon_and_the_others_go_on(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=3, tokens=MANY, **{"lost-after-seconds": "3"})
+        for name in ("ann", "bob", "cleo"):
+            await swarm.node(name)
+        await swarm.rounds("ann", 2)
+
+        victim = swarm.programs.pop("cleo")
+        family = psutil.Process(victim.pid).children(recursive=True)
+        assert len(family) >= 2  # p2pd and the trainer
+        os.kill(victim.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=GONE.total_seconds())
+        assert not alive
+        await victim.child.wait()
+        await swarm.until(lambda: swarm.status("ann")["members"] == 2, "no plan without cleo", READY)
+        await swarm.rounds("ann", 2)
+        await swarm.rounds("bob", 1)
+
+        await swarm.restart_member("cleo")  # no token, the settings of before
+        await swarm.until(lambda: swarm.status("ann")["members"] == 3, "cleo did not come back", READY)
+        await swarm.reach("cleo", "training")
+        await swarm.rounds("cleo", 2)
+
+
+async def test_a_killed_trainer_costs_a_restart_not_the_membership(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY)
+        await swarm.node("ann")
+        await swarm.node("bob")
+        await swarm.rounds("ann", 2)
+        daemon = psutil.Process(swarm.programs["bob"].pid)
+        trainers = [c for c in daemon.children(recursive=True) if any("training.worker" in w for w in c.cmdline())]
+        trainers[0].kill()
+        await swarm.until(lambda: swarm.status("bob")["trainer_restarts"] == 1, "no restart", READY)
+        await swarm.reach("bob", "training")
+        await swarm.rounds("bob", 2)
+        assert daemon.is_running()
+
+
+async def test_training_goes_on_while_the_coordinator_is_dead(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY)
+        ports = _ports(tmp_path)
+        await swarm.node("ann")
+        await swarm.node("bob")
+        await swarm.rounds("ann", 2)
+        coordinator = swarm.programs.pop("coordinator")
+        os.kill(coordinator.pid, signal.SIGKILL)
+        await coordinator.child.wait()
+        assert not [p for p in processes_of(tmp_path / "coordinator") if p.pid == coordinator.pid]
+        await swarm.rounds("ann", 3)
+
+        await swarm.start_coordinator(*ports)
+        await swarm.until(lambda: swarm.status("ann")["coordinator_connected"], "did not reconnect", READY)
+        head = swarm.round("ann")
+        await swarm.rounds("ann", 1)
+        run = (await swarm.json("run", "show", "reef"))["run"]
+        assert run["head_round"] >= head
+        assert run["rounds_committed"] == run["head_round"]  # those decided while it was dead arrived too
+        plan = (await swarm.json("plan", "show"))["plan"]
+        assert plan["version"] == 1
+
+
+async def test_sigterm_drains_within_its_deadline(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY, round_tokens=1500)
+        await swarm.node("ann")
+        await swarm.node("bob")
+        await swarm.rounds("bob", 1)
+        bob = swarm.programs.pop("bob")
+        bob.child.send_signal(signal.SIGTERM)
+        assert await bob.child.wait() == 0
+        await swarm.until(lambda: swarm.status("ann")["members"] == 1, "no plan without bob", READY)
+        await swarm.rounds("ann", 2)
+        call(tmp_path / "ann", "leave", timedelta(seconds=5))
+        ann = swarm.programs.pop("ann")
+        assert await ann.child.wait() == 0
+
+
+def _ports(root: Path) -> list[str]:
+    import json
+
+    endpoints = json.loads((root / "coordinator" / "endpoints.json").read_text())
+    http = endpoints["http"].rstrip("/").rpartition(":")[2]
+    enrol, member = (endpoints[name].rpartition(":")[2] for name in ("enrolment", "membership"))
+    return ["--enrol-port", enrol, "--member-port", member, "--http-port", http]

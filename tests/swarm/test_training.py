@@ -1,0 +1,61 @@
+"""Whole swarms on loopback: shipped programs, real sockets, real training."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.reef import nothing_left, reef
+
+from atoll.core.manifest import contributors, require_signers
+from atoll.node.state.manifests import ManifestStore
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+BIN = Path(sys.executable).parent
+
+
+async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=20_000, codec="fp32")
+        await swarm.node("ann")
+        await swarm.node("bob")
+        for name in ("ann", "bob"):
+            await swarm.reach(name, "finished")
+        assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
+
+        run = (await swarm.json("run", "show", "reef"))["run"]
+        assert run["rounds_committed"] == run["rounds_opened"] >= 5
+        losses = [item["loss"] for item in run["evaluations"]]
+        assert losses[-1] < 0.8 * losses[0]
+
+        chains = [ManifestStore(tmp_path / name / "runs/reef/manifests", "reef") for name in ("ann", "bob")]
+        heads = [store.newest() for store in chains]
+        assert heads[0].hash == heads[1].hash
+        require_signers(heads[0], contributors(heads[0]))
+        assert len(contributors(heads[0])) == 2
+        for number in range(1, heads[0].round + 1):
+            assert chains[0].get(number).payload == chains[1].get(number).payload
+
+
+def test_the_demo_prints_what_it_promises(tmp_path):
+    """Four nodes, int4, carry, two of them slowed: as a person runs it, only shorter."""
+    command = [BIN / "atoll", "demo", "--tokens", "60000", "--output", "json", "--keep", tmp_path / "kept"]
+    with nothing_left(tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    it = json.loads(done.stdout)["demo"]
+    assert set(it) >= {
+        "nodes", "rounds_opened", "rounds_committed", "parts_zeroed", "tokens", "steps_per_node", "val_loss_first",
+        "val_loss_last", "anchor_digests", "anchors_equal", "averaging_bytes_sent", "averaging_bytes_fp32",
+        "other_bytes_sent", "kills", "rejoined", "coordinator_restarts", "checkpoint", "seconds",
+    }  # fmt: skip
+    assert it["anchors_equal"]
+    assert len(set(it["anchor_digests"].values())) == 1
+    assert it["parts_zeroed"] == 0
+    assert it["tokens"] >= 60_000
+    assert it["averaging_bytes_fp32"] / it["averaging_bytes_sent"] >= 7
+    assert it["val_loss_last"] < 0.7 * it["val_loss_first"]
+    steps = it["steps_per_node"]
+    assert steps["node-4"] < steps["node-3"] < min(steps["node-1"], steps["node-2"])
+    assert Path(it["checkpoint"]).stat().st_size > 1_000_000

@@ -1,0 +1,61 @@
+"""The outer step and its schedule: what every member must compute alike."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.run_spec import SyncSection
+from atoll.node.averaging.outer import due_tokens, layer_states, outer_schedule, outer_step, weighted_mean
+
+
+def test_the_outer_step_is_sgd_with_nesterov_momentum():
+    parameter = torch.nn.Parameter(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+    theirs = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    anchor, momentum = parameter.detach().clone(), torch.zeros(1000)
+    for seed in range(5):
+        gradient = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = gradient.clone()
+        theirs.step()
+        anchor, momentum = outer_step(anchor, momentum, gradient, 0.7, 0.9)
+        assert torch.allclose(anchor, parameter, atol=1e-5)
+
+
+def test_the_outer_step_leaves_its_arguments_alone():
+    anchor, momentum, average = torch.ones(4), torch.ones(4), torch.ones(4)
+    outer_step(anchor, momentum, average, 0.7, 0.9)
+    assert all(torch.equal(vector, torch.ones(4)) for vector in (anchor, momentum, average))
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**9))
+def test_the_schedule_runs_from_plain_averaging_to_the_spec(committed, warmup):
+    sync = SyncSection(round_tokens=1, outer_warmup_tokens=warmup)
+    rate, momentum = outer_schedule(sync, committed)
+    assert 0.7 <= rate <= 1.0
+    assert 0.0 <= momentum <= 0.9
+    assert outer_schedule(sync, 0) == (1.0, 0.0)
+    assert outer_schedule(sync, warmup) == (1.0 + (0.7 - 1.0), 0.9)
+    assert outer_schedule(SyncSection(round_tokens=1), committed) == (1.0 + (0.7 - 1.0), 0.9)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 10**4))
+def test_rounds_grow_up_to_round_tokens(round_tokens, committed, first):
+    sync = SyncSection(round_tokens=round_tokens)
+    due = due_tokens(sync, committed, first)
+    assert 1 <= due <= round_tokens
+    assert due_tokens(sync, committed + 1000, first) >= due
+    assert due_tokens(sync, 10**9 * 100, first) == round_tokens
+
+
+def test_the_weighted_mean_leaves_out_weight_zero():
+    values = [torch.full((3,), 1.0), torch.full((3,), float("nan")), torch.full((3,), 4.0)]
+    assert torch.allclose(weighted_mean(values, [2, 0, 1]), torch.full((3,), 2.0))
+
+
+def test_a_flipped_bit_changes_only_its_layers_digest():
+    anchor, momentum = torch.arange(30.0), torch.zeros(30)
+    before = layer_states(anchor, momentum, (0, 10, 30), 3)
+    momentum[12] = -0.0
+    after = layer_states(anchor, momentum, (0, 10, 30), 3)
+    assert before[0] == after[0]
+    assert before[1].anchor_digest == after[1].anchor_digest
+    assert before[1].momentum_digest != after[1].momentum_digest
