@@ -21,9 +21,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.core.errors import CertificateInvalid, KeyFileCorrupt
 from atoll.core.files import read_private, write_private
+from atoll.core.membership import CERTIFICATE_LIFETIME, GRACE
 
 SERVER_NAME = "coordinator.atoll"
-LEAF_LIFETIME = dt.timedelta(hours=24)
+LEAF_LIFETIME = CERTIFICATE_LIFETIME + GRACE  # so that members can renew after the coordinator was down for long
 CA_LIFETIME = dt.timedelta(days=3650)
 _BACKDATE = dt.timedelta(minutes=5)  # tolerates clocks that are a little behind
 

@@ -14,6 +14,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -25,7 +26,6 @@ from atoll.v1 import common_pb2 as pb
 _PUBLIC_PREFIX = bytes([0x08, 0x01, 0x12, 0x20])  # libp2p PublicKey{Type: Ed25519, Data: 32 bytes}
 _PRIVATE_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])  # libp2p PrivateKey{Type: Ed25519, Data: seed ‖ public}
 _MULTIHASH_PREFIX = bytes([0x00, 0x24])  # identity hash of 36 bytes
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class Identity:
@@ -81,7 +81,7 @@ def peer_id_of(public_key: bytes) -> str:
     """The libp2p peer id of a raw 32-byte Ed25519 public key, base58."""
     if len(public_key) != 32:
         raise SignatureInvalid(f"an Ed25519 public key has 32 bytes, this one {len(public_key)}")
-    return _base58(_MULTIHASH_PREFIX + _PUBLIC_PREFIX + public_key)
+    return base58.b58encode(_MULTIHASH_PREFIX + _PUBLIC_PREFIX + public_key).decode()
 
 
 def verify(context: str, payload: bytes, signature: bytes, public_key: bytes) -> None:
@@ -112,13 +112,3 @@ def random_secret(size: int = 24) -> bytes:
 
 def _framed(context: str, payload: bytes) -> bytes:
     return b"atoll/" + context.encode() + b"/1\0" + payload
-
-
-def _base58(data: bytes) -> str:
-    number = int.from_bytes(data, "big")
-    digits = ""
-    while number:
-        number, remainder = divmod(number, 58)
-        digits = _BASE58[remainder] + digits
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + digits

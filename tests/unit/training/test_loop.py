@@ -1,6 +1,6 @@
 """The inner loop learns, and the algebra of rounds is exact."""
 
-# ruff: noqa: N806  (shape suffixes)
+
 from __future__ import annotations
 
 import math

@@ -14,9 +14,9 @@ from datetime import timedelta
 import grpc
 
 from atoll.core import log
-from atoll.core.certs import SERVER_NAME, new_tls_key_and_csr, not_after
+from atoll.core.certs import LEAF_LIFETIME, SERVER_NAME, new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
-from atoll.core.errors import Banned, CorpusError, ProtocolMismatch
+from atoll.core.errors import Banned, CertificateInvalid, CorpusError, ProtocolMismatch
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
@@ -173,7 +173,12 @@ class CoordinatorLink:
 
     def _renewal_due(self) -> bool:
         left = not_after(self.credentials.tls_chain_pem.encode()) - self._clock.unix()
-        return left < CERTIFICATE_LIFETIME.total_seconds() * (1 - RENEW_AT)
+        if left <= 0:
+            raise CertificateInvalid(
+                "this node was away from its coordinator for so long that its certificate has expired",
+                "ask your operator for a new token, then: atoll join",
+            )
+        return left < LEAF_LIFETIME.total_seconds() - CERTIFICATE_LIFETIME.total_seconds() * RENEW_AT
 
     async def _renew_if_due(self) -> None:
         if not self._renewal_due():

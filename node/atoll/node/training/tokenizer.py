@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
 
-HF_REMEDY = "install the extra: pip install 'atoll[hf]'"
+HF_REMEDY = "install atoll with its 'hf' extra: pip install '.[hf]' in a checkout"
 
 
 class Tokenizer(Protocol):

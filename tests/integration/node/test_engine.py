@@ -1,0 +1,163 @@
+"""Engines with real trainer processes, joined by an in-process network that can be slow or cut."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from support.machine_world import make_plan
+from support.reef import SPEC, write_corpus
+
+from atoll.core import protocol
+from atoll.core.clock import SystemClock
+from atoll.core.frames import FrameKind
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
+from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters, policy_of
+from atoll.node.averaging.links import RoundLinks
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.transport_memory import MemoryHub
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class Member:
+    """One node's engine with everything below it real, but for the network."""
+
+    def __init__(self, identity, trainer, network, spec, directory):
+        self.identity, self.trainer, self.network, self.spec, self.directory = (
+            identity,
+            trainer,
+            network,
+            spec,
+            directory,
+        )
+        self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
+        self.heads: list[Head] = []
+        self.committed = asyncio.Condition()
+        self.reports = []
+
+    async def begin(self, head: Head, plan: Plan, ranges) -> None:
+        await self.trainer.load(ranges=ranges, committed_tokens=0)
+        await self.trainer.train()
+        self.engine = AveragingEngine(
+            identity=self.identity,
+            spec=self.spec,
+            policy=policy_of(
+                self.spec, layers=len(self.trainer.facts.layers.layers), elements=self.trainer.facts.elements
+            ),
+            trainer=self.trainer,
+            state=self.state,
+            manifests=ManifestStore(self.directory, self.spec.run.name),
+            network=self.network,
+            exchanges=ExchangeServer(self.network, timedelta(seconds=5)),
+            head=head,
+            plan=plan,
+            clock=SystemClock(),
+            counters=RoundCounters(),
+            listener=Listener(committed=self.heads.append, report=self.reports.append, evaluated=lambda _: None),
+        )
+        self.links = RoundLinks(self.network, self.engine.receive)
+        self.running = asyncio.create_task(self.engine.run(self.links))
+
+    async def rounds(self, count: int) -> None:
+        async with asyncio.timeout(TIMEOUT.total_seconds()):
+            while len(self.heads) < count:
+                if self.running.done():
+                    self.running.result()
+                await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.links.close()
+
+
+@asynccontextmanager
+async def members(tmp_path, count, fault):
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    text = SPEC.format(nodes=count, tokens=10**9, corpus=corpus, round_tokens=2000, codec="int4")
+    spec = parse_run_spec(text)
+    hub = MemoryHub(fault)
+    async with AsyncExitStack() as stack:
+        spawned = [
+            Trainer.spawn(TrainerConfig(text, None, "cpu", 1, 0.02), log_path=tmp_path / f"{i}.log", timeout=TIMEOUT)
+            for i in range(count)
+        ]
+        made = []
+        for i, trainer in enumerate(await asyncio.gather(*spawned)):
+            stack.push_async_callback(trainer.stop, timedelta(seconds=5))
+            identity = Identity.generate()
+            made.append(Member(identity, trainer, hub.join(identity.peer_id), spec, tmp_path / str(i)))
+        await made[0].trainer.initialise()
+        for member in made[1:]:
+            member.trainer.anchor.copy_(made[0].trainer.anchor)
+        layers = made[0].state.layer_states(0)
+        payload = manifest_pb2.Manifest(
+            protocol=protocol.ours(), round=pb.RoundId(run_id="reef"), layers=layers
+        ).SerializeToString()
+        head = Head(manifest_pb2.CommittedManifest(payload=payload))
+        base = make_plan([member.identity.peer_id for member in made])
+        plan = Plan("reef", 1, base.assignments, base.routes, head.hash)
+        for member in made:
+            ranges = plan.assignment(member.identity.peer_id).data_ranges
+            await member.begin(head, plan, ranges)
+            stack.push_async_callback(member.end)
+        yield made
+        for member in made:
+            await member.end()
+        await hub.close()
+
+
+@pytest.mark.timeout(120)
+async def test_inner_steps_go_on_while_parts_are_exchanged(tmp_path):
+    """The exchange is made to last more than a second; the trainers must not notice."""
+    steps_at_parts: dict[str, list[int]] = {}
+    trainers: dict[str, Trainer] = {}
+
+    async def slow(passage):
+        if passage.protocol == AVERAGE and passage.frame.kind is FrameKind.PART:
+            trainer = trainers.get(passage.sender)
+            if trainer is not None:
+                steps_at_parts.setdefault(passage.sender, []).append(trainer.status.steps)
+            await asyncio.sleep(0.15)
+        return passage.frame
+
+    async with members(tmp_path, 2, slow) as made:
+        trainers.update({member.identity.peer_id: member.trainer for member in made})
+        await asyncio.gather(*(member.rounds(2) for member in made))
+        assert made[0].heads[1].hash == made[1].heads[1].hash
+        for member in made:
+            seen = steps_at_parts[member.identity.peer_id]
+            assert max(seen) - min(seen) >= 20
+            carried = member.trainer.status.progress_tokens
+            assert carried > 0  # what was trained during the exchange is progress of the next round
+
+
+@pytest.mark.timeout(120)
+async def test_an_exchange_that_breaks_is_abandoned_and_its_progress_enters_the_next(tmp_path):
+    broken = []
+
+    async def fault(passage):
+        if passage.protocol == AVERAGE and passage.frame.kind is FrameKind.PART and len(broken) < 1:
+            broken.append(passage)
+            return type(passage.frame)(passage.frame.kind, passage.frame.header, bytes(passage.frame.body)[:-1])
+        return passage.frame
+
+    async with members(tmp_path, 2, fault) as made:
+        await asyncio.gather(*(member.rounds(1) for member in made))
+        first = made[0].heads[0].manifest
+        assert first.round.attempt >= 1
+        reports = [report for member in made for report in member.reports]
+        assert any(not report.committed and report.reason for report in reports)
+        assert torch.equal(made[0].state.anchor_E, made[1].state.anchor_E)
+        assert all(item.tokens > 0 for item in first.contributions)
