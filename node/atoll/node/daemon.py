@@ -1,4 +1,4 @@
-"""The node daemon, read top-down: lock → identity → join → swarm → supervise → drain.
+"""The node daemon, read top-down: swarm → supervise → drain. `start.py` comes before it.
 
 One asyncio process owns p2pd, gate, DHT, rounds, the line to the coordinator and the local API; the trainer
 is a child of its own. SIGTERM or SIGINT drains within a deadline; a second signal stops at once.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,16 +19,14 @@ from typing import Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AlreadyRunning, AtollError, ChildDied, DataDirUnusable, InvalidTransition, UsageError
+from atoll.core.errors import AtollError, ChildDied, InvalidTransition
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import Deny, Member
 from atoll.core.run_spec import parse_run_spec
-from atoll.core.tokens import JoinToken
 from atoll.node.config import NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
-from atoll.node.control.enrol import enrol
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.localapi import LocalApi
 from atoll.node.session import NodeContext, TrainingSession
@@ -49,32 +45,6 @@ LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be 
 AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
 _log = log.get("daemon")
-
-
-async def run_daemon(config: NodeConfig, token: JoinToken | None, clock: Clock) -> None:
-    """Be a member until told to leave. Raises the error that made it impossible."""
-    make_private_dir(config.data_dir)
-    with locked(config.data_dir):
-        identity = Identity.load_or_create(config.path("identity.key"))
-        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
-        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
-        credentials = await join(config, identity, name, token, clock)
-        await Daemon(config, identity, credentials, clock).run()
-
-
-async def join(config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock) -> Credentials:
-    """Credentials of an earlier enrolment, or new ones for the token."""
-    known = Credentials.load(config.data_dir)
-    if known is not None and token is None:
-        return known
-    if token is None:
-        raise UsageError(
-            "this node has not joined a run yet and was given no token",
-            "ask your operator for one, then: atoll join --token - (and paste it)",
-        )
-    credentials = await enrol(token, identity, name, clock)
-    credentials.save(config.data_dir)
-    return credentials
 
 
 class Daemon:
@@ -376,25 +346,6 @@ class Daemon:
         if self._session is None:
             raise InvalidTransition("this member is a seed or still starting; it does not train")
         return self._session
-
-
-@contextlib.contextmanager
-def locked(data_dir: Path) -> Iterator[None]:
-    """One daemon a data directory. Raises `AlreadyRunning`."""
-    try:
-        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise DataDirUnusable(f"cannot write in {data_dir}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise AlreadyRunning(
-            f"another atoll daemon runs on {data_dir}", "stop it with `atoll leave`, or use another --data-dir"
-        ) from error
-    else:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _multiaddr(host: str, port: int) -> str:

@@ -74,7 +74,12 @@ def _python(_: NodeConfig) -> Iterator[Finding]:
         try:
             yield Finding(package, True, version(package))
         except PackageNotFoundError:
-            yield Finding(package, False, "not installed", "install atoll with its 'node' extra: pip install '.[node]' in a checkout")
+            yield Finding(
+                package,
+                False,
+                "not installed",
+                "install atoll with its 'node' extra: pip install '.[node]' in a checkout",
+            )
 
 
 def _device(_: NodeConfig) -> Iterator[Finding]:

@@ -96,7 +96,7 @@ def _run(config: NodeConfig, token: JoinToken | None) -> None:
     import asyncio
 
     from atoll.core.clock import SystemClock
-    from atoll.node.daemon import run_daemon
+    from atoll.node.start import run_daemon
 
     asyncio.run(run_daemon(config, token, SystemClock()))
 

@@ -1,0 +1,70 @@
+"""How a daemon starts: lock → identity → credentials → daemon.
+
+Everything that can go wrong with a token, a key or a directory goes wrong here, at once: torch and hivemind
+are imported only by a node that may really join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AlreadyRunning, DataDirUnusable, UsageError
+from atoll.core.files import make_private_dir
+from atoll.core.identity import Identity
+from atoll.core.tokens import JoinToken
+from atoll.node.config import NodeConfig
+from atoll.node.control.credentials import Credentials
+from atoll.node.control.enrol import enrol
+
+
+async def run_daemon(config: NodeConfig, token: JoinToken | None, clock: Clock) -> None:
+    """Be a member until told to leave. Raises the error that made it impossible."""
+    make_private_dir(config.data_dir)
+    with locked(config.data_dir):
+        identity = Identity.load_or_create(config.path("identity.key"))
+        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
+        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
+        credentials = await join(config, identity, name, token, clock)
+        from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
+
+        await Daemon(config, identity, credentials, clock).run()
+
+
+async def join(config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock) -> Credentials:
+    """Credentials of an earlier enrolment, or new ones for the token."""
+    known = Credentials.load(config.data_dir)
+    if known is not None and token is None:
+        return known
+    if token is None:
+        raise UsageError(
+            "this node has not joined a run yet and was given no token",
+            "ask your operator for one, then: atoll join --token - (and paste it)",
+        )
+    credentials = await enrol(token, identity, name, clock)
+    credentials.save(config.data_dir)
+    return credentials
+
+
+@contextlib.contextmanager
+def locked(data_dir: Path) -> Iterator[None]:
+    """One daemon a data directory. Raises `AlreadyRunning`."""
+    try:
+        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise DataDirUnusable(f"cannot write in {data_dir}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise AlreadyRunning(
+            f"another atoll daemon runs on {data_dir}", "stop it with `atoll leave`, or use another --data-dir"
+        ) from error
+    else:
+        yield
+    finally:
+        os.close(descriptor)

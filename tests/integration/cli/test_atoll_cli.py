@@ -1,0 +1,260 @@
+"""`atoll` as a person meets it: quick, honest about bad input, with the exit codes that scripts rely on."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.core.certs import CertificateAuthority
+from atoll.core.tokens import new_token
+from atoll.node.localapi import LocalApi, call
+
+BIN = Path(sys.executable).parent
+COMMANDS = (
+    "status",
+    "pause",
+    "resume",
+    "finish",
+    "leave",
+    "logs",
+    "config show",
+    "doctor --help",
+    "join --help",
+    "--help",
+)
+STATUS = {
+    "name": "ann", "peer_id": "12D3Koo", "run": "reef", "roles": ["node"], "pid": 1, "coordinator": "host:1",
+    "coordinator_connected": True, "stop_tokens": 1000, "state": "training", "detail": "training", "device": "cpu",
+    "steps": 5, "tokens": 500, "tokens_per_second": 100.0, "step_seconds": 0.1, "train_loss": 2.5,
+    "validation_loss": 2.25, "data_stall_seconds": 0.0, "samples_repeated": 0, "round": 3, "committed_tokens": 500,
+    "plan_version": 1, "members": 2, "rounds_joined": 3, "rounds_committed": 3, "rounds_abandoned": 0,
+    "averaging_bytes_sent": 1000, "averaging_bytes_fp32": 7700, "other_bytes_sent": 10,
+    "trainer_restarts": 0, "anchor": "",
+}  # fmt: skip
+
+
+def atoll(*arguments, stdin="", env=(), timeout=60):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+    return subprocess.run(
+        [BIN / "atoll", *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=timeout,
+        env={**environment, **dict(env)},
+    )  # fmt: skip
+
+
+def refused(done, code, *words):
+    """One sentence on stderr, nothing on stdout, no traceback, the right exit code."""
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.fixture
+def token(tmp_path):
+    """A well-formed token for a port where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return new_token("ab" * 32, f"127.0.0.1:{port}").text()
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    """A local API that answers as a daemon does, in a thread."""
+    ready, done = threading.Event(), threading.Event()
+    asked = []
+
+    async def answer(request):
+        asked.append(request)
+        return STATUS
+
+    async def serve():
+        api = LocalApi(tmp_path, dict.fromkeys(("status", "pause", "resume", "finish", "leave"), answer))
+        await api.start()
+        ready.set()
+        await asyncio.to_thread(done.wait)
+        await api.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(5)
+    yield asked
+    done.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_imports_torch_or_hivemind(command, tmp_path):
+    program = (
+        "import sys; from atoll.node.cli.main import main\n"
+        f"sys.argv = ['atoll', *{command.split()!r}]\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print('heavy:', sorted({'torch', 'hivemind', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "ATOLL_DATA_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
+    assert "heavy: []" in done.stdout, done.stdout + done.stderr
+
+
+def test_status_prints_what_the_daemon_says(daemon, tmp_path):
+    done = atoll("status", "--data-dir", tmp_path, "--output", "json")
+    assert json.loads(done.stdout) == {"version": 1, "status": STATUS}
+    text = atoll("status", "--data-dir", tmp_path)
+    assert text.returncode == 0
+    for word in ("ann", "reef", "training", "2.250", "7.7×"):
+        assert word in text.stdout
+
+
+def test_pause_passes_its_duration_on(daemon, tmp_path):
+    assert atoll("pause", "--for", "2h", "--data-dir", tmp_path).returncode == 0
+    assert daemon[-1] == {"command": "pause", "seconds": 7200.0}
+    refused(atoll("pause", "--for", "soon", "--data-dir", tmp_path), 2, "not a duration")
+
+
+def test_the_socket_is_the_owners_alone(daemon, tmp_path):
+    assert (tmp_path / "atoll.sock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_data_directory_with_a_long_path_works_too(tmp_path):
+    deep = tmp_path / ("deep" * 20) / ("deeper" * 10)
+    deep.mkdir(parents=True)
+
+    async def serve():
+        api = LocalApi(deep, {"status": lambda _: _status()})
+        await api.start()
+        answer = await asyncio.to_thread(call, deep, "status")
+        await api.close()
+        return answer
+
+    async def _status():
+        return STATUS
+
+    assert asyncio.run(serve()) == STATUS
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "resume", "finish", "leave"])
+def test_without_a_daemon_it_says_so(command, tmp_path):
+    refused(atoll(command, "--data-dir", tmp_path), 69, "no atoll daemon runs", "atoll join")
+
+
+# --- joining with bad input ------------------------------------------------------------------------
+
+
+def test_a_token_in_argv_is_refused_without_being_repeated(token, tmp_path):
+    done = atoll("join", "--token", token, "--data-dir", tmp_path)
+    refused(done, 2, "command line")
+    assert token.split(".")[3] not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "atl1.nonsense", "hello", "atl2." + "a" * 64])
+def test_what_is_not_a_token_is_refused(text, tmp_path):
+    refused(atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=text + "\n"), 77, "join token")
+
+
+def test_no_token_at_all(tmp_path):
+    refused(atoll("join", "--data-dir", tmp_path), 2, "no token")
+    refused(atoll("join", "--token", f"file:{tmp_path}/none", "--data-dir", tmp_path), 78, "cannot read the token")
+    refused(atoll("up", "--data-dir", tmp_path), 2, "has not joined")
+
+
+def test_an_unreachable_coordinator(token, tmp_path):
+    refused(
+        atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=token), 69, "no coordinator answers", "firewall"
+    )
+    assert not (tmp_path / "credentials.json").exists()
+
+
+def test_a_coordinator_with_another_authority(tmp_path):
+    """Somebody else listens there: nothing is sent to it."""
+    authority = CertificateAuthority.load_or_create(tmp_path / "ca.key", tmp_path / "ca.crt", time.time())
+    leaf = authority.issue_local("atoll://coordinator", time.time(), server=True)
+    (tmp_path / "leaf.pem").write_bytes(leaf.chain_pem + leaf.key_pem)
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "leaf.pem")
+    received = []
+
+    def serve(listener):
+        connection, _ = listener.accept()
+        with context.wrap_socket(connection, server_side=True) as tls:
+            received.append(tls.recv(1000))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        token = new_token("cd" * 32, f"127.0.0.1:{listener.getsockname()[1]}").text()
+        done = atoll("join", "--token", "-", "--data-dir", tmp_path / "node", stdin=token)
+        thread.join(10)
+    refused(done, 77, "is not the coordinator that made this token")
+    assert received == [b""]
+
+
+def test_a_corrupt_key_is_named_and_kept(token, tmp_path):
+    (tmp_path / "identity.key").write_bytes(b"garbage")
+    refused(atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=token), 78, "identity.key", "backup")
+    assert (tmp_path / "identity.key").read_bytes() == b"garbage"
+
+
+def test_corrupt_credentials_are_named_and_kept(tmp_path):
+    (tmp_path / "credentials.json").write_text("{")
+    refused(atoll("up", "--data-dir", tmp_path), 78, "credentials.json")
+    assert (tmp_path / "credentials.json").read_text() == "{"
+
+
+def test_an_unwritable_data_directory(token, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    refused(atoll("join", "--token", "-", "--data-dir", file / "node", stdin=token), 78, "cannot use")
+
+
+def test_a_data_directory_in_use(token, tmp_path):
+    import fcntl
+
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=token), 75, "another atoll daemon")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("colour = 'red'", ["unknown key 'colour'"]),
+        ("port = 'many'", ["port", "whole number"]),
+        ("port = 70000", ["port", "between"]),
+        ("log_level = 'loud'", ["log_level", "debug"]),
+        ("port =", ["not TOML"]),
+    ],
+)
+def test_a_bad_configuration_names_the_key_and_the_file(text, words, tmp_path):
+    config = tmp_path / "node.toml"
+    config.write_text(text)
+    refused(atoll("config", "show", "--config", config, "--data-dir", tmp_path / "d"), 78, str(config), *words)
+
+
+def test_settings_overrule_one_another_in_order(tmp_path):
+    config = tmp_path / "mine.toml"
+    config.write_text("port = 1111\ncpu_threads = 3\nname = 'from-file'\n")
+    environment = {"ATOLL_PORT": "2222", "ATOLL_DATA_DIR": str(tmp_path / "node")}
+    done = atoll("config", "show", "--origin", "--config", config, "--output", "json", env=environment)
+    shown = json.loads(done.stdout)["config"]
+    assert shown["port"] == {"value": 2222, "origin": "environment"}
+    assert shown["cpu_threads"] == {"value": 3, "origin": str(config)}
+    assert shown["device"]["origin"] == "default"
+    refused(atoll("config", "show", env={"ATOLL_COLOUR": "red"}), 78, "unknown key 'colour'", "environment")
+
+
+def test_what_join_was_told_is_remembered_for_up(token, tmp_path):
+    atoll("join", "--token", "-", "--data-dir", tmp_path, "--port", "7711", "--cpu-threads", "1", stdin=token)
+    shown = json.loads(atoll("config", "show", "--data-dir", tmp_path, "--output", "json").stdout)["config"]
+    assert (shown["port"], shown["cpu_threads"]) == (7711, 1)
+    assert "secret" not in (tmp_path / "node.toml").read_text()
+    assert token.split(".")[3] not in (tmp_path / "node.toml").read_text()
