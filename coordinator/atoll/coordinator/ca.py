@@ -1,7 +1,7 @@
 """The coordinator's own secrets: the certificate authority, the operator's signing key, and what they issue.
 
 Everything lies in the data directory with mode 0600, is made once and never written over. The server's own
-leaf lives in memory only and is renewed there; gRPC asks `ServerCertificate` at every handshake.
+leaf lives in memory only and is renewed there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from atoll.core.clock import Clock
 from atoll.core.errors import CertificateInvalid
 from atoll.core.files import make_private_dir, write_private
 from atoll.core.identity import Identity
-from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
+from atoll.core.membership import RENEW_AT
 
 SERVER_SUBJECT = "atoll://coordinator/self"
 ADMIN_SUBJECT = "atoll://admin/operator"
 ADMIN_LIFETIME = timedelta(days=365)
+SERVER_LIFETIME = timedelta(days=30)
 
 
 class Keys:
@@ -40,30 +41,36 @@ class Keys:
 
 
 class ServerCertificate:
-    """The server's leaf, renewed in process well before it ends. Safe to call from gRPC's threads."""
+    """The leaf of one TLS port, renewed in process well before it ends. Called from gRPC's threads.
+
+    gRPC asks at every handshake. It must be told "no change" unless there is one: given a configuration, it
+    frees the one in use, and a handshake that runs beside it then takes the process down (grpcio 1.85; 40
+    handshakes at once did it within a second). So a leaf lives for weeks and changes at a restart or rarely.
+    """
 
     def __init__(self, ca: certs.CertificateAuthority, clock: Clock) -> None:
         self._ca = ca
         self._clock = clock
         self._lock = threading.Lock()
         self._renew_at = 0.0
-        self._current: grpc.ServerCertificateConfiguration | None = None
 
     def credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
         """Server credentials; `mutual` ones ask for a client certificate of our CA."""
-        return grpc.dynamic_ssl_server_credentials(self.current(), self.current, mutual)
+        first = self._issue(self._clock.unix())
+        return grpc.dynamic_ssl_server_credentials(first, self.fetch, mutual)  # type: ignore[arg-type]  # may be None
 
-    def current(self) -> grpc.ServerCertificateConfiguration:
-        """The configuration for the next handshake."""
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """A new configuration when the leaf's time has come; None, meaning no change, otherwise."""
         now = self._clock.unix()
         with self._lock:
-            if self._current is None or now >= self._renew_at:
-                leaf = self._ca.issue_local(SERVER_SUBJECT, now, server=True)
-                self._current = grpc.ssl_server_certificate_configuration(
-                    [(leaf.key_pem, leaf.chain_pem)], root_certificates=self._ca.pem
-                )
-                self._renew_at = now + RENEW_AT * CERTIFICATE_LIFETIME.total_seconds()
-            return self._current
+            return self._issue(now) if now >= self._renew_at else None
+
+    def _issue(self, now: float) -> grpc.ServerCertificateConfiguration:
+        leaf = self._ca.issue_local(SERVER_SUBJECT, now, server=True, lifetime=SERVER_LIFETIME)
+        self._renew_at = now + RENEW_AT * SERVER_LIFETIME.total_seconds()
+        return grpc.ssl_server_certificate_configuration(
+            [(leaf.key_pem, leaf.chain_pem)], root_certificates=self._ca.pem
+        )
 
 
 def write_admin_credential(keys: Keys, directory: Path, endpoint: str, now: float) -> None:

@@ -93,12 +93,11 @@ async def serving(
     registry = CollectorRegistry()
     guard = Guard(rpc_errors(registry))
     registry.register(StateCollector(controller))
-    certificate = ServerCertificate(keys.ca, controller.clock)
     enrol = GrpcServer(
         config.listen,
         config.enrol_port,
         "--enrol-port",
-        certificate.credentials(mutual=False),
+        ServerCertificate(keys.ca, controller.clock).credentials(mutual=False),
         guard,
         max_message_bytes=MAX_ENROLMENT_BYTES,
         max_calls=MAX_ENROLMENTS_AT_ONCE,
@@ -107,7 +106,7 @@ async def serving(
         config.listen,
         config.member_port,
         "--member-port",
-        certificate.credentials(mutual=True),
+        ServerCertificate(keys.ca, controller.clock).credentials(mutual=True),
         guard,
         max_message_bytes=MAX_MEMBER_BYTES,
     )

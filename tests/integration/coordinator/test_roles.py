@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -54,7 +56,8 @@ async def test_strangers_do_not_get_through_the_handshake(tmp_path: Path) -> Non
 
 async def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
-        old = home.keys.ca.issue_local("atoll://node/ann", home.controller.clock.unix() - 2 * 86400)
+        then = home.controller.clock.unix() - 2 * 3600
+        old = home.keys.ca.issue_local("atoll://node/ann", then, lifetime=timedelta(hours=1))
         credentials = grpc.ssl_channel_credentials(home.keys.ca.pem, old.key_pem, old.chain_pem)
         assert await _leave_with(home, credentials) is grpc.StatusCode.UNAVAILABLE
 
@@ -77,3 +80,15 @@ async def test_admin_is_not_served_on_the_strangers_port(tmp_path: Path) -> None
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await admin_pb2_grpc.AdminStub(channel).ListNodes(admin.ListNodesRequest(), timeout=SECONDS)  # type: ignore[misc]
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_many_handshakes_at_once_do_no_harm(tmp_path: Path) -> None:
+    """A server that hands gRPC its configuration at every handshake dies of this within a second."""
+    async with coordinator(tmp_path / "c") as home:
+
+        async def ask() -> None:
+            async with admin_channel(home.data_dir / "admin", home.endpoints.local) as channel:
+                await admin_pb2_grpc.AdminStub(channel).ListRuns(admin.ListRunsRequest(), timeout=SECONDS)  # type: ignore[misc]
+
+        for _ in range(6):
+            await asyncio.gather(*(ask() for _ in range(40)))

@@ -177,7 +177,11 @@ def seeds_of(state: State, run_id: str) -> tuple[str, ...]:
         live = state.live.get(node.peer_id)
         return (live is None or not live.connected, node.peer_id)
 
-    seeds = [node for node in state.members_of(run_id) if "seed" in node.roles and not (node.banned or node.left)]
+    seeds = [
+        node
+        for node in state.nodes.values()
+        if node.run_id == run_id and "seed" in node.roles and not (node.banned or node.left)
+    ]
     return tuple(
         address if "/p2p/" in address else f"{address}/p2p/{node.peer_id}"
         for node in sorted(seeds, key=connected_first)
