@@ -200,6 +200,13 @@ class AlreadyExists(AtollError):
     grpc_status = "ALREADY_EXISTS"
 
 
+class Ambiguous(AtollError):
+    """A name that a person typed means more than one thing."""
+
+    exit_code = ExitCode.USAGE
+    grpc_status = "FAILED_PRECONDITION"
+
+
 class InvalidTransition(AtollError):
     """The run or node is not in a state from which this can be done."""
 

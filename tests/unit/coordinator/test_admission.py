@@ -10,6 +10,7 @@ from unit.coordinator.world import RUN, World, spec_toml
 from atoll.coordinator.state import admission, find, lifecycle, machine
 from atoll.core.errors import (
     AlreadyExists,
+    Ambiguous,
     AtollError,
     Banned,
     CertificateInvalid,
@@ -151,7 +152,7 @@ def test_nodes_are_found_by_name_id_and_the_end_of_the_id(world: World) -> None:
     world.enrol("bob")
     for text in ("ann", peer, peer[-8:]):
         assert find.node(world.state, text).peer_id == peer
-    with pytest.raises(InvalidRequest, match="names 2 nodes"):
+    with pytest.raises(Ambiguous, match="names 2 nodes"):
         find.node(world.state, "12D3KooW")
     with pytest.raises(NotFound):
         find.node(world.state, "cid")

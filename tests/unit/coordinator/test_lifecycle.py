@@ -9,7 +9,7 @@ from atoll.coordinator.state import admission, find, lifecycle, machine, views
 from atoll.coordinator.state.lifecycle import EDGES
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.data_position import LEASE_ROUNDS
-from atoll.core.errors import AlreadyExists, CorpusError, InvalidTransition, NotFound, RunSpecError
+from atoll.core.errors import AlreadyExists, Ambiguous, CorpusError, InvalidTransition, NotFound, RunSpecError
 from atoll.core.manifest import manifest_hash
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -45,7 +45,7 @@ def test_the_only_run_needs_no_name_and_two_do() -> None:
     world.create_run()
     assert find.run(world.state, "").run_id == RUN
     world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="atoll-2"), start=False))
-    with pytest.raises(Exception, match="atoll-2, reef"):
+    with pytest.raises(Ambiguous, match="atoll-2, reef"):
         find.run(world.state, "")
 
 

@@ -56,7 +56,7 @@ class Applicant:
 
 
 def create_token(state: State, now: Moment, request: TokenRequest) -> Step[Token]:
-    """A new token. Raises `NotFound`, `InvalidRequest`."""
+    """A new token. Raises `NotFound`, `Ambiguous`, `InvalidRequest`."""
     run = find.run(state, request.run_id)
     roles = request.roles or ("node",)
     if any(role not in TOKEN_ROLES for role in roles):
@@ -136,7 +136,7 @@ def renew(state: State, now: Moment, peer_id: str) -> Step[Node]:
 
 
 def drain(state: State, now: Moment, text: str) -> Step[Node]:
-    """Ask a node to finish its round and leave. Raises `NotFound`, `InvalidRequest`."""
+    """Ask a node to finish its round and leave. Raises `NotFound`, `Ambiguous`."""
     node = find.node(state, text)
     draft = Draft(state, now)
     if not node.draining:
@@ -147,7 +147,7 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
 
 
 def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
-    """Put a peer on the deny-list, for good. Raises `NotFound`, `InvalidRequest`."""
+    """Put a peer on the deny-list, for good. Raises `NotFound`, `Ambiguous`."""
     node = find.node(state, text)
     draft = Draft(state, now)
     if not node.banned:

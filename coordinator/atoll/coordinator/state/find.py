@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from atoll.coordinator.state.records import Node, Run, Token
 from atoll.coordinator.state.snapshot import State
-from atoll.core.errors import CertificateInvalid, InvalidRequest, NotFound
+from atoll.core.errors import Ambiguous, CertificateInvalid, NotFound
 
 
 def run(state: State, run_id: str) -> Run:
-    """By name; an empty name means the only run there is. Raises `NotFound`, `InvalidRequest`."""
+    """By name; an empty name means the only run there is. Raises `NotFound`, `Ambiguous`."""
     if run_id:
         found = state.runs.get(run_id)
         if found is None:
@@ -18,12 +18,12 @@ def run(state: State, run_id: str) -> Run:
         raise NotFound("there is no run yet", "create one: `atollctl run create FILE`")
     if len(state.runs) > 1:
         names = ", ".join(sorted(state.runs))
-        raise InvalidRequest(f"there are {len(state.runs)} runs: {names}", "say which one you mean")
+        raise Ambiguous(f"there are {len(state.runs)} runs: {names}", "say which one you mean")
     return next(iter(state.runs.values()))
 
 
 def node(state: State, text: str) -> Node:
-    """By peer id, node name, or unique prefix or suffix of a peer id. Raises `NotFound`, `InvalidRequest`."""
+    """By peer id, node name, or unique prefix or suffix of a peer id. Raises `NotFound`, `Ambiguous`."""
     if text in state.nodes:
         return state.nodes[text]
     named = [item for item in state.nodes.values() if item.name == text]
@@ -32,7 +32,7 @@ def node(state: State, text: str) -> Node:
         raise NotFound(f"there is no node {text!r}", "see `atollctl node list`")
     if len(found) > 1:
         peers = ", ".join(sorted(item.peer_id for item in found))
-        raise InvalidRequest(f"{text!r} names {len(found)} nodes: {peers}", "give the whole peer id")
+        raise Ambiguous(f"{text!r} names {len(found)} nodes: {peers}", "give the whole peer id")
     return found[0]
 
 
