@@ -9,7 +9,7 @@ import psutil
 import pytest
 from support.reef import GONE, READY, processes_of, reef
 
-from atoll.node.localapi import call
+from atoll.node.localclient import call
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 MANY = 10**9

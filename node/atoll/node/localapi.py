@@ -10,20 +10,16 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import AtollError, Unreachable, UsageError, by_reason
+from atoll.core.errors import AtollError, UsageError
+from atoll.node.localclient import MAX_LINE, SOCKET_NAME, Answer, socket_path
 
-SOCKET_NAME = "atoll.sock"
 _TIMEOUT = timedelta(seconds=5)
-_LONGEST_PATH = 100  # of sun_path's 108
-_MAX_LINE = 1 << 20
 
-Answer = dict[str, Any]
 Command = Callable[[dict[str, Any]], Awaitable[Answer]]
 
 
@@ -37,12 +33,12 @@ class LocalApi:
 
     async def start(self) -> None:
         """Listen. A stale socket of a dead daemon is replaced (the data directory's lock is ours)."""
-        with _socket_path(self._data_dir) as path:
+        with socket_path(self._data_dir) as path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             mask = os.umask(0o177)
             try:
-                self._server = await asyncio.start_unix_server(self._serve, path, limit=_MAX_LINE)
+                self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE)
             finally:
                 os.umask(mask)
 
@@ -73,39 +69,3 @@ class LocalApi:
             return {"ok": await command(request)}
         except AtollError as error:
             return {"error": {"reason": error.reason, "message": str(error), "remedy": error.remedy}}
-
-
-def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **arguments: object) -> Answer:
-    """Ask the daemon of `data_dir`. Raises `Unreachable` when none runs, and whatever it answers."""
-    try:
-        with _socket_path(data_dir) as path, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(timeout.total_seconds())
-            connection.connect(path)
-            connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
-            line = connection.makefile("rb").readline(_MAX_LINE)
-    except OSError as error:
-        raise Unreachable(
-            f"no atoll daemon runs on {data_dir}", "start one with `atoll join`, or name its directory with --data-dir"
-        ) from error
-    if not line:
-        raise Unreachable(f"the daemon on {data_dir} hung up")
-    answer: Answer = json.loads(line)
-    if "error" in answer:
-        problem = answer["error"]
-        raise by_reason(problem["reason"])(problem["message"], problem["remedy"])
-    result: Answer = answer["ok"]
-    return result
-
-
-@contextlib.contextmanager
-def _socket_path(data_dir: Path) -> Iterator[str]:
-    """The socket's path, by way of /proc when it is longer than the kernel allows."""
-    path = str(data_dir / SOCKET_NAME)
-    if len(path) <= _LONGEST_PATH:
-        yield path
-        return
-    descriptor = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,8 @@ import pytest
 
 from atoll.core.certs import CertificateAuthority
 from atoll.core.tokens import new_token
-from atoll.node.localapi import LocalApi, call
+from atoll.node.localapi import LocalApi
+from atoll.node.localclient import call
 
 BIN = Path(sys.executable).parent
 COMMANDS = (

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
@@ -67,6 +66,8 @@ def _print(finding: Finding) -> None:
 
 
 def _python(_: NodeConfig) -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
+
     here = ".".join(map(str, sys.version_info[:3]))
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield Finding("python", supported, here, "use Python 3.11, 3.12 or 3.13")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import say
-from atoll.core.tokens import JoinToken, parse_token
 from atoll.node.cli.options import ConfigFile, DataDir, settings
 from atoll.node.config import NodeConfig, remember
+
+if TYPE_CHECKING:
+    from atoll.core.tokens import JoinToken
 
 _SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
 _EXAMPLES = """
@@ -77,6 +79,8 @@ def join(
         log_level=log_level,
         log_format=log_format,
     )
+    from atoll.core.tokens import parse_token  # cryptography: not for the commands that only look
+
     parsed = parse_token(_token_text(token))
     _show_limits(loaded.config, yes)
     make_private_dir(loaded.config.data_dir)

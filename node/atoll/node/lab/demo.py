@@ -21,7 +21,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.manifest import Head
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.lab.launcher import LocalSwarm
-from atoll.node.localapi import call
+from atoll.node.localclient import call
 from atoll.node.state.manifests import ManifestStore
 
 FULL_PACE_SECONDS = 0.2  # an inner step of an unslowed node takes at least this: two cores stay below 80 % busy

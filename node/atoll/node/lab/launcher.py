@@ -19,7 +19,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, Unreachable
 from atoll.core.files import make_private_dir, write_private
 from atoll.node import processes
-from atoll.node.localapi import call
+from atoll.node.localclient import call
 
 START_TIMEOUT = timedelta(seconds=60)
 STOP_GRACE = timedelta(seconds=20)

@@ -1,0 +1,57 @@
+"""The asking side of the local socket (`localapi.py` answers): standard library only, so commands start at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import Unreachable, by_reason
+
+SOCKET_NAME = "atoll.sock"
+MAX_LINE = 1 << 20
+_LONGEST_PATH = 100  # of sun_path's 108
+_TIMEOUT = timedelta(seconds=5)
+
+Answer = dict[str, Any]
+
+
+def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **arguments: object) -> Answer:
+    """Ask the daemon of `data_dir`. Raises `Unreachable` when none runs, and whatever it answers."""
+    try:
+        with socket_path(data_dir) as path, socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout.total_seconds())
+            connection.connect(path)
+            connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
+            line = connection.makefile("rb").readline(MAX_LINE)
+    except OSError as error:
+        raise Unreachable(
+            f"no atoll daemon runs on {data_dir}", "start one with `atoll join`, or name its directory with --data-dir"
+        ) from error
+    if not line:
+        raise Unreachable(f"the daemon on {data_dir} hung up")
+    answer: Answer = json.loads(line)
+    if "error" in answer:
+        problem = answer["error"]
+        raise by_reason(problem["reason"])(problem["message"], problem["remedy"])
+    result: Answer = answer["ok"]
+    return result
+
+
+@contextlib.contextmanager
+def socket_path(data_dir: Path) -> Iterator[str]:
+    """The socket's path, by way of /proc when it is longer than the kernel allows."""
+    path = str(data_dir / SOCKET_NAME)
+    if len(path) <= _LONGEST_PATH:
+        yield path
+        return
+    descriptor = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+    finally:
+        os.close(descriptor)
