@@ -1,6 +1,5 @@
 """The inner loop on an accelerator: it learns at every precision, and rounds are as exact as on a CPU."""
 
-# ruff: noqa: N806  (shape suffixes)
 from __future__ import annotations
 
 from pathlib import Path

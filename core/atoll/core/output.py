@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,9 +23,14 @@ class Output(StrEnum):
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs")]
 
 
-def print_json(kind: str, value: Any) -> None:
-    """One JSON object on stdout: `{"version": 1, <kind>: value}`."""
-    print(json.dumps({"version": JSON_VERSION, kind: value}, indent=2))
+def print_json(document: Mapping[str, object]) -> None:
+    """One versioned object on stdout. `version` grows when a key changes its meaning; new keys may come any time."""
+    print(json.dumps({"version": JSON_VERSION, **document}, indent=2, ensure_ascii=False))
+
+
+def print_json_line(document: Mapping[str, object]) -> None:
+    """The same on one line, for streams."""
+    print(json.dumps({"version": JSON_VERSION, **document}, ensure_ascii=False), flush=True)
 
 
 def say(text: str) -> None:

@@ -154,7 +154,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     time.tzset()
 
 
-@pytest.mark.parametrize("output", ["table", "json"])
+@pytest.mark.parametrize("output", ["text", "json"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_what_it_always_printed(canned: Canned, name: str, output: str) -> None:
     result = CliRunner().invoke(main.app, [*COMMANDS[name], "--output", output], input="version = 1\n")

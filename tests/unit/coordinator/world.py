@@ -11,6 +11,7 @@ from atoll.core import protocol
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash, sign_manifest
 from atoll.core.plan import Plan
+from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import hash_secret
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -51,7 +52,8 @@ def genesis_report(writer: Identity, run_id: str = RUN, corpus: str = CORPUS) ->
         layers=layer_states(),
         corpus_digest=bytes.fromhex(corpus),
     )
-    table = plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(name=name, parameters=10) for name in LAYERS])
+    layers = [plan_pb2.LayerInfo(name=name, parameters=10) for name in LAYERS]
+    table = plan_pb2.LayerTable(layers=layers, model_hash=parse_run_spec(spec_toml()).model_hash())
     return mb.GenesisReport(layers=table, manifest=commit(manifest.SerializeToString(), [writer]))
 
 

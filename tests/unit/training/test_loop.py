@@ -1,6 +1,5 @@
 """The inner loop learns, and the algebra of rounds is exact."""
 
-
 from __future__ import annotations
 
 import math

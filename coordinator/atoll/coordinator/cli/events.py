@@ -9,16 +9,17 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption
-from atoll.coordinator.cli.output import plain, print_json_line
+from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.output import plain
 from atoll.coordinator.cli.words import moment
+from atoll.core.output import Output, OutputOption, print_json_line
 from atoll.v1 import admin_pb2 as wire
 
 
 def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="stay and show what comes")] = False,
     after: Annotated[int, typer.Option(min=0, metavar="ID", help="only those after this one")] = 0,
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Show the event log, the oldest first. With --output json, one object a line.
@@ -33,7 +34,7 @@ def events(
     with connect(credentials) as client:
         try:
             for event in client.stream(client.stub.Events, wire.EventsRequest(after_id=after, follow=follow)):
-                if output is Output.json:
+                if output is Output.JSON:
                     print_json_line({"event": plain(event)})
                 else:
                     console.print(_line(event))

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, say, show, show_facts
+from atoll.coordinator.cli.options import CredentialsOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import ago, count, loss, moment, size
 from atoll.core.errors import UsageError
+from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -34,7 +35,7 @@ _COLUMNS = [
 
 
 @app.command("list")
-def list_nodes(run: RunOption = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def list_nodes(run: RunOption = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Show all nodes and seeds.
 
     [bold]Examples[/bold]
@@ -49,7 +50,7 @@ def list_nodes(run: RunOption = "", output: OutputOption = Output.table, credent
 
 
 @app.command("show")
-def show_node(node: NodeArgument, output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def show_node(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Show everything that is known about a node.
 
     [bold]Example[/bold]
@@ -62,7 +63,7 @@ def show_node(node: NodeArgument, output: OutputOption = Output.table, credentia
 
 
 @app.command()
-def drain(node: NodeArgument, output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def drain(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Ask a node to finish its round and leave. It may come back later.
 
     [bold]Example[/bold]
@@ -79,7 +80,7 @@ def ban(
     node: NodeArgument,
     reason: Annotated[str, typer.Option(help="for the event log")] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Refuse a peer everywhere, for good. All members are told at once.

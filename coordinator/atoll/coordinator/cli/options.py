@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-class Output(StrEnum):
-    """How results are printed on stdout."""
-
-    table = "table"
-    json = "json"
-
-
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="what stdout gets")]
 CredentialsOption = Annotated[
     Path | None,
     typer.Option(

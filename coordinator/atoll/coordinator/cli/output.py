@@ -1,4 +1,4 @@
-"""Results on stdout: a table for people, or one versioned JSON object. Prose goes to stderr.
+"""Results on stdout: a table for people, or one versioned JSON object.
 
 JSON keys are the wire's field names, enums are short lower-case words, bytes are hex, times are milliseconds
 since the Unix epoch. `version` grows when a key changes its meaning; new keys may come at any time.
@@ -6,7 +6,6 @@ since the Unix epoch. `version` grows when a key changes its meaning; new keys m
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from atoll.coordinator.cli.options import Output
+from atoll.core.output import Output, print_json
 
-VERSION = 1
 Plain = dict[str, object]
 
 
@@ -33,7 +31,7 @@ class Column:
 
 def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[Plain]) -> None:
     """Print `document` as JSON, or `rows` as a table."""
-    if output is Output.json:
+    if output is Output.JSON:
         print_json(document)
         return
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
@@ -46,7 +44,7 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
 
 def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:
     """Print `document` as JSON, or facts one a line."""
-    if output is Output.json:
+    if output is Output.JSON:
         print_json(document)
         return
     table = Table(box=None, pad_edge=False, show_header=False, show_edge=False)
@@ -55,21 +53,6 @@ def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[t
     for name, value in facts:
         table.add_row(name, str(value))
     _print(table)
-
-
-def print_json(document: Mapping[str, object]) -> None:
-    """One object, with its version."""
-    print(json.dumps({"version": VERSION, **document}, indent=2, ensure_ascii=False))
-
-
-def print_json_line(document: Mapping[str, object]) -> None:
-    """One object a line, for streams."""
-    print(json.dumps({"version": VERSION, **document}, ensure_ascii=False), flush=True)
-
-
-def say(text: str) -> None:
-    """Prose, on stderr."""
-    print(text, file=sys.stderr)
 
 
 def plain(message: Message) -> Plain:

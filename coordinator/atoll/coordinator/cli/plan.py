@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, say, show
+from atoll.coordinator.cli.options import CredentialsOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.cli.words import count, moment
+from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
@@ -32,7 +33,7 @@ def group() -> None:
 def show_plan(
     run: RunOption = "",
     version: Annotated[int, typer.Option(min=0, help="0: the newest")] = 0,
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Show a plan: spans, routes, data, caps, and why it was made.
@@ -46,7 +47,7 @@ def show_plan(
     plan = view.plan
     rows = [_row(plan, item) for item in plan.assignments]
     show(output, {"plan": plain(plan), "signed": plain(view.signed)}, _COLUMNS, rows)
-    if output is Output.table:
+    if output is Output.TEXT:
         say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {plan.reason}")
 
 

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption
-from atoll.coordinator.cli.output import Column, Plain, plain, say, show, show_facts
+from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import count, loss
 from atoll.core.errors import ConfigError
+from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
@@ -34,7 +35,7 @@ _COLUMNS = [
 def create(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
     start: Annotated[bool, typer.Option("--start", help="also start it")] = False,
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Create a run from a spec. The coordinator checks it and names every wrong key.
@@ -52,7 +53,7 @@ def create(
 
 
 @app.command("list")
-def list_runs(output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def list_runs(output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Show all runs.
 
     [bold]Example[/bold]
@@ -65,7 +66,7 @@ def list_runs(output: OutputOption = Output.table, credentials: CredentialsOptio
 
 
 @app.command("show")
-def show_run(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Show a run: progress, losses, layers, spec.
 
     [bold]Example[/bold]
@@ -78,7 +79,7 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.table, credent
 
 
 @app.command()
-def start(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Start a run, or go on with a paused one.
 
     [bold]Example[/bold]
@@ -91,7 +92,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.table, credential
 
 
 @app.command()
-def pause(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Let the nodes wait; `run start` goes on.
 
     [bold]Example[/bold]
@@ -104,7 +105,7 @@ def pause(run: RunArgument = "", output: OutputOption = Output.table, credential
 
 
 @app.command()
-def stop(run: RunArgument = "", output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """End a run for good. Its anchors stay where they are.
 
     [bold]Example[/bold]

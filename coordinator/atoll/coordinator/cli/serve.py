@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from atoll.coordinator.cli.options import Output, OutputOption
 from atoll.core.cli import run_cli
+from atoll.core.output import Output, OutputOption
 
 app = typer.Typer(
     name="atoll-coordinator",
@@ -75,7 +75,7 @@ def serve(
 @app.command("config")
 def show_config(
     config: ConfigOption = None,
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Show every setting, its value, and where it came from.
 

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, Output, OutputOption, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, print_json, say, show
+from atoll.coordinator.cli.options import CredentialsOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.cli.words import ahead
 from atoll.core.errors import UsageError
+from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.core.units import duration_text, parse_duration
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
@@ -34,7 +35,7 @@ def create(
     uses: Annotated[int, typer.Option(min=1, help="how many nodes it admits")] = 1,
     ttl: Annotated[str, typer.Option(metavar="DURATION", help="how long it lives: 30m, 2h, 1d")] = "30m",
     role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Make a join token. Only the token goes to stdout; it is shown this once.
@@ -56,7 +57,7 @@ def create(
     with connect(credentials) as client:
         made = client.call(client.stub.CreateToken, request)
     view = made.view
-    if output is Output.json:
+    if output is Output.JSON:
         print_json({"token": made.token, "view": plain(view)})
         return
     uses_text = "one use" if view.uses_total == 1 else f"{view.uses_total} uses"
@@ -66,7 +67,7 @@ def create(
 
 
 @app.command("list")
-def list_tokens(output: OutputOption = Output.table, credentials: CredentialsOption = None) -> None:
+def list_tokens(output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
     """Show all tokens, the newest first, without their secrets.
 
     [bold]Example[/bold]
@@ -83,7 +84,7 @@ def list_tokens(output: OutputOption = Output.table, credentials: CredentialsOpt
 @app.command()
 def revoke(
     token_id: Annotated[str, typer.Argument(metavar="ID", help="as `token list` shows it")],
-    output: OutputOption = Output.table,
+    output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Make a token useless. Nodes that used it stay.

@@ -17,6 +17,7 @@ from atoll.coordinator.state.snapshot import Draft, RoundKey, RunMemory
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head, contributors, manifest_hash, read_head, require_signers
+from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -166,6 +167,8 @@ def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
     names = {layer.name for layer in table}
     if not 1 <= len(table) <= MAX_LAYERS or len(names) != len(table) or "" in names:
         raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
+    if report.layers.model_hash != parse_run_spec(run.spec_toml).model_hash():
+        raise PeerMisbehaved("the layer table is of another model than the run's")
     head = read_head(report.manifest, run.run_id)
     if head.round != 0 or head.manifest.previous_hash or head.manifest.contributions:
         raise PeerMisbehaved("genesis is round 0, follows nothing and has no contributions")

@@ -32,7 +32,7 @@ def show(
         rows = {
             key: {"value": value, "origin": loaded.origin[key]} if origin else value for key, value in values.items()
         }
-        print_json("config", rows)
+        print_json({"config": rows})
         return
     for key, value in values.items():
         line = f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"

@@ -23,7 +23,7 @@ def pause(
     seconds = parse_duration(duration).total_seconds() if duration else 0.0
     answer = call(directory(data_dir), "pause", seconds=seconds)
     if output is Output.JSON:
-        print_json("pause", answer)
+        print_json({"pause": answer})
     else:
         say(f"Paused for {duration_text(seconds)}." if seconds else "Paused until `atoll resume`.")
 
@@ -32,7 +32,7 @@ def resume(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
     """Train again after `pause`."""
     answer = call(directory(data_dir), "resume")
     if output is Output.JSON:
-        print_json("resume", answer)
+        print_json({"resume": answer})
     else:
         say("Training again.")
 
@@ -41,7 +41,7 @@ def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
     """Finish the current round, so that nothing trained is lost, then leave."""
     answer = call(directory(data_dir), "finish")
     if output is Output.JSON:
-        print_json("finish", answer)
+        print_json({"finish": answer})
     else:
         say("Leaving after the current round.")
 
@@ -50,6 +50,6 @@ def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
     """Say goodbye and stop the daemon at once; progress since the last round is given up."""
     answer = call(directory(data_dir), "leave")
     if output is Output.JSON:
-        print_json("leave", answer)
+        print_json({"leave": answer})
     else:
         say("Leaving.")

@@ -65,7 +65,7 @@ def demo(
         if keep is None:
             shutil.rmtree(root, ignore_errors=True)
     if output is Output.JSON:
-        print_json("demo", result.to_json())
+        print_json({"demo": result.to_json()})
     else:
         _tell(result, keep)
 

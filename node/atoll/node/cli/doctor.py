@@ -53,7 +53,7 @@ def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOp
             if output is Output.TEXT:
                 _print(finding)
     if output is Output.JSON:
-        print_json("doctor", [asdict(finding) for finding in findings])
+        print_json({"doctor": [asdict(finding) for finding in findings]})
     if not all(finding.ok for finding in findings):
         raise typer.Exit(ExitCode.FAILURE)
 

@@ -27,7 +27,7 @@ def status(
     """Show what this node is doing: state, pace, losses, rounds, bytes."""
     where = directory(data_dir)
     if output is Output.JSON:
-        print_json("status", call(where, "status"))
+        print_json({"status": call(where, "status")})
     elif watch:
         _watch(lambda: _view(call(where, "status")))
     else:
