@@ -39,6 +39,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
 _TICK_SECONDS = 0.2
+_CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _RESOLVE_TIMEOUT = timedelta(seconds=20)
 
 _log = log.get("rounds")
@@ -151,6 +152,8 @@ class AveragingEngine:
                 async with asyncio.timeout(_TICK_SECONDS):
                     event = await self._events.get()
             except TimeoutError:
+                if self._catching_up:
+                    continue  # what the machine believes is out of date
                 event = rt.Tick()
                 self._step(rt.Progress(max(0, self._trainer.status.tokens - self._counted_from)))
             self._step(event)
@@ -293,7 +296,8 @@ class AveragingEngine:
                 if self._machine.finished:
                     self.finished.set()
         except AtollError as error:
-            _log.warning("catch-up failed", reason=str(error))  # the next message from ahead tries again
+            _log.warning("catch-up failed", reason=str(error))
+            await asyncio.sleep(_CATCH_UP_PAUSE)  # the next message from ahead tries again
         finally:
             self._catching_up = False
 

@@ -53,7 +53,8 @@ def _view(it: dict[str, Any]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column()
-    table.add_row("state", f"[bold {colour}]{it['state']}[/]  [dim]{it['detail']}[/]")
+    detail = "" if it["detail"] == it["state"] else it["detail"]
+    table.add_row("state", f"[bold {colour}]{it['state']}[/]  [dim]{detail}[/]")
     table.add_row(
         "coordinator", f"{it['coordinator']} {'' if it['coordinator_connected'] else '[yellow](out of reach)[/]'}"
     )
