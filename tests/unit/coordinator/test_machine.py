@@ -132,7 +132,7 @@ class Swarm(RuleBasedStateMachine):
         if opener is None:
             return
         run, memory = self.world.run, self.world.state.memory[RUN]
-        number, tip = run.head_round + 1, memory.committed[run.head_round]
+        number, tip = run.head_round + 1, memory.committed[run.head_round].manifest_hash
         identities = [self.world.identities[name] for name in names]
         report = abandoned_report(number, plan_version=plan.version, attempt=attempt)
         if commits:

@@ -9,6 +9,7 @@ import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
 from atoll.coordinator.state.records import Evaluation, Round
+from atoll.coordinator.state.reports import MAX_ATTEMPT, MAX_GAP
 from atoll.core.identity import Identity
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -27,7 +28,7 @@ def members(world: World) -> list[Identity]:
 
 
 def genesis_hash(world: World) -> bytes:
-    return world.state.memory[RUN].committed[0]
+    return world.state.memory[RUN].committed[0].manifest_hash
 
 
 def rounds(world: World) -> list[Round]:
@@ -86,6 +87,34 @@ def without_reporter(world: World) -> mb.RoundReport:
     return round_report(1, genesis_hash(world), [world.identities["bob"]])
 
 
+def only_the_reporter(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), [world.identities["ann"]])
+
+
+def above_the_cap(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), tokens_each=1001)
+
+
+def heavier_than_its_tokens(world: World) -> mb.RoundReport:
+    report = round_report(1, genesis_hash(world), members(world))
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    manifest.contributions[0].weight += 1
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), members(world)))
+    return report
+
+
+def too_far_ahead(world: World) -> mb.RoundReport:
+    return round_report(MAX_GAP + 1, b"x" * 32, members(world), committed_before=10**6)
+
+
+def abandoned_in_the_future(world: World) -> mb.RoundReport:
+    return abandoned_report(3)
+
+
+def attempted_too_often(world: World) -> mb.RoundReport:
+    return abandoned_report(1, attempt=MAX_ATTEMPT + 1)
+
+
 def other_run(world: World) -> mb.RoundReport:
     return round_report(1, genesis_hash(world), members(world), run_id="other")
 
@@ -136,6 +165,12 @@ def huge(world: World) -> mb.RoundReport:
         forged,
         strangers,
         without_reporter,
+        only_the_reporter,
+        above_the_cap,
+        heavier_than_its_tokens,
+        too_far_ahead,
+        abandoned_in_the_future,
+        attempted_too_often,
         other_run,
         unknown_plan,
         wrong_layers,
@@ -163,16 +198,62 @@ def test_a_second_truth_about_a_round_is_refused(world: World) -> None:
     assert world.kinds()[-1] == "round.rejected"
 
 
+def test_after_an_outage_rounds_of_several_openers_all_count_in_any_order(world: World) -> None:
+    told = [round_report(1, genesis_hash(world), members(world))]
+    for number in range(2, 9):
+        told.append(round_report(number, hash_of(told[-1]), members(world), committed_before=1000 * (number - 1)))
+    for name, numbers in (("bob", (5, 8)), ("ann", (1, 2, 6, 7)), ("bob", (3, 4))):
+        world.say(name, rounds=[told[number - 1] for number in numbers])
+    assert sorted(row.number for row in rounds(world)) == list(range(1, 9))
+    assert (world.run.head_round, world.run.committed_tokens) == (8, 8000)
+    assert "round.rejected" not in world.kinds()
+
+
+def test_a_member_that_once_was_alone_cannot_go_on_alone(world: World) -> None:
+    world.say("ann", mb.NODE_STATE_PAUSED)
+    world.wait(2)
+    world.say("ann", mb.NODE_STATE_READY)
+    world.wait(2)
+    assert [len(plan.members) for plan in world.plans] == [2, 1, 2]
+    first = round_report(1, genesis_hash(world), members(world), plan_version=3)
+    world.say("bob", rounds=[first])
+    alone = [world.identities["bob"]]
+    world.say("bob", rounds=[round_report(2, hash_of(first), alone, plan_version=2, committed_before=1000)])
+    assert (world.run.head_round, world.kinds()[-1]) == (1, "round.rejected")
+
+
 def test_losses_are_kept_and_the_newest_is_shown(world: World) -> None:
-    world.say("ann", evaluations=[mb.EvaluationReport(round=2, loss=3.5, committed_tokens=2000)])
-    world.say("ann", evaluations=[mb.EvaluationReport(round=1, loss=4.5, committed_tokens=1000)])
-    assert [record.round for record in world.records if isinstance(record, Evaluation)] == [2, 1]
+    first = round_report(1, genesis_hash(world), members(world))
+    second = round_report(2, hash_of(first), members(world), committed_before=1000)
+    losses = [mb.EvaluationReport(round=2, loss=3.5), mb.EvaluationReport(round=1, loss=4.5, committed_tokens=7)]
+    world.say("ann", rounds=[first, second], evaluations=losses)
+    told = [record for record in world.records if isinstance(record, Evaluation)]
+    assert [(item.round, item.committed_tokens) for item in told] == [(2, 2000), (1, 1000)]  # the manifests' tokens
     assert (world.run.loss_round, world.run.loss) == (2, 3.5)
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_the_loss_of_genesis_counts(world: World) -> None:
+    world.say("bob", evaluations=[mb.EvaluationReport(loss=5.5)])
+    assert world.run.loss == 5.5
+
+
+def test_a_loss_of_a_round_that_nobody_knows_is_dropped(world: World) -> None:
+    world.say("ann", evaluations=[mb.EvaluationReport(round=2**40, loss=0.001)])
+    assert (world.run.loss_round, world.kinds()[-1]) == (0, "evaluation.rejected")
+
+
+def test_only_members_of_a_round_evaluate_it(world: World) -> None:
+    world.say("ann", rounds=[round_report(1, genesis_hash(world), members(world))])
+    world.join("cid")
+    world.wait(2)
+    assert "cid" in world.members()
+    world.say("cid", evaluations=[mb.EvaluationReport(round=1, loss=0.001)])
+    assert (world.run.loss, world.kinds()[-1]) == (0, "evaluation.rejected")
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0, 1e300])
 def test_a_loss_that_is_no_number_is_dropped(world: World, loss: float) -> None:
-    world.say("ann", evaluations=[mb.EvaluationReport(round=1, loss=loss)])
+    world.say("ann", evaluations=[mb.EvaluationReport(round=0, loss=loss)])
     assert not any(isinstance(record, Evaluation) for record in world.records)
     assert world.kinds()[-1] == "evaluation.rejected"
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
+from unit.coordinator.world import round_report
 
+from atoll.coordinator.state import migrations
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import (
     RECORDS,
@@ -28,6 +30,7 @@ from atoll.coordinator.state.sql import SqlStore
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import METADATA
 from atoll.core.errors import ConfigError, DatabaseCorrupt, DataDirUnusable
+from atoll.core.identity import Identity
 
 TOKEN = Token("t1", "hash", "reef", ("node", "seed"), 3, 2, 10, 20)
 NODE = Node("p1", "ann", "reef", ("node",), b"\0\xff", 1, 10, multiaddrs=("/ip4/1", "/ip6/2"))
@@ -189,3 +192,23 @@ def test_passwords_stay_out_of_messages() -> None:
     with pytest.raises(ConfigError) as refusal:
         SqlStore("nosuchdb://user:hunter2@host/x")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'c.db'}"
+    engine = create_engine(url)
+    migrations.upgrade(engine, "0001")
+    report = round_report(7, b"x" * 32, [Identity.generate()], tokens_each=500, committed_before=9000)
+    keys = "run_id, number, plan_version, fragment, attempt, committed, reason, opener, seconds, reported_ms"
+    rest = "wire_bytes, tokens, members, parts_zeroed, manifest_hash, manifest"
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                f"INSERT INTO rounds ({keys}, {rest}) VALUES ('reef',7,1,0,0,1,'','p1',1,1,1,500,1,0,x'00',:manifest)"
+            ),
+            {"manifest": report.manifest.SerializeToString()},
+        )
+    engine.dispose()
+    store = SqlStore(url)
+    assert [row.committed_tokens for row in store.load().rounds] == [9500]
+    store.close()

@@ -92,11 +92,15 @@ def revoke_token(state: State, now: Moment, token_id: str) -> Step[Token]:
 
 
 def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
-    """Spend one use of the token and write the node's row. Raises `Rejected` and kin, `AlreadyExists`."""
+    """Spend one use of the token and write the node's row. Raises `Rejected` and kin, `AlreadyExists`.
+
+    Who was admitted by this very token is answered again at no cost: the first answer may have been lost.
+    """
     if not _NAME.fullmatch(applicant.node_name):
         raise InvalidRequest("a node's name has 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
-    token = _usable(state, now, applicant)
     known = state.nodes.get(applicant.peer_id)
+    repeated = known is not None and known.token_id == applicant.token_id
+    token = _usable(state, now, applicant, spent=repeated)
     if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
         raise Banned(f"peer {applicant.peer_id} was banned by the operator")
     live = state.live.get(applicant.peer_id)
@@ -114,14 +118,16 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
         epoch=known.epoch + 1 if known else 1,
         enrolled_ms=now.unix_ms,
         last_seen_ms=known.last_seen_ms if known else 0,
+        token_id=token.token_id,
     )
-    token = replace(token, uses_left=token.uses_left - 1)
     draft = Draft(state, now)
-    draft.put(token)
     draft.put(node)
+    if not repeated:
+        token = replace(token, uses_left=token.uses_left - 1)
+        draft.put(token)
     again = " again" if known else ""
     draft.event("node.enrolled", node.run_id, node.peer_id, f"{node.name} enrolled{again} as {', '.join(node.roles)}")
-    if token.uses_left == 0:
+    if token.uses_left == 0 and not repeated:
         draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
     return draft.done(node)
 
@@ -196,7 +202,8 @@ def _welcome(state: State, peer_id: str) -> Node:
     return node
 
 
-def _usable(state: State, now: Moment, applicant: Applicant) -> Token:
+def _usable(state: State, now: Moment, applicant: Applicant, *, spent: bool) -> Token:
+    """The token, if it admits the applicant; `spent`: it did before, so no use need be left."""
     token = state.tokens.get(applicant.token_id)
     if token is None or not secret_matches(applicant.secret, token.secret_hash):
         raise TokenUnknown("no such token here, or its secret is wrong", "copy the whole token again")
@@ -205,7 +212,7 @@ def _usable(state: State, now: Moment, applicant: Applicant) -> Token:
     if token.expires_ms <= now.unix_ms:
         ago = duration_text((now.unix_ms - token.expires_ms) / 1000)
         raise TokenExpired(f"the token expired {ago} ago", _ASK_AGAIN)
-    if token.uses_left <= 0:
+    if token.uses_left <= 0 and not spent:
         raise TokenUsedUp(f"the token was good for {token.uses_total} and has been used up", _ASK_AGAIN)
     return token
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from atoll.coordinator.state import find, lifecycle, reports
 from atoll.coordinator.state.records import Node
-from atoll.coordinator.state.snapshot import Draft, Live, Moment, Policy, RunMemory, State, Step
+from atoll.coordinator.state.snapshot import Commit, Draft, Live, Moment, Policy, RunMemory, State, Step, caps_of
 from atoll.coordinator.state.store import Contents
 from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
@@ -133,13 +133,15 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> Run
     run = next(item for item in contents.runs if item.run_id == run_id)
     own = sorted((plan for plan in plans if plan.run_id == run_id), key=lambda plan: plan.version)
     rounds = [row for row in contents.rounds if row.run_id == run_id]
-    committed = {row.number: row.manifest_hash for row in rounds if row.committed}
+    committed = {
+        row.number: Commit(row.manifest_hash, row.plan_version, row.committed_tokens) for row in rounds if row.committed
+    }
     if run.genesis:
-        committed[0] = _genesis_hash(run.genesis)
+        committed[0] = Commit(_genesis_hash(run.genesis))
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
-        plan_members={plan.version: frozenset(plan.members) for plan in own},
+        caps={plan.version: caps_of(plan) for plan in own},
         opened=frozenset((row.number, row.plan_version, row.fragment, row.attempt) for row in rounds),
         committed=committed,
     )

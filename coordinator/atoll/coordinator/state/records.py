@@ -46,6 +46,7 @@ class Node:
     draining: bool = False
     left: bool = False
     multiaddrs: tuple[str, ...] = ()  # kept so that seeds are known right after a restart
+    token_id: str = ""  # that admitted it last
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Round:
     reported_ms: int
     wire_bytes: int = 0
     tokens: int = 0  # contributed in this round
+    committed_tokens: int = 0  # of the whole run, this round included
     members: int = 0
     parts_zeroed: int = 0
     manifest_hash: bytes = b""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from atoll.coordinator.state import lifecycle
 from atoll.coordinator.state.records import Evaluation, Round, Run
-from atoll.coordinator.state.snapshot import Draft, RoundKey, RunMemory
+from atoll.coordinator.state.snapshot import Commit, Draft, RoundKey, RunMemory
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head, contributors, manifest_hash, read_head, require_signers
@@ -22,6 +22,9 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
+MAX_GAP = 10_000  # rounds between the head and a committed one that is told before those between
+MAX_ATTEMPT = 10_000
+MAX_LOSS = 1e6
 _MAX = 2**62  # databases keep 63 bits
 _DIGEST_BYTES = 32
 
@@ -31,7 +34,9 @@ def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) 
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     number, key = report.round.number, _key(report)
     if report.committed:
-        if number in memory.committed and memory.committed[number] == manifest_hash(report.manifest.payload):
+        if number in memory.committed and memory.committed[number].manifest_hash == manifest_hash(
+            report.manifest.payload
+        ):
             return
     elif key in memory.opened:
         return
@@ -41,7 +46,8 @@ def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) 
         _reject(draft, run_id, peer_id, "round", error)
         return
     draft.log(row)
-    committed = {**memory.committed, number: row.manifest_hash} if row.committed else memory.committed
+    commit = Commit(row.manifest_hash, row.plan_version, row.committed_tokens)
+    committed = {**memory.committed, number: commit} if row.committed else memory.committed
     draft.remember(run_id, opened=memory.opened | {key}, committed=committed)
     if not row.committed:
         draft.event("round.abandoned", run_id, str(number), f"round {number} was abandoned: {row.reason}")
@@ -49,8 +55,7 @@ def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) 
     told = f"round {number} committed by {row.members} nodes: {row.tokens} tokens in {row.seconds:.1f} s"
     draft.event("round.committed", run_id, str(number), told)
     if number > run.head_round:
-        tokens = Head(report.manifest).committed_tokens
-        draft.put(replace(run, head_round=number, committed_tokens=max(run.committed_tokens, tokens)))
+        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
         lifecycle.finish_if_due(draft, run_id)
 
 
@@ -58,14 +63,11 @@ def take_evaluation(draft: Draft, peer_id: str, run_id: str, report: mb.Evaluati
     """Store a validation loss; the same round may be evaluated twice, the later word stands."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     try:
-        if not any(peer_id in members for members in memory.plan_members.values()):
-            raise PeerMisbehaved("an evaluation by a node that never was in a plan")
-        if not math.isfinite(report.loss) or max(report.round, report.committed_tokens) > _MAX:
-            raise PeerMisbehaved("an evaluation with a value that cannot be")
+        commit = _evaluated(peer_id, memory, report)
     except AtollError as error:
         _reject(draft, run_id, peer_id, "evaluation", error)
         return
-    draft.log(Evaluation(run_id, report.round, report.loss, report.committed_tokens))
+    draft.log(Evaluation(run_id, report.round, report.loss, commit.committed_tokens))
     if report.round >= run.loss_round:
         draft.put(replace(run, loss_round=report.round, loss=report.loss))
 
@@ -83,7 +85,7 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
         return
     table, manifest = report.layers.SerializeToString(), report.manifest.SerializeToString()
     draft.put(replace(run, layers=table, genesis=manifest))
-    draft.remember(run_id, committed={**memory.committed, 0: manifest_hash(report.manifest.payload)})
+    draft.remember(run_id, committed={**memory.committed, 0: Commit(manifest_hash(report.manifest.payload))})
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
     lifecycle.begin_training(draft, run_id)
 
@@ -93,6 +95,19 @@ def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollErro
     draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {str(error)[:300]}")
 
 
+def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> Commit:
+    """The round that was evaluated, if this node can have done it: by a member of its plan, genesis by any member."""
+    commit = memory.committed.get(report.round)
+    if commit is None:
+        raise PeerMisbehaved(f"an evaluation of round {report.round}, which is not known to have committed")
+    plans = [memory.caps[commit.plan_version]] if commit.plan_version else memory.caps.values()
+    if not any(peer_id in members for members in plans):
+        raise PeerMisbehaved(f"an evaluation of round {report.round} by a node that was not part of it")
+    if not 0 <= report.loss <= MAX_LOSS:  # false for NaN too
+        raise PeerMisbehaved(f"an evaluation of round {report.round} with a loss that cannot be")
+    return commit
+
+
 def _key(report: mb.RoundReport) -> RoundKey:
     return (report.round.number, report.round.plan_version, report.round.fragment, report.round.attempt)
 
@@ -100,9 +115,13 @@ def _key(report: mb.RoundReport) -> RoundKey:
 def _checked_round(draft: Draft, peer_id: str, run: Run, memory: RunMemory, report: mb.RoundReport) -> Round:
     """The row of a report that can be true. Raises `PeerMisbehaved`, `SignatureInvalid`, `ProtocolMismatch`."""
     named = report.round
-    members = memory.plan_members.get(named.plan_version, frozenset())
-    if named.run_id != run.run_id or not 1 <= named.number <= _MAX or peer_id not in members:
+    if named.run_id != run.run_id or peer_id not in memory.caps.get(named.plan_version, {}):
         raise PeerMisbehaved(f"round {named.number} under plan {named.plan_version} is not one this node was part of")
+    ahead = MAX_GAP if report.committed else 2  # who abandons a round knows the one before it, or is about to tell it
+    if not 1 <= named.number <= run.head_round + ahead:
+        raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
+    if named.attempt > MAX_ATTEMPT or named.fragment >= MAX_LAYERS:
+        raise PeerMisbehaved(f"round {named.number} has an attempt or a fragment that cannot be")
     if not math.isfinite(report.seconds) or report.wire_bytes > _MAX:
         raise PeerMisbehaved(f"the report of round {named.number} holds a value that cannot be")
     row = Round(
@@ -118,39 +137,65 @@ def _checked_round(draft: Draft, peer_id: str, run: Run, memory: RunMemory, repo
         reported_ms=draft.now.unix_ms,
         wire_bytes=report.wire_bytes,
     )
-    return _with_manifest(row, run, memory.committed, members, report) if report.committed else row
+    return _with_manifest(row, run, memory, report) if report.committed else row
 
 
-def _with_manifest(
-    row: Round, run: Run, committed: Mapping[int, bytes], members: frozenset[str], report: mb.RoundReport
-) -> Round:
+def _with_manifest(row: Round, run: Run, memory: RunMemory, report: mb.RoundReport) -> Round:
+    """The row of a committed round: every member of its plan contributed and signed, and the chain holds.
+
+    Openers tell their rounds in any order after an outage, so the round before it may be unknown. Then the
+    signatures of all members stand for it: nobody forges a round without each of them.
+    """
     head = read_head(report.manifest, run.run_id)
-    manifest, contributing = head.manifest, contributors(head)
-    if row.number in committed:
+    if row.number in memory.committed:
         raise PeerMisbehaved(f"round {row.number} was committed before, with another manifest")
-    if manifest.round != report.round:
+    if head.manifest.round != report.round:
         raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of round {row.number}")
-    if not contributing or len(set(contributing)) != len(contributing) or not set(contributing) <= members:
-        raise PeerMisbehaved(f"round {row.number} has contributors that its plan does not know")
-    if row.opener not in contributing:
-        raise PeerMisbehaved(f"round {row.number} was reported by a node that did not contribute")
-    before = committed.get(row.number - 1)
-    if before is not None and manifest.previous_hash != before:
-        raise PeerMisbehaved(f"round {row.number} does not follow the round {row.number - 1} that we know")
-    _check_layers(manifest, len(plan_pb2.LayerTable.FromString(run.layers).layers))
-    require_signers(head, contributing)
-    tokens = sum(item.tokens for item in manifest.contributions)
-    before_it = run.committed_tokens if row.number == run.head_round + 1 else manifest.committed_tokens - tokens
-    if not 0 <= before_it <= manifest.committed_tokens <= _MAX or manifest.committed_tokens != before_it + tokens:
-        raise PeerMisbehaved(f"round {row.number} counts tokens that cannot be")
+    tokens = _contributed(head, memory.caps[row.plan_version])
+    _check_layers(head.manifest, len(plan_pb2.LayerTable.FromString(run.layers).layers))
+    require_signers(head, contributors(head))
+    _check_place(head, run, memory, tokens)
     return replace(
         row,
         tokens=tokens,
-        members=len(contributing),
-        parts_zeroed=manifest.parts_zeroed,
+        committed_tokens=head.committed_tokens,
+        members=len(head.manifest.contributions),
+        parts_zeroed=head.manifest.parts_zeroed,
         manifest_hash=head.hash,
         manifest=report.manifest.SerializeToString(),
     )
+
+
+def _contributed(head: Head, caps: Mapping[str, int]) -> int:
+    """Tokens of a round to which exactly the members of its plan contributed, each within its cap."""
+    contributions = head.manifest.contributions
+    if sorted(item.peer_id for item in contributions) != sorted(caps):
+        raise PeerMisbehaved(f"the contributors of round {head.round} are not the members of its plan")
+    for item in contributions:
+        if item.tokens > caps[item.peer_id] or item.weight != item.tokens:
+            raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")
+    return sum(item.tokens for item in contributions)
+
+
+def _check_place(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
+    """Whether the round fits between those that are known: hash, plan version, tokens of the run."""
+    number, total, plan_version = head.round, head.committed_tokens, head.manifest.round.plan_version
+    before = memory.committed.get(number - 1)
+    if before is not None and head.manifest.previous_hash != before.manifest_hash:
+        raise PeerMisbehaved(f"round {number} does not follow the round {number - 1} that we know")
+    newest = memory.committed[run.head_round].plan_version
+    if (plan_version < newest) if number > run.head_round else (plan_version > newest):
+        raise PeerMisbehaved(f"round {number} is under plan {plan_version}, round {run.head_round} under {newest}")
+    if number > run.head_round:  # nobody can have trained more than the plans allow
+        unknown = number - 1 - run.head_round
+        least = run.committed_tokens + tokens
+        most = least + unknown * max(sum(caps.values()) for caps in memory.caps.values())
+    elif before is not None:
+        least = most = before.committed_tokens + tokens
+    else:
+        least, most = tokens, run.committed_tokens
+    if not least <= total <= min(most, _MAX):
+        raise PeerMisbehaved(f"round {number} counts tokens that cannot be")
 
 
 def _check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:

@@ -59,14 +59,23 @@ class Live:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """What is remembered of a committed round."""
+
+    manifest_hash: bytes
+    plan_version: int = 0  # 0: genesis, before any plan
+    committed_tokens: int = 0  # of the whole run, that round included
+
+
+@dataclass(frozen=True)
 class RunMemory:
     """What belongs to a run and is rebuilt at start: parsed documents, indices, timers (monotonic)."""
 
     spec: RunSpec
     plan: Plan | None = None
-    plan_members: Mapping[int, frozenset[str]] = field(default_factory=dict)  # by version
+    caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
     opened: frozenset[RoundKey] = frozenset()  # every attempt that was reported
-    committed: Mapping[int, bytes] = field(default_factory=dict)  # round number → manifest hash
+    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number
     writer: str = ""  # who writes genesis
     writer_since: float = 0.0
     passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
@@ -101,6 +110,11 @@ class Step(Generic[T]):
     records: tuple[Record, ...] = ()
     plans: tuple[Plan, ...] = ()  # to be signed
     deny: Deny | None = None  # to be signed
+
+
+def caps_of(plan: Plan) -> Mapping[str, int]:
+    """The members of a plan, and how many tokens each may claim in a round."""
+    return {item.peer_id: item.max_round_tokens for item in plan.assignments}
 
 
 class Draft:
@@ -154,8 +168,7 @@ class Draft:
     def issue_plan(self, plan: Plan) -> None:
         """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
         memory = self.state.memory[plan.run_id]
-        members = {**memory.plan_members, plan.version: frozenset(plan.members)}
-        self.remember(plan.run_id, plan=plan, plan_members=members, changed_since=None)
+        self.remember(plan.run_id, plan=plan, caps={**memory.caps, plan.version: caps_of(plan)}, changed_since=None)
         self._plans.append(plan)
 
     def issue_deny(self, deny: Deny) -> None:

@@ -18,14 +18,14 @@ class UnknownRevision(Exception):
     """The database carries a revision that this release does not know."""
 
 
-def upgrade(engine: Engine) -> None:
-    """Bring the schema to this release's. Raises `UnknownRevision` and SQLAlchemy's errors."""
+def upgrade(engine: Engine, revision: str = "head") -> None:
+    """Bring the schema to `revision`, by default this release's. Raises `UnknownRevision` and SQLAlchemy's errors."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         try:
-            command.upgrade(config, "head")
+            command.upgrade(config, revision)
         except CommandError as error:
             raise UnknownRevision(str(error)) from error
