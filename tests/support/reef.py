@@ -19,6 +19,7 @@ from atoll.node.lab.launcher import LocalSwarm
 READY = timedelta(seconds=120)
 ROUNDS = timedelta(seconds=120)
 GONE = timedelta(seconds=5)
+MARK = "REEF_TEST_ROOT"
 
 SPEC = """
 version = 1
@@ -94,15 +95,14 @@ class Reef(LocalSwarm):
 
 
 def processes_of(root: Path) -> list[psutil.Process]:
-    """Every living process that names a path below `root`, or descends from one that does."""
-    found: dict[int, psutil.Process] = {}
+    """Every living process that names a path below `root`, or whose ancestors' environment does (orphans too)."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            mentions = any(str(root) in word for word in process.cmdline())
-            if process.pid != os.getpid() and mentions and process.status() != psutil.STATUS_ZOMBIE:
-                for member in [process, *process.children(recursive=True)]:
-                    found[member.pid] = member
-    return list(found.values())
+            ours = any(str(root) in word for word in process.cmdline()) or process.environ().get(MARK) == str(root)
+            if ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 @contextlib.asynccontextmanager
@@ -119,6 +119,7 @@ async def reef(root: Path) -> AsyncIterator[Reef]:
 @contextlib.contextmanager
 def nothing_left(root: Path) -> Iterator[None]:
     """Fails if the block leaves a process, a socket below `root`, or anything in the temporary directory."""
+    os.environ[MARK] = str(root)  # every program that is started in the block inherits it, and so do their children
     temporary = Path(tempfile.gettempdir())
     before = {path for path in temporary.iterdir() if not path.name.startswith("pytest-")}
     yield

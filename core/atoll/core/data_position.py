@@ -44,7 +44,10 @@ class DataPosition:
 
     @classmethod
     def from_proto(cls, message: manifest_pb2.DataPosition) -> DataPosition:
-        """Read it back."""
+        """Read it back. Raises `PeerMisbehaved` for a range that ends before it starts."""
+        holdings = [piece for holding in message.holdings for piece in holding.ranges]
+        if any(piece.end < piece.start for piece in [*message.returned, *holdings]):
+            raise PeerMisbehaved("a data range ends before it starts")
         return cls(
             cursor=message.cursor,
             returned=tuple((piece.start, piece.end) for piece in message.returned),
@@ -66,6 +69,8 @@ def advance(
 ) -> DataPosition:
     """The position after a round: `consumed` samples per member since the last one.
 
+    `minimum_lease` is what the whole swarm consumes in a round; each member then holds at least that much.
+
     Consuming more than one holds is allowed up to re-reading (a member whose ranges ran dry trains the last
     of them again): its holding is then simply empty. Raises `PeerMisbehaved` for a negative count.
     """
@@ -78,7 +83,9 @@ def advance(
     left = {peer: drop(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
     cursor = position.cursor
     for peer, ranges in left.items():
-        target = max(minimum_lease, LEASE_ROUNDS * consumed.get(peer, 0))
+        # no more than it held can have been consumed, and no member outruns the whole swarm
+        used = min(consumed.get(peer, 0), length(position.holdings.get(peer, ())))
+        target = max(minimum_lease, LEASE_ROUNDS * min(used, minimum_lease))
         missing = target - length(ranges)
         if missing <= 0:
             continue

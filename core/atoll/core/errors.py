@@ -265,6 +265,19 @@ class ChildDied(AtollError):
     exit_code = ExitCode.RETRY
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of ours inside a group that tasks raised together, else the first of any kind."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending = [*error.exceptions, *pending]
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, AtollError)), leaves[0])
+
+
 _BY_REASON: dict[str, type[AtollError]] = {}
 
 

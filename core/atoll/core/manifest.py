@@ -87,6 +87,7 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
     protocol.check(manifest.protocol, "the manifest's writer")
     if manifest.round.run_id != run_id:
         raise PeerMisbehaved(f"the manifest is of run {manifest.round.run_id!r}, not {run_id!r}")
+    _ = head.data  # its ranges are checked on reading
     for signature in committed.signatures:
         verify(CONTEXT, committed.payload, signature.signature, signature.public_key)
     return head

@@ -34,6 +34,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.training.trainer import TrainerConfig
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 START_TIMEOUT = timedelta(seconds=60)
@@ -58,7 +59,7 @@ class Daemon:
         self._me: Member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
-        self._directives = Directives(credentials.authority, self._deny_listed)
+        self._directives = Directives(credentials.authority, self._deny_listed, self._seeds_moved)
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
         self._farewell = "left"
@@ -169,11 +170,12 @@ class Daemon:
 
     async def _drain(self) -> None:
         """Finish the round if one comes in time, tell what is left to tell, say goodbye."""
-        self._status.enter(mb.NODE_STATE_DRAINING, "finishing the round, then leaving")
-        self._link.hurry()
         sdnotify.notify(self._notify_socket, "STOPPING=1")
         if self._session is not None and not self._session.finished.is_set():
+            self._status.detail = "finishing the round, then leaving"  # still part of the plan until then
             await self._session.next_round(self._patience)
+        self._status.enter(mb.NODE_STATE_DRAINING, "leaving")
+        self._link.hurry()
         if self._link.connected:
             await self._link.flush(CLOSE_TIMEOUT)
         await self._link.leave(self._farewell)
@@ -284,9 +286,16 @@ class Daemon:
         if self._host is not None:
             self._host.gate.set_membership(credentials.sealed_membership())
 
-    def _deny_listed(self, deny: Deny) -> None:
+    def _deny_listed(self, deny: Deny, sealed: pb.Signed) -> None:
+        if deny.number > self._credentials.deny().number:
+            self._credentials = self._link.credentials = self._link.credentials.with_deny_list(sealed)
+            self._credentials.save(self._config.data_dir)  # a restart must not forget a ban
         if self._host is not None:
             self._host.gate.set_deny_list(deny)
+
+    def _seeds_moved(self, seeds: tuple[str, ...]) -> None:
+        self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
+        self._credentials.save(self._config.data_dir)  # the next start asks the new ones
 
     # --- the local API -------------------------------------------------------------------------------
 

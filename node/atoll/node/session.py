@@ -227,16 +227,17 @@ class TrainingSession:
             self._head = None  # a genesis that the coordinator did not choose
         it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         try:
-            head = await catch_up(
-                it.network, plan.members, it.spec.run.name, plan.genesis_manifest_hash, self._state, self._head
-            )
+            fetched = await catch_up(it.network, plan, self._state, self._head)
         except Unreachable:
             if self._head is None:
                 raise
             return self._head  # nobody else has any: we wrote genesis, or are alone
-        if head is not self._head:
-            it.manifests.append(head)
-        return head
+        if fetched is None:
+            assert self._head is not None
+            return self._head
+        await asyncio.to_thread(it.manifests.append, fetched.head)
+        await asyncio.to_thread(self._state.adopt, fetched)
+        return fetched.head
 
     def _make_engine(self, trainer: Trainer, head: Head, plan: Plan) -> AveragingEngine:
         it = self._it
@@ -260,7 +261,7 @@ class TrainingSession:
     # --- orders from the owner -------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """The owner wants the machine back; progress since the last round stays here."""
+        """The owner wants the machine back. Progress since the last round is given up if a plan goes on without us."""
         self._owner_paused = True
         self._it.directives.wake()
 
@@ -309,6 +310,8 @@ class TrainingSession:
             self._engine.receive(peer, message)
 
     def _current(self) -> tuple[Head, AnchorState] | None:
+        if self._engine is not None and self._engine.moving:
+            return None
         head = self._engine.head if self._engine else self._head
         return (head, self._state) if head is not None and self._state is not None else None
 

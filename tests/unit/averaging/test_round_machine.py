@@ -11,6 +11,7 @@ from support.machine_world import POLICY, World, honest_digests, make_plan
 
 from atoll.core.identity import Identity
 from atoll.core.manifest import contributors, read_head, require_signers
+from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.round import Phase
 from atoll.v1 import dataplane_pb2 as dp
@@ -198,14 +199,108 @@ def test_under_random_loss_heads_never_fork(seed, loss, size):
     assert all(machine.phase is not Phase.RESOLVING for machine in w.machines.values())
 
 
-@given(st.binary(max_size=60))
-def test_any_parsed_message_from_a_member_leaves_the_machine_usable(noise):
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+@settings(max_examples=40, deadline=None)
+def test_no_claim_in_ready_ends_the_run_or_the_machines(tokens, samples):
+    w = world(3)
+    liar = w.peers[0]
+
+    def exaggerate(sender, receiver, message):
+        if sender == liar and message.WhichOneof("body") == "ready":
+            message.ready.tokens, message.ready.samples = tokens, samples
+        return False
+
+    w.drop = exaggerate
+    w.run(20)
+    w.drop = lambda *_: False
+    w.run(100)
+    head = w.committed[w.peers[1]][-1]
+    cap = w.plan.assignment(liar).max_round_tokens
+    for item in head.manifest.contributions:
+        assert item.tokens <= cap
+    assert head.committed_tokens <= cap * 3 * head.round
+    assert head.data.cursor < 10_000
+
+
+def test_an_old_commit_does_not_make_a_bound_follower_forget():
+    w = world(3)
+    w.run(20)
+    old = w.committed[w.peers[0]][0].committed
+    held = []
+
+    def replay(sender, receiver, message):
+        machine = w.machines[receiver]
+        if message.WhichOneof("body") == "commit" and machine.phase is Phase.HOLDING and not held:
+            held.append(receiver)
+            forged = dp.RoundMessage(commit=dp.Commit(round=message.commit.round, manifest=old))
+            w.queue.append((w.now, receiver, rt.Received(sender, forged)))
+        return False
+
+    before = {peer: len(heads) for peer, heads in w.committed.items()}
+    w.drop = replay
+    w.run(20)
+    assert held
+    assert not w.caught_up
+    assert len(w.committed[held[0]]) > before[held[0]]
+
+
+def test_a_resolution_that_proves_nothing_does_not_bind_for_ever():
+    w = world(3)
+    silent = w.peers[2]
+    w.drop = lambda sender, receiver, message: receiver == silent and message.WhichOneof("body") == "commit"
+    machine = w.machines[silent]
+    while machine.phase is not Phase.HOLDING:
+        w.run(0.05)
+        assert w.now < 60
+    machine._resolve(machine._following)
+    garbage = type(w.committed[w.peers[0]][0].committed)(payload=b"garbage")
+    w.feed(silent, rt.Resolved(machine._following.round_id, garbage))
+    assert machine.phase is Phase.IDLE
+
+
+def test_an_outsider_cannot_abandon_a_round():
+    w = world(3)
+    outsider = IDENTITIES[3].peer_id
+
+    def shout(sender, receiver, message):
+        if message.WhichOneof("body") == "ready":
+            abandon = dp.RoundMessage(abandon=dp.Abandon(round=message.ready.round, reason="because"))
+            w.queue.append((w.now, receiver, rt.Received(outsider, abandon)))
+        return False
+
+    w.drop = shout
+    w.run(20)
+    assert all(report.manifest is not None for report in w.reports)
+    assert w.committed[w.peers[0]]
+
+
+def rounds_of(plan_version, number, attempt):
+    return {"run_id": "r", "plan_version": plan_version, "fragment": 0, "number": number, "attempt": attempt}
+
+
+small = st.integers(0, 4)
+huge = st.one_of(st.integers(0, 200), st.just(2**64 - 1))
+KINDS = {
+    "report": lambda r, n: dp.TokenReport(round=r, tokens=n),
+    "open": lambda r, n: dp.Open(round=r, head_hash=b"x", members=["a"] * (n % 5)),
+    "ready": lambda r, n: dp.Ready(round=r, tokens=n, samples=n),
+    "start": lambda r, n: dp.Start(round=r, elements=n, part_elements=n % 1000),
+    "digest": lambda r, n: dp.Digest(round=r),
+    "commit": lambda r, n: dp.Commit(round=r),
+    "abandon": lambda r, n: dp.Abandon(round=r, reason="x"),
+}
+messages = st.tuples(st.sampled_from(sorted(KINDS)), small, small, small, huge)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(messages, max_size=15), st.integers(0, 60))
+def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment):
     w = world(2)
-    message = dp.RoundMessage()
-    try:
-        message.ParseFromString(noise)
-    except Exception:
-        return
-    w.feed(w.peers[0], rt.Received(w.peers[1], message))
-    w.run(15)
+    w.run(moment / 10)
+    for kind, plan_version, number, attempt, amount in noise:
+        round_id = RoundId(**rounds_of(plan_version, number, attempt)).to_proto()
+        message = dp.RoundMessage(**{kind: KINDS[kind](round_id, amount)})
+        w.feed(w.peers[0], rt.Received(w.peers[1], message))
+        w.run(0.3)
+    w.run(150)
     assert len(w.committed[w.peers[0]]) >= 1

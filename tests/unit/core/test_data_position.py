@@ -48,9 +48,15 @@ def test_it_survives_the_wire(history):
 
 
 def test_a_faster_member_is_given_more():
-    position = advance(first_position(["fast", "slow"], 10), ["fast", "slow"], {"fast": 10, "slow": 2}, 4)
-    assert length(position.holdings["fast"]) == 40
-    assert length(position.holdings["slow"]) == 8
+    position = advance(first_position(["fast", "slow"], 50), ["fast", "slow"], {"fast": 40, "slow": 2}, 40)
+    assert length(position.holdings["fast"]) == 160
+    assert length(position.holdings["slow"]) == 48
+
+
+@given(st.integers(0, 2**63), st.integers(1, 100))
+def test_a_claim_cannot_burn_the_corpus(claimed, lease):
+    position = advance(first_position(["liar", "ann"], 50), ["liar", "ann"], {"liar": claimed, "ann": 5}, lease)
+    assert position.cursor <= 100 + 5 * lease
 
 
 def test_returned_samples_are_handed_out_first():

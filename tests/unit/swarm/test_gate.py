@@ -103,16 +103,16 @@ def test_only_our_own_certificate_replaces_ours(gate: Gate, clock: ManualClock) 
 
 def test_strangers_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
     limit = StrangerLimit(clock)
-    assert [limit.enter("p") for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
-    others = [limit.enter(f"p{i}") for i in range(MAX_AT_ONCE)]
+    assert [limit.enter("p", known=False) for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
+    others = [limit.enter(f"p{i}", known=False) for i in range(MAX_AT_ONCE)]
     assert others.count(True) == MAX_AT_ONCE - MAX_AT_ONCE_PER_PEER
     limit.leave("p")
-    assert limit.enter("q")
+    assert limit.enter("q", known=False)
     limit.leave("q")
     served = 0
-    while limit.enter("r"):
+    while limit.enter("r", known=False):
         limit.leave("r")
         served += 1
     assert served <= BURST - MAX_AT_ONCE
     clock.advance(1.5 / RATE_PER_SECOND)
-    assert limit.enter("r")
+    assert limit.enter("r", known=False)

@@ -13,6 +13,7 @@ applies half an average.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned
+from atoll.core.errors import PartInvalid, PeerMisbehaved, RoundAbandoned, first_error
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.codecs import BY_NUMBER
@@ -32,6 +33,7 @@ from atoll.node.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/average/1"
+_EARLY_PER_PEER = 4
 _READ_AHEAD = 2  # parts buffered per sender while earlier ones are summed
 
 T = TypeVar("T")
@@ -88,7 +90,7 @@ class Exchange:
         except TimeoutError as error:
             raise RoundAbandoned("the exchange did not finish in time") from error
         except ExceptionGroup as group:
-            first = _first_error(group)
+            first = first_error(group)
             raise RoundAbandoned(f"the exchange failed: {first}") from first
         finally:
             self._done.set()
@@ -210,18 +212,20 @@ class ExchangeServer:
 
     def __init__(self, network: Network, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._exchanges: dict[RoundId, asyncio.Future[Exchange]] = {}
+        self._exchanges: dict[RoundId, Exchange] = {}
+        self._early: Counter[str] = Counter()  # streams that wait for their exchange, per sender
+        self._begun = asyncio.Event()  # replaced at every `begin`
         network.handle(PROTOCOL, self._handle)
 
     def begin(self, exchange: Exchange) -> None:
         """From now on, streams for this round reach `exchange`."""
-        self._slot(exchange.round_id).set_result(exchange)
+        self._exchanges[exchange.round_id] = exchange
+        begun, self._begun = self._begun, asyncio.Event()
+        begun.set()
 
     def end(self, round_id: RoundId) -> None:
         """The round is over; late streams are refused."""
-        slot = self._exchanges.pop(round_id, None)
-        if slot is not None and not slot.done():
-            slot.cancel()
+        self._exchanges.pop(round_id, None)
 
     async def _handle(self, stream: Stream) -> None:
         frame = await stream.receive(self._timeout)
@@ -229,34 +233,21 @@ class ExchangeServer:
             round_id = RoundId.from_proto(dp.ExchangeHeader.FromString(frame.header).round)
         except DecodeError as error:
             raise PeerMisbehaved("an averaging stream must begin with an ExchangeHeader") from error
-        exchange = await self._soon(round_id)
+        exchange = await self._soon(stream.peer_id, round_id)
         await exchange.serve(stream)
 
-    async def _soon(self, round_id: RoundId) -> Exchange:
+    async def _soon(self, peer: str, round_id: RoundId) -> Exchange:
         """The exchange of that round; waits a little, because Start may reach others before us."""
-        if round_id not in self._exchanges and len(self._exchanges) > 64:
+        if self._early[peer] >= _EARLY_PER_PEER:
             raise PeerMisbehaved("too many rounds are announced at once")
+        self._early[peer] += 1
         try:
             async with asyncio.timeout(self._timeout.total_seconds()):
-                return await asyncio.shield(self._slot(round_id))
-        except (TimeoutError, asyncio.CancelledError) as error:
-            self.end(round_id)
+                while round_id not in self._exchanges:
+                    await self._begun.wait()
+        except TimeoutError as error:
             raise RoundAbandoned(f"round {round_id} is not running here") from error
-
-    def _slot(self, round_id: RoundId) -> asyncio.Future[Exchange]:
-        if round_id not in self._exchanges:
-            self._exchanges[round_id] = asyncio.get_running_loop().create_future()
+        finally:
+            self._early[peer] -= 1
+            self._early += Counter()  # drops what is not positive
         return self._exchanges[round_id]
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The innermost first cause that is ours, else the first of any kind."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending = [*error.exceptions, *pending]
-        else:
-            leaves.append(error)
-    return next((error for error in leaves if isinstance(error, AtollError)), leaves[0])

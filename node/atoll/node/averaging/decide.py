@@ -6,6 +6,7 @@ The opener builds with these functions and every member checks with them, so the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
@@ -19,18 +20,23 @@ from atoll.node.averaging.round_types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
+MAX_SAMPLES = 2**40  # that a member may say it consumed in one round
+
 
 def build_start(
     policy: RoundPolicy, plan: Plan, round_id: RoundId, ready: Mapping[str, dp.Ready], unix_ms: int
 ) -> dp.Start:
-    """What the opener sends to all: weights frozen at min(tokens, cap), the partition by the plan's caps."""
+    """What the opener sends to all: weights frozen at min(tokens, cap), the partition by the plan's caps.
+
+    Tokens count towards the run up to the same cap, so that no single claim can end it.
+    """
     members = round_id.order(plan.members)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
-            tokens=ready[peer].tokens,
+            tokens=min(ready[peer].tokens, _cap(plan, peer)),
             weight=min(ready[peer].tokens, _cap(plan, peer)),
-            samples=ready[peer].samples,
+            samples=min(ready[peer].samples, MAX_SAMPLES),
         )
         for peer in members
     ]
@@ -52,9 +58,10 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
     if members != round_id.order(plan.members):
         raise PeerMisbehaved("Start names other members than the plan, or in another order")
     for item in start.contributions:
-        if item.weight != min(item.tokens, _cap(plan, item.peer_id)):
-            raise PeerMisbehaved(f"Start gives {item.peer_id} a weight that its tokens and the plan do not allow")
-        if item.peer_id == me and (item.tokens, item.samples) != (mine.tokens, mine.samples):
+        cap = _cap(plan, item.peer_id)
+        if item.weight != item.tokens or item.tokens > cap or item.samples > MAX_SAMPLES:
+            raise PeerMisbehaved(f"Start gives {item.peer_id} more than the plan allows")
+        if item.peer_id == me and (item.tokens, item.samples) != (min(mine.tokens, cap), mine.samples):
             raise PeerMisbehaved("Start does not repeat what we reported")
     if not any(item.weight for item in start.contributions):
         raise PeerMisbehaved("Start of a round to which nobody contributes")
@@ -99,7 +106,9 @@ def position_at(head: Head, plan: Plan) -> DataPosition:
         return head.data
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
-    return DataPosition(cursor=cursor, holdings=holdings)
+    held = sorted(piece for ranges in holdings.values() for piece in ranges)
+    gaps = pairwise([(0, 0), *held])  # ranges of members that left before anything was committed
+    return DataPosition(cursor, tuple((end, start) for (_, end), (start, _) in gaps if start > end), holdings)
 
 
 def _cap(plan: Plan, peer: str) -> int:

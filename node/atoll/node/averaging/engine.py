@@ -18,7 +18,7 @@ import torch
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, RoundAbandoned
+from atoll.core.errors import AtollError, RoundAbandoned, first_error
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_manifest
 from atoll.core.plan import Plan
@@ -31,7 +31,7 @@ from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import due_tokens, outer_schedule
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.state.anchor import AnchorState, Staged
-from atoll.node.state.catchup import catch_up, find_manifest
+from atoll.node.state.catchup import catch_up, find_manifest, newest_round
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.training.trainer import Trainer
 from atoll.node.transport import Network
@@ -39,6 +39,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
 _TICK_SECONDS = 0.2
+_LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _RESOLVE_TIMEOUT = timedelta(seconds=20)
 
@@ -108,6 +109,8 @@ class AveragingEngine:
         self._frozen_tokens = 0
         self._staged: Staged | None = None  # of the round that is being held
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="codec")
+        self._last_look = clock.monotonic()
+        self.moving = False  # the state is changing; it must not be served
         self.finished = asyncio.Event()
 
     @property
@@ -142,21 +145,35 @@ class AveragingEngine:
                 await self._orders.join()
                 ordering.cancel()
                 ticking.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
         finally:
             await self._stop_asides()
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _feed(self) -> None:
+        """Events as they come, and a tick every so often however many events come."""
+        next_tick = self._clock.monotonic() + _TICK_SECONDS
         while True:
             try:
-                async with asyncio.timeout(_TICK_SECONDS):
-                    event = await self._events.get()
+                async with asyncio.timeout(max(0.0, next_tick - self._clock.monotonic())):
+                    self._step(await self._events.get())
             except TimeoutError:
-                if self._catching_up:
-                    continue  # what the machine believes is out of date
-                event = rt.Tick()
-                self._step(rt.Progress(max(0, self._trainer.status.tokens - self._counted_from)))
-            self._step(event)
+                pass  # nothing came: only the tick
+            if self._clock.monotonic() >= next_tick:
+                next_tick = self._clock.monotonic() + _TICK_SECONDS
+                self._tick()
+                await asyncio.sleep(0)  # a flood of events must not keep others from running
+
+    def _tick(self) -> None:
+        if self._catching_up:
+            return  # what the machine believes is out of date
+        self._step(rt.Progress(max(0, self._trainer.status.tokens - self._counted_from)))
+        self._step(rt.Tick())
+        quiet = self._clock.monotonic() - self._last_look
+        if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._policy.round_max.total_seconds()):
+            self._last_look = self._clock.monotonic()
+            self._aside(self._look_ahead())
 
     def _step(self, event: rt.Event) -> None:
         for action in self._machine.step(event, self._clock.monotonic(), unix_ms(self._clock)):
@@ -173,7 +190,6 @@ class AveragingEngine:
             case rt.Release(round_id):
                 self._release(round_id)
             case rt.Install(round_id, head, opened_here):
-                self._exchanges.end(round_id)
                 self._orders.put_nowait(lambda: self._install(head, opened_here))
             case rt.Resolve(round_id, peers):
                 self._aside(self._resolve(round_id, peers))
@@ -198,20 +214,35 @@ class AveragingEngine:
         self._events.put_nowait(rt.Frozen(round_id, snapshot.tokens, snapshot.samples))
 
     async def _install(self, head: Head, opened_here: bool) -> None:
-        self._manifests.append(head)
         assert self._staged is not None, "only a held round is installed"
-        self._state.commit(self._staged)
-        self._staged = None
-        self.head = head
+        staged, self._staged = self._staged, None
+        await asyncio.to_thread(self._manifests.append, head)
+        await self._move(head, self._state.commit, staged)
         self._counted_from += self._frozen_tokens
         self._counters.committed += 1
         await self._trainer.apply(ranges=self._ranges(head), committed_tokens=head.committed_tokens)
-        self._listener.committed(head)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         if opened_here:
             await self._evaluate(head)
         if self._machine.finished and head is self._machine.head:
             self.finished.set()
+
+    async def _move(self, head: Head, change: Callable[..., None], *arguments: object) -> None:
+        """Change the state to that of `head`, off the event loop; nobody is served a mixture meanwhile.
+
+        State and head change together even when this is cancelled in between.
+        """
+        self.moving = True
+        changing = asyncio.create_task(asyncio.to_thread(change, *arguments))
+        try:
+            await asyncio.shield(changing)
+        finally:
+            await asyncio.wait([changing])
+            changing.result()
+            self.head = head
+            self.moving = False
+            self._last_look = self._clock.monotonic()
+            self._listener.committed(head)
 
     async def _evaluate(self, head: Head) -> None:
         loss = await self._trainer.evaluate()
@@ -238,8 +269,8 @@ class AveragingEngine:
             self._executor,
             self._policy.exchange_timeout,
         )
-        self._exchanges.begin(exchange)
         try:
+            self._exchanges.begin(exchange)
             await exchange.run()
             schedule = outer_schedule(self._spec.sync, self.head.committed_tokens)
             self._staged = await asyncio.get_running_loop().run_in_executor(
@@ -253,6 +284,8 @@ class AveragingEngine:
             self._events.put_nowait(rt.Failed(round_id, str(error)))
         else:
             self._events.put_nowait(rt.Exchanged(round_id, self._staged.layers))
+        finally:
+            self._exchanges.end(round_id)
 
     def _release(self, round_id: RoundId) -> None:
         self._counters.abandoned += 1
@@ -260,17 +293,26 @@ class AveragingEngine:
         if self._exchange is not None:
             self._exchange.cancel()
             self._exchange = None
-        self._exchanges.end(round_id)
         self._orders.put_nowait(self._discard)
 
     async def _resolve(self, round_id: RoundId, peers: tuple[str, ...]) -> None:
         try:
             async with asyncio.timeout(_RESOLVE_TIMEOUT.total_seconds()):
-                head = await find_manifest(self._network, peers, self._policy.run_id, round_id.number)
+                head = await find_manifest(self._network, peers, self._policy.run_id, round_id)
         except TimeoutError:
             head = None
         _log.warning("round in doubt", round=str(round_id), outcome="committed" if head else "nobody has it")
         self._events.put_nowait(rt.Resolved(round_id, head.committed if head else None))
+
+    async def _look_ahead(self) -> None:
+        """Nothing was committed for long: perhaps others went on and their words were lost."""
+        try:
+            async with asyncio.timeout(_RESOLVE_TIMEOUT.total_seconds()):
+                ahead = await newest_round(self._network, self._machine.plan, self.head)
+        except TimeoutError:
+            return
+        if ahead > self.head.round:
+            self._begin_catch_up(f"others are at round {ahead}")
 
     def _begin_catch_up(self, reason: str) -> None:
         if self._catching_up:
@@ -282,17 +324,14 @@ class AveragingEngine:
     async def _catch_up(self) -> None:
         try:
             plan = self._machine.plan
-            head = await catch_up(
-                self._network, plan.members, self._policy.run_id, plan.genesis_manifest_hash, self._state, self.head
-            )
-            if head is not self.head:
-                self._manifests.append(head)
-                self.head = head
+            fetched = await catch_up(self._network, plan, self._state, self.head)
+            if fetched is not None:
+                head = fetched.head
+                await asyncio.to_thread(self._manifests.append, head)
+                await self._move(head, self._state.adopt, fetched)
                 await self._trainer.load(ranges=self._ranges(head), committed_tokens=head.committed_tokens)
-                await self._trainer.train()
                 self._counted_from = self._trainer.status.tokens
                 self._step(rt.HeadMoved(head))
-                self._listener.committed(head)
                 if self._machine.finished:
                     self.finished.set()
         except AtollError as error:

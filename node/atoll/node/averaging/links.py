@@ -72,7 +72,8 @@ class RoundLinks:
         try:
             while True:
                 payload = (await queue.get()).SerializeToString()
-                if watch is not None and watch.done():
+                if stream is not None and watch is not None and watch.done():
+                    await stream.close()
                     stream = None
                 for _ in range(2):
                     try:
@@ -101,8 +102,10 @@ class RoundLinks:
 
 async def _until_end(stream: Stream) -> None:
     """Ends when the other side hangs up or refuses: it never answers on this protocol otherwise."""
-    try:
-        while True:
+    while True:
+        try:
             await stream.receive(_IDLE_TIMEOUT)
-    except AtollError:
-        return
+        except DeadlineExceeded:
+            continue  # silence is what it should be
+        except AtollError:
+            return

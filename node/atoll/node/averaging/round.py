@@ -327,7 +327,9 @@ class RoundMachine:
         following = self._following
         if following is not None:
             superseded = peer == following.opener and round_id.attempt > following.round_id.attempt
-            if not superseded:
+            if self.phase is Phase.HOLDING and superseded:
+                self._resolve(following)  # bound: first learn what became of the round that we signed
+            if not superseded or self.phase is Phase.RESOLVING:
                 return  # one opener per round
             self._release()
         current = self.round_id
@@ -386,13 +388,16 @@ class RoundMachine:
     def _committed(self, peer: str, round_id: RoundId, message: dp.Commit) -> None:
         following = self._following
         if following is not None and following.round_id == round_id and following.payload:
-            self._install(following, message.manifest)
+            if message.manifest.payload == following.payload:
+                self._install(following, message.manifest)  # anything else decides nothing: the deadline asks
         elif peer in self.plan.members and round_id.number == self.head.round + 1:
             self._behind(f"round {round_id} was committed without us")
 
     def _abandoned(self, peer: str, round_id: RoundId, message: dp.Abandon) -> None:
-        if self._leading is not None and self._leading.round_id == round_id and peer != self.me:
-            self._abandon_led(f"{peer}: {message.reason}")
+        leading = self._leading
+        if leading is not None and leading.round_id == round_id and peer != self.me:
+            if peer in leading.plan.members:
+                self._abandon_led(f"{peer}: {message.reason}")
         elif self._is_following(round_id) and self._following is not None and peer == self._following.opener:
             self._release()
 
@@ -430,25 +435,24 @@ class RoundMachine:
         following = self._following
         if self.phase is not Phase.RESOLVING or following is None or following.round_id != round_id:
             return
-        if manifest is None:
+        if manifest is None or not self._install(following, manifest):
             self._release()
-        else:
-            self._install(following, manifest)
 
-    def _install(self, following: _Following, committed: manifest_pb2.CommittedManifest) -> None:
+    def _install(self, following: _Following, committed: manifest_pb2.CommittedManifest) -> bool:
+        """Commit what we hold; False when the manifest does not prove it."""
         try:
             head = read_head(committed, self.policy.run_id)
             require_signers(head, following.plan.members)
         except AtollError:
-            return  # a forged or partial commit decides nothing; the deadline asks the others
+            return False
         if committed.payload != following.payload:
-            self._release()
             self._behind(f"round {following.round_id} committed another result than ours")
-            return
+            return False
         opened_here = following.opener == self.me
         self._actions.append(Install(following.round_id, head, opened_here))
         self._following = None
         self._start_from(head)
+        return True
 
     def _give_up(self, reason: str) -> None:
         """This node cannot go on with the round: tell the opener, keep the progress."""

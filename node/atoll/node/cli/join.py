@@ -74,7 +74,7 @@ def join(
         announce=announce,
         device=device,
         cpu_threads=cpu_threads,
-        data=data,
+        data=str(Path(data).absolute()) if data and Path(data).exists() else data,
         minimum_step_seconds=minimum_step_seconds,
         log_level=log_level,
         log_format=log_format,

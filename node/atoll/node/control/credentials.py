@@ -58,8 +58,17 @@ class Credentials:
             tls_key_pem=tls_key_pem.decode(),
             tls_chain_pem=chain_pem.decode(),
             membership=membership.SerializeToString(),
-            deny_list=deny_list.SerializeToString(),
-        )
+        ).with_deny_list(deny_list)
+
+    def with_deny_list(self, sealed: pb.Signed) -> Credentials:
+        """The same with a newer deny-list; an older one changes nothing. Raises `SignatureInvalid`."""
+        if self.authority.verify_deny_list(sealed).number < self.deny().number:
+            return self
+        return replace(self, deny_list=sealed.SerializeToString())
+
+    def with_seeds(self, seeds: tuple[str, ...]) -> Credentials:
+        """The same with other seeds to bootstrap from."""
+        return replace(self, seeds=seeds)
 
     def save(self, directory: Path) -> None:
         """Replace the file, mode 0600. Raises `DataDirUnusable`."""

@@ -9,40 +9,54 @@ from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.core.membership import Authority, Deny
 from atoll.core.plan import Plan, verify_plan
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 _log = log.get("coordinator")
 
 
 class Directives:
-    """The newest verified plan, order, run state and seeds; `changed` wakes whoever waits."""
+    """The newest verified plan, order and run state; `until` waits for a change of them."""
 
-    def __init__(self, authority: Authority, deny_listed: Callable[[Deny], None]) -> None:
+    def __init__(
+        self,
+        authority: Authority,
+        deny_listed: Callable[[Deny, pb.Signed], None],
+        seeds_moved: Callable[[tuple[str, ...]], None],
+    ) -> None:
         self.plan: Plan | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
-        self.seeds: tuple[str, ...] = ()
         self._authority = authority
         self._deny_listed = deny_listed
+        self._seeds_moved = seeds_moved
         self._changed = asyncio.Condition()
         self._wakers: set[asyncio.Task[None]] = set()
 
     def take(self, response: mb.HeartbeatResponse) -> None:
         """Believe what is signed; a plan or list that does not verify is logged and ignored."""
-        try:
-            if response.HasField("plan"):
-                plan = verify_plan(response.plan, self._authority.operator_key, self._authority.run_id)
-                if self.plan is None or plan.version > self.plan.version:
-                    self.plan = plan
-                    _log.info("plan received", version=plan.version, members=len(plan.members), reason=plan.reason)
-            if response.HasField("deny_list"):
-                self._deny_listed(self._authority.verify_deny_list(response.deny_list))
-        except AtollError as error:
-            _log.error("the coordinator sent something that does not verify", reason=str(error))
+        if response.HasField("plan"):
+            self._verified(lambda: self._take_plan(response.plan))
+        if response.HasField("deny_list"):
+            sealed = response.deny_list
+            self._verified(lambda: self._deny_listed(self._authority.verify_deny_list(sealed), sealed))
+        if response.seeds:
+            self._seeds_moved(tuple(response.seeds))
         self.order = response.order
         self.run_state = response.run_state
-        self.seeds = tuple(response.seeds) or self.seeds
         self.wake()
+
+    def _take_plan(self, sealed: pb.Signed) -> None:
+        plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
+        if self.plan is None or plan.version > self.plan.version:
+            self.plan = plan
+            _log.info("plan received", version=plan.version, members=len(plan.members), reason=plan.reason)
+
+    def _verified(self, take: Callable[[], None]) -> None:
+        try:
+            take()
+        except AtollError as error:
+            _log.error("the coordinator sent something that does not verify", reason=str(error))
 
     def wake(self) -> None:
         """Let waiters look again."""

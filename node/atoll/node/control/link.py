@@ -7,9 +7,11 @@ they are durable, so nothing acknowledged is ever lost and nothing is counted tw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -26,9 +28,14 @@ from atoll.v1 import membership_pb2_grpc
 
 BEAT = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
+MAX_REPORTS = 200  # in one heartbeat, and bytes: the rest goes with the next one
+MAX_REPORT_BYTES = 1 << 20
 _SILENCE = timedelta(seconds=30)  # the coordinator answers every heartbeat
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))
 _FINAL = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
+
+if TYPE_CHECKING:  # generic only in its stubs
+    Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
 
 _log = log.get("coordinator")
 
@@ -41,8 +48,14 @@ class Outgoing:
     sent: dict[int, list[mb.RoundReport | mb.EvaluationReport]] = field(default_factory=dict)
 
     def take(self, sequence: int) -> list[mb.RoundReport | mb.EvaluationReport]:
-        """Everything that waits, now travelling with `sequence`."""
-        batch, self.pending = self.pending, []
+        """The oldest of what waits, now travelling with `sequence`; no more than one heartbeat may carry."""
+        size = count = 0
+        for report in self.pending[:MAX_REPORTS]:
+            size += report.ByteSize()
+            if size > MAX_REPORT_BYTES and count:
+                break
+            count += 1
+        batch, self.pending = self.pending[:count], self.pending[count:]
         if batch:
             self.sent[sequence] = batch
         return batch
@@ -102,11 +115,10 @@ class CoordinatorLink:
                 problem = from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}")
                 if isinstance(problem, _FINAL):
                     raise problem from error
-                if self.connected:
-                    backoff = _BACKOFF[0]
                 _log.warning("coordinator out of reach", reason=str(problem), retry_seconds=backoff.total_seconds())
             except TimeoutError:
                 _log.warning("the coordinator fell silent")
+            backoff = _BACKOFF[0] if self.connected else backoff
             self.connected = False
             self._outgoing.again()
             await asyncio.sleep(backoff.total_seconds())
@@ -136,22 +148,31 @@ class CoordinatorLink:
 
     async def _converse(self) -> None:
         async with self._channel() as channel:
-            call = membership_pb2_grpc.MembershipServiceStub(channel).Heartbeat(self._requests())
-            responses = call.__aiter__()
-            while True:
-                async with asyncio.timeout(_SILENCE.total_seconds()):
-                    response = await anext(responses, None)
-                if response is None:
-                    return
-                self.connected = True
-                self._outgoing.acknowledged(response.acknowledged_sequence)
-                self._received(response)
-                if self._renewal_due():
-                    return
+            call = membership_pb2_grpc.MembershipServiceStub(channel).Heartbeat()  # type: ignore[call-arg]  # written to below
+            sending = asyncio.create_task(self._send(call))
+            try:
+                while await self._take_answer(call) and not self._renewal_due():
+                    pass
+            finally:
+                call.cancel()
+                sending.cancel()  # before what was under way is queued again: nobody else may take it
+                await asyncio.gather(sending, return_exceptions=True)
 
-    async def _requests(self) -> AsyncIterator[mb.HeartbeatRequest]:
+    async def _take_answer(self, call: Call) -> bool:
+        """Act on one answer; False when the coordinator has ended the stream."""
+        async with asyncio.timeout(_SILENCE.total_seconds()):
+            response = await call.read()
+        if not isinstance(response, mb.HeartbeatResponse):
+            return False
+        self.connected = True
+        self._outgoing.acknowledged(response.acknowledged_sequence)
+        self._received(response)
+        return True
+
+    async def _send(self, call: Call) -> None:
+        """Heartbeats, one a beat and whenever there is a hurry, until cancelled or the call is over."""
         first = True
-        while True:
+        while not call.done():
             self._hurry.clear()
             self._sequence += 1
             request = self._describe(first)
@@ -161,13 +182,16 @@ class CoordinatorLink:
                     request.rounds.append(report)
                 else:
                     request.evaluations.append(report)
-            yield request
-            first = False
             try:
+                await call.write(request)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reading side says why
+            first = False
+            if self._outgoing.pending:
+                continue
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT.total_seconds()):
                     await self._hurry.wait()
-            except TimeoutError:
-                continue
 
     # --- certificates ----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt, DataDirUnusable
 from atoll.core.manifest import Head
-from atoll.node.averaging.outer import digest, layer_states, outer_step
+from atoll.node.averaging.outer import layer_states, outer_step
 from atoll.v1 import manifest_pb2
 
 
@@ -30,6 +30,15 @@ class Staged:
     anchor_E: Tensor
     momentum_E: Tensor
     layers: tuple[manifest_pb2.LayerState, ...]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The state of `head` as others hold it, every layer checked against its digest."""
+
+    head: Head
+    anchor_E: Tensor
+    momentum_E: Tensor
 
 
 class AnchorState:
@@ -54,14 +63,16 @@ class AnchorState:
         self.anchor_E.copy_(staged.anchor_E)
         self.momentum_E = staged.momentum_E
 
-    def adopt(self, anchor_E: Tensor, momentum_E: Tensor, head: Head) -> None:
-        """Take fetched state if every digest is the manifest's. Raises `CheckpointCorrupt`."""
-        for state, (start, end) in zip(head.manifest.layers, pairwise(self.offsets), strict=True):
-            same_anchor = digest(anchor_E[start:end]) == state.anchor_digest
-            if not same_anchor or digest(momentum_E[start:end]) != state.momentum_digest:
-                raise CheckpointCorrupt(f"layer {state.layer} of round {head.round} does not match its digest")
-        self.anchor_E.copy_(anchor_E)
-        self.momentum_E = momentum_E
+    def adopt(self, fetched: Fetched) -> None:
+        """Take state that was fetched and checked."""
+        self.anchor_E.copy_(fetched.anchor_E)
+        self.momentum_E = fetched.momentum_E
+
+    def check(self, anchor_E: Tensor, momentum_E: Tensor, head: Head) -> Fetched:
+        """Fetched vectors, if every digest is the manifest's. Raises `CheckpointCorrupt`."""
+        if layer_states(anchor_E, momentum_E, self.offsets, head.round) != tuple(head.manifest.layers):
+            raise CheckpointCorrupt(f"the state of round {head.round} does not match its digests")
+        return Fetched(head, anchor_E, momentum_E)
 
     def write(self, directory: Path, head: Head, layer_names: Sequence[str]) -> Path:
         """`anchor.safetensors` and `momentum.safetensors` of `head`; returns the anchor's path."""

@@ -43,15 +43,15 @@ class StrangerLimit:
         self._tokens = BURST
         self._filled = clock.monotonic()
 
-    def enter(self, peer_id: str) -> bool:
-        """Whether this hello may be served; if so, `leave` must follow."""
+    def enter(self, peer_id: str, known: bool) -> bool:
+        """Whether this hello may be served; if so, `leave` must follow. Strangers cannot crowd out the `known`."""
         now = self._clock.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._filled) * RATE_PER_SECOND)
         self._filled = now
-        crowded = self._running.total() >= MAX_AT_ONCE or self._running[peer_id] >= MAX_AT_ONCE_PER_PEER
-        if crowded or self._tokens < 1:
+        crowded = not known and (self._running.total() >= MAX_AT_ONCE or self._tokens < 1)
+        if crowded or self._running[peer_id] >= MAX_AT_ONCE_PER_PEER:
             return False
-        self._tokens -= 1
+        self._tokens -= 0 if known else 1
         self._running[peer_id] += 1
         return True
 
@@ -85,7 +85,7 @@ class Introductions:
 
     async def answer(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one hello; a stranger beyond the limits is cut off without a word."""
-        if not self._limit.enter(peer_id):
+        if not self._limit.enter(peer_id, self._gate.knows(peer_id)):
             writer.transport.abort()
             return
         try:

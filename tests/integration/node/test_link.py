@@ -1,0 +1,66 @@
+"""The line to a coordinator that breaks: no report is lost, whatever the moment."""
+
+import asyncio
+from datetime import timedelta
+
+import grpc
+
+from atoll.core.clock import SystemClock
+from atoll.core.identity import Identity
+from atoll.node.control.link import CoordinatorLink
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import membership_pb2_grpc
+
+
+class Flaky(membership_pb2_grpc.MembershipServiceServicer):
+    """Ends every second stream without acknowledging what it was told; remembers what it acknowledged."""
+
+    def __init__(self):
+        self.streams = 0
+        self.durable = []
+
+    async def Heartbeat(self, request_iterator, context):
+        self.streams += 1
+        lossy = self.streams % 2 == 1
+        async for request in request_iterator:
+            if lossy and request.evaluations:
+                return
+            self.durable += [report.round for report in request.evaluations]
+            yield mb.HeartbeatResponse(acknowledged_sequence=request.sequence)
+
+
+class PlainLink(CoordinatorLink):
+    """The shipped link on a channel without TLS and without certificates to renew."""
+
+    def _channel(self):
+        return grpc.aio.insecure_channel(self.address)
+
+    def _renewal_due(self):
+        return False
+
+
+async def test_reports_survive_every_broken_stream():
+    service = Flaky()
+    server = grpc.aio.server()
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = PlainLink(
+        None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
+        received=lambda response: None, renewed=lambda credentials: None,
+    )  # fmt: skip
+    link.address = f"127.0.0.1:{port}"
+    running = asyncio.create_task(link.run())
+    try:
+        for number in range(5):
+            link.report(mb.EvaluationReport(round=number))
+            async with asyncio.timeout(20):
+                while number not in service.durable:
+                    await asyncio.sleep(0.02)
+        assert service.streams >= 2
+        assert await link.flush(timedelta(seconds=5))
+        assert set(service.durable) == set(range(5))
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
