@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from unit.coordinator.world import CORPUS, RUN, World, genesis_report, spec_toml
+from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.state import admission, find, lifecycle, machine, views
-from atoll.coordinator.state.lifecycle import EDGES
+from atoll.coordinator.state.lifecycle import DRAIN_SECONDS, EDGES
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.data_position import LEASE_ROUNDS
 from atoll.core.errors import AlreadyExists, Ambiguous, CorpusError, InvalidTransition, NotFound, RunSpecError
@@ -200,6 +200,35 @@ def test_joins_in_a_burst_make_one_plan() -> None:
     assert [plan.version for plan in world.plans] == [1, 2]
     assert world.members() == {"ann", "bob", "cid", "dan"}
     assert world.plans[-1].reason in ("cid joins; dan joins", "dan joins; cid joins")
+
+
+def test_until_a_round_commits_who_stays_keeps_its_samples_and_newcomers_get_the_next() -> None:
+    world = World()
+    world.train("ann", "bob")
+    each = LEASE_ROUNDS * 16
+    world.join("cid")
+    world.wait(2)
+    gone = world.name_of(world.plans[0].members[0])
+    world.say(gone, mb.NODE_STATE_PAUSED)
+    world.wait(2)
+    world.join("dan")
+    world.wait(2)
+    plans = [{item.peer_id: item.data_ranges for item in plan.assignments} for plan in world.plans]
+    assert [len(plan) for plan in plans] == [2, 3, 2, 3]
+    cid, dan = (world.identities[name].peer_id for name in ("cid", "dan"))
+    assert plans[1] == {**plans[0], cid: ((2 * each, 3 * each),)}
+    assert plans[2] == {peer: ranges for peer, ranges in plans[1].items() if world.name_of(peer) != gone}
+    assert plans[3] == {**plans[2], dan: ((3 * each, 4 * each),)}
+
+
+def test_once_a_round_has_committed_plans_leave_the_samples_to_manifests() -> None:
+    world = World()
+    members = world.train("ann", "bob")
+    genesis = world.plans[-1].genesis_manifest_hash
+    world.say("ann", rounds=[round_report(1, genesis, members)])
+    world.join("cid")
+    world.wait(2)
+    assert len(world.members()) == 3
     assert all(item.data_ranges == () for item in world.plans[-1].assignments)
 
 
@@ -256,12 +285,45 @@ def test_who_must_go_is_out_of_the_next_plan(how: str) -> None:
     if how == "drain":
         world.take(admission.drain(world.state, world.now, "bob"))
         assert order(world, "bob") == mb.ORDER_DRAIN
+        world.say("bob", mb.NODE_STATE_DRAINING)
     elif how == "ban":
         world.take(admission.ban(world.state, world.now, "bob", "garbage"))
     else:
         world.take(admission.leave(world.state, world.now, peer, "bye"))
     world.wait(1.6)
     assert world.members() == {"ann"}
+
+
+def test_a_drained_node_is_planned_until_it_has_finished_its_round() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.take(admission.drain(world.state, world.now, "bob"))
+    world.wait(DRAIN_SECONDS - 5)
+    assert len(world.plans) == 1
+    world.say("bob", mb.NODE_STATE_DRAINING)
+    world.wait(1.6)
+    assert world.members() == {"ann"}
+    assert world.plans[-1].reason == "bob drains"
+
+
+def test_a_drained_node_that_never_leaves_is_dropped() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.take(admission.drain(world.state, world.now, "bob"))
+    world.wait(30)
+    world.connect("bob", mb.NODE_STATE_TRAINING)  # a new stream is no new patience
+    world.wait(DRAIN_SECONDS - 30 + 1.6)
+    assert world.members() == {"ann"}
+
+
+def test_a_drained_node_that_was_not_planned_is_not_planned_any_more() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.enrol("cid")
+    world.take(admission.drain(world.state, world.now, "cid"))
+    world.connect("cid")
+    world.wait(3)
+    assert world.members() == {"ann", "bob"}
 
 
 def test_a_node_that_left_may_come_back_with_its_certificate() -> None:

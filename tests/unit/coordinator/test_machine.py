@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,6 +18,7 @@ from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Event, Run
 from atoll.coordinator.state.snapshot import Draft, State, Step
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
+from atoll.core.identity import Identity
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -39,6 +42,10 @@ class StoringWorld(World):
         super().__init__()
         self.store = MemoryStore()
         self.history: list[tuple[str, str]] = []
+
+    def new_identity(self, name: str) -> Identity:
+        """The same in every example, so that one can be replayed."""
+        return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest()))
 
     def take(self, step: Step[object]) -> object:
         before = self.state

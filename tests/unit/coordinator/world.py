@@ -147,12 +147,16 @@ class World:
 
     def enrol(self, name: str, token: Token | None = None, secret: str = SECRET) -> Identity:
         """Admit a node; the same name comes back with the same identity."""
-        identity = self.identities.setdefault(name, Identity.generate())
+        identity = self.identities.setdefault(name, self.new_identity(name))
         chosen = token or self.token()
         applicant = admission.Applicant(chosen.token_id, secret, identity.peer_id, identity.public_key, name)
         node = self.take(admission.enrol(self.state, self.now, applicant))
         assert isinstance(node, Node)
         return identity
+
+    def new_identity(self, _name: str) -> Identity:
+        """Another one every time."""
+        return Identity.generate()
 
     def connect(self, name: str, state: mb.NodeState = FIT, corpus: str = CORPUS) -> Identity:
         """Open a stream and report a state."""

@@ -1,15 +1,15 @@
 """The plan of plain data parallelism: every node holds all layers and is a route of length one. Pure.
 
-All may claim the same weight and reduce the same share; the first plan also deals out the first samples,
-later ones leave the data alone because manifests move them on.
+All may claim the same weight and reduce the same share. Until a round has committed, plans deal out the
+samples: whoever stays keeps its own, newcomers get the next ones. From then on manifests say who holds what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from atoll.core.data_position import LEASE_ROUNDS, first_position
-from atoll.core.plan import Assignment, Plan
+from atoll.core.data_position import LEASE_ROUNDS
+from atoll.core.plan import Assignment, Plan, Range
 from atoll.core.run_spec import RunSpec
 
 REDUCE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s; equal for all, so each reduces an equal share
@@ -20,14 +20,19 @@ def replicate(
     *,
     version: int,
     members: Sequence[str],
+    previous: Plan | None,
+    head_round: int,
     layers: int,
     genesis_hash: bytes,
     issued_unix_ms: int,
     reason: str,
 ) -> Plan:
-    """The plan `version` for `members` (peer ids, at least one) of a model with that many layers."""
+    """The plan `version` for `members` (peer ids, at least one) of a model with that many layers.
+
+    It follows `previous`; `head_round` is the newest committed round, 0 for none.
+    """
     ordered = sorted(members)
-    holdings = first_position(ordered, first_lease_samples(spec)).holdings if version == 1 else {}
+    holdings = {} if head_round else _holdings(ordered, previous, first_lease_samples(spec))
     return Plan(
         run_id=spec.run.name,
         version=version,
@@ -47,6 +52,18 @@ def replicate(
         issued_unix_ms=issued_unix_ms,
         reason=reason,
     )
+
+
+def _holdings(members: Sequence[str], previous: Plan | None, samples_each: int) -> Mapping[str, tuple[Range, ...]]:
+    """First samples: as `previous` has them, and for newcomers what follows the highest that it dealt out.
+
+    What leavers held stays a gap; the first committed round hands it out again.
+    """
+    kept = {item.peer_id: item.data_ranges for item in previous.assignments if item.data_ranges} if previous else {}
+    cursor = max((end for ranges in kept.values() for _, end in ranges), default=0)
+    newcomers = [peer for peer in members if peer not in kept]
+    first = {peer: ((cursor + i * samples_each, cursor + (i + 1) * samples_each),) for i, peer in enumerate(newcomers)}
+    return {**kept, **first}
 
 
 def first_lease_samples(spec: RunSpec) -> int:

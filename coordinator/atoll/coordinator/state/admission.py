@@ -148,6 +148,9 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
     if not node.draining:
         node = replace(node, draining=True)
         draft.put(node)
+        live = state.live.get(node.peer_id)
+        if live is not None:
+            draft.set_live(node.peer_id, replace(live, drain_since=now.monotonic))
         draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} is asked to drain")
     return draft.done(node)
 

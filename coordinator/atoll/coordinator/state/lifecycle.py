@@ -33,6 +33,7 @@ EDGES: dict[str, frozenset[str]] = {
     "FINISHED": frozenset(),
     "STOPPED": frozenset(),
 }
+DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
 FIT = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
 
 
@@ -184,7 +185,7 @@ def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.plan is None or now < memory.hold_until:
         return
-    members = _members(draft.state, run_id)
+    members = _members(draft.state, run_id, now)
     if not members or tuple(members) == memory.plan.members:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
@@ -195,7 +196,7 @@ def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
         _issue(draft, run_id, members, _difference(draft.state, memory.plan.members, members))
 
 
-def _members(state: State, run_id: str) -> list[str]:
+def _members(state: State, run_id: str, now: float) -> list[str]:
     """Peer ids that the plan should have now, ordered.
 
     A planned node that only just lost its stream stays, and so does one that is done before we heard of the
@@ -209,7 +210,17 @@ def _members(state: State, run_id: str) -> list[str]:
         for node in state.members_of(run_id)
         if (_fit(state, node) and state.live[node.peer_id].corpus_digest == digest)
         or (node.peer_id in planned and _wanted(node) and _may_return(state, node.peer_id))
+        or (node.peer_id in planned and _finishing(state, node, now))
     ]
+
+
+def _finishing(state: State, node: Node, now: float) -> bool:
+    """A node that the operator drains is part of its last round, for a while, until it says that it is done."""
+    live = state.live.get(node.peer_id)
+    if live is None or live.lost or not node.draining or node.banned or node.left:
+        return False
+    in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
+    return in_time and (not live.connected or live.status.state in FIT)
 
 
 def _may_return(state: State, peer_id: str) -> bool:
@@ -220,11 +231,13 @@ def _may_return(state: State, peer_id: str) -> bool:
 
 
 def _issue(draft: Draft, run_id: str, members: list[str], reason: str) -> None:
-    run = draft.state.runs[run_id]
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     plan = replicate(
-        draft.state.memory[run_id].spec,
+        memory.spec,
         version=run.plan_version + 1,
         members=members,
+        previous=memory.plan,
+        head_round=run.head_round,
         layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
         genesis_hash=manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload),
         issued_unix_ms=draft.now.unix_ms,

@@ -36,7 +36,7 @@ def restore(contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now:
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _remembered(run_id, contents, plans) for run_id in runs}
     live = {
-        peer: Live(session=0, seen=now.monotonic)
+        peer: Live(session=0, seen=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
         for peer in (item.plan.members if item.plan else ())
     }
@@ -61,7 +61,9 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
         raise Banned(f"peer {peer_id} was banned by the operator")
     draft = Draft(state, now)
     session = draft.new_session()
-    draft.set_live(peer_id, Live(session=session, seen=now.monotonic))
+    old = state.live.get(peer_id)
+    drain_since = old.drain_since if old else now.monotonic
+    draft.set_live(peer_id, Live(session=session, seen=now.monotonic, drain_since=drain_since))
     draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
     draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)

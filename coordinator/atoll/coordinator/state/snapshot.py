@@ -51,6 +51,7 @@ class Live:
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     corpus_digest: str = ""
+    drain_since: float | None = None  # monotonic; when the operator asked the node to leave
 
     @property
     def connected(self) -> bool:
