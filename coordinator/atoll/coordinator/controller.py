@@ -64,11 +64,13 @@ class Controller:
         """Tick until cancelled. A store that fails is logged and tried again: members train on meanwhile."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            try:
-                await self.do(lambda state, now: machine.tick(state, now, self.policy))
-            except Exception as error:  # supervision: the coordinator outlives a full disk
-                self.tick_failures += 1
-                self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """What time alone brings about, run by run: one that fails does not hold up the others."""
+        await self._attempt(lambda state, now: machine.tick_streams(state, now, self.policy))
+        for run_id in self.state.runs:
+            await self._attempt(lambda state, now, run_id=run_id: machine.tick_run(state, now, self.policy, run_id))  # type: ignore[misc]
 
     @contextmanager
     def watching(self) -> Iterator[asyncio.Event]:
@@ -102,6 +104,13 @@ class Controller:
         """Wake everyone who watches."""
         for watcher in self._watchers:
             watcher.set()
+
+    async def _attempt(self, operation: Operation[None]) -> None:
+        try:
+            await self.do(operation)
+        except Exception as error:  # supervision: the coordinator outlives a full disk
+            self.tick_failures += 1
+            self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
 
     def _announce(self, records: Sequence[Record]) -> None:
         """Wake first: a log that cannot be written must not keep news from anyone."""

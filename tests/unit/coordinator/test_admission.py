@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from unit.coordinator.world import RUN, World, spec_toml
 
 from atoll.coordinator.state import admission, find, lifecycle, machine
+from atoll.coordinator.state.records import Event
 from atoll.core.errors import (
     AlreadyExists,
     Ambiguous,
@@ -95,6 +96,15 @@ def test_a_banned_peer_can_neither_enrol_nor_renew_nor_connect(world: World) -> 
         admission.renew(world.state, world.now, peer)
     with pytest.raises(Banned):
         machine.connect(world.state, world.now, peer)
+
+
+def test_what_a_node_says_on_leaving_is_one_printable_line(world: World) -> None:
+    peer = world.enrol("ann").peer_id
+    world.take(admission.leave(world.state, world.now, peer, "\x1b[31mgone\nfor \u202egood" + "!" * 999))
+    told = [record.message for record in world.records if isinstance(record, Event)][-1]
+    assert told.startswith("ann left: [31mgone for good!")
+    assert told.isprintable()
+    assert len(told) < 250
 
 
 def test_banning_twice_does_not_issue_another_list(world: World) -> None:

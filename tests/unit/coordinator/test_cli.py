@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
+from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import events, main, node, plan, run, token
 from atoll.core.cli import run_cli
@@ -55,7 +56,7 @@ NODE = wire.NodeView(
 RUN = wire.RunView(
     run_id="reef",
     state=mb.RUN_STATE_TRAINING,
-    spec_toml="version = 1\n",
+    spec_toml=spec_toml(),
     head_round=7,
     committed_tokens=250_000,
     stop_tokens=1_000_000,
@@ -163,6 +164,25 @@ def test_every_command_prints_what_it_always_printed(canned: Canned, name: str, 
     assert result.stdout == golden.read_text(), f"golden file {golden.name} says otherwise"
     if output == "json":
         assert json.loads(result.stdout)["version"] == 1
+
+
+def test_what_nodes_say_is_text_and_never_an_instruction(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = wire.NodeView()
+    evil.CopyFrom(NODE)
+    evil.profile.device_name = "[bold red]RTX[/] \x1b[2J\x07 [link=http://x]"
+    evil.status.state = 99  # type: ignore[assignment]
+    event = wire.Event(id=1, kind="node.left", message="bye \x1b[31m\n1 forged line")
+    monkeypatch.setitem(ANSWERS, "GetNode", evil)
+    monkeypatch.setitem(ANSWERS, "ListNodes", wire.ListNodesResponse(nodes=[evil]))
+    monkeypatch.setitem(ANSWERS, "Events", [event])
+    for command in (["node", "show", "x"], ["node", "list"], ["events"]):
+        shown = CliRunner().invoke(main.app, command)
+        assert shown.exit_code == 0, shown.output
+        assert "\x1b" not in shown.stdout
+        if command[0] == "node":
+            assert "[bold red]RTX[/] [2J [link=http://x]" in shown.stdout
+        else:
+            assert len(shown.stdout.splitlines()) == 1
 
 
 def test_token_create_prints_the_token_and_nothing_else_on_stdout(canned: Canned) -> None:

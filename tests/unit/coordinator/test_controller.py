@@ -11,7 +11,7 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import DenyRow, PlanRow, Record
-from atoll.coordinator.state.snapshot import Policy
+from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.core.clock import ManualClock
 from atoll.core.errors import DatabaseCorrupt, DataDirUnusable
 from atoll.core.identity import Identity
@@ -45,6 +45,24 @@ async def test_what_was_not_stored_did_not_happen() -> None:
         assert controller.failure == ""
         await changed.wait()
     assert controller.state.runs[RUN] == run
+    controller.close()
+
+
+async def test_a_run_that_cannot_advance_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(MemoryStore(), Identity.generate(), ManualClock(), Policy())
+    for name in ("a", "b"):
+        text = spec_toml(name=name)
+        await controller.do(lambda state, now, text=text: lifecycle.create_run(state, now, text, start=True))  # type: ignore[misc]
+    advanced = []
+
+    def advance(_draft: Draft, run_id: str, _policy: Policy) -> None:
+        advanced.append(run_id)
+        if run_id == "a":
+            raise ValueError("a bug")
+
+    monkeypatch.setattr(lifecycle, "advance", advance)
+    await controller.tick()
+    assert (advanced, controller.tick_failures) == (["a", "b"], 1)
     controller.close()
 
 

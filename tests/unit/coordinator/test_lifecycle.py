@@ -185,6 +185,23 @@ def test_different_corpora_never_add_up_to_genesis() -> None:
         world.connect(name, corpus=corpus)
     world.wait(5)
     assert world.run.state == "WAITING"
+    assert lifecycle.ready_count(world.state, RUN) == 1
+    assert world.kinds().count("node.corpus-differs") == 1
+
+
+@pytest.mark.parametrize("state", ["WAITING", "GENESIS", "TRAINING"])
+def test_only_created_and_paused_runs_can_be_started(state: str) -> None:
+    world = World()
+    if state == "TRAINING":
+        world.train("ann", "bob")
+    else:
+        world.create_run(min_nodes=1)
+    if state == "GENESIS":
+        world.join("ann")
+        world.wait(0.4)
+    assert world.run.state == state
+    with pytest.raises(InvalidTransition, match="only a created or paused run"):
+        lifecycle.start(world.state, world.now, "", world.policy)
 
 
 # --- plans -----------------------------------------------------------------------------------------

@@ -244,6 +244,30 @@ def test_addresses_that_are_none_are_refused(address: str) -> None:
         world.say("ann", multiaddrs=[address])
 
 
+@pytest.mark.parametrize("digest", ["ab", "g" * 64, "AB" * 32, "ab" * 33])
+def test_a_corpus_digest_is_a_digest(digest: str) -> None:
+    world = World()
+    world.create_run()
+    world.join("ann")
+    with pytest.raises(InvalidRequest, match="64 hexadecimal"):
+        world.say("ann", corpus_digest=digest)
+
+
+def test_what_a_node_says_of_itself_is_bounded_and_printable() -> None:
+    world = World()
+    world.create_run()
+    peer = world.join("ann")[0].peer_id
+    profile = mb.NodeProfile(device_name="RTX\x1b]0;owned\x07" + "9" * 10_000, tokens_per_second=-1)
+    status = mb.NodeStatus(state=99, detail="a\r\nb")  # type: ignore[arg-type]
+    request = mb.HeartbeatRequest(profile=profile, status=status)
+    world.take(machine.heartbeat(world.state, world.now, peer, world.sessions[peer], request))
+    live = world.state.live[peer]
+    assert live.profile.device_name == ("RTX]0;owned" + "9" * 10_000)[:256]
+    assert live.profile.tokens_per_second == 0
+    assert (live.status.state, live.status.detail) == (mb.NODE_STATE_UNSPECIFIED, "a  b")
+    world.wait(2)
+
+
 def test_heartbeats_write_nothing_when_nothing_durable_changed() -> None:
     world = World()
     world.train("ann", "bob")

@@ -37,7 +37,7 @@ def test_thinning_keeps_order_and_the_last(items: list[int], most: int) -> None:
 def test_status_is_json_whatever_nodes_report() -> None:
     world = World()
     world.train("ann", "bob")
-    bad = mb.NodeStatus(state=mb.NODE_STATE_TRAINING, train_loss=math.nan, tokens_per_second=math.inf)
+    bad = mb.NodeStatus(state=99, train_loss=math.nan, tokens_per_second=math.inf, step_seconds=-1)  # type: ignore[arg-type]
     peer = world.identities["ann"].peer_id
     request = mb.HeartbeatRequest(status=bad)
     world.take(machine.heartbeat(world.state, world.now, peer, world.sessions[peer], request))
@@ -46,7 +46,7 @@ def test_status_is_json_whatever_nodes_report() -> None:
     assert document["version"] == 1
     assert document["runs"][0]["losses"] == [{"round": 1, "loss": 4.5, "committed_tokens": 1000}]
     shown = {node["name"]: node for node in document["nodes"]}
-    assert (shown["ann"]["state"], shown["ann"]["planned"], shown["ann"]["train_loss"]) == ("training", True, 0.0)
+    assert (shown["ann"]["state"], shown["ann"]["planned"], shown["ann"]["train_loss"]) == ("unspecified", True, 0.0)
 
 
 def test_metrics_name_runs_and_states_and_no_peers() -> None:

@@ -12,8 +12,11 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import plain
 from atoll.coordinator.cli.words import moment
+from atoll.coordinator.text import clean
 from atoll.core.output import Output, OutputOption, print_json_line
 from atoll.v1 import admin_pb2 as wire
+
+MAX_MESSAGE_CHARACTERS = 2000
 
 
 def events(
@@ -46,6 +49,6 @@ def _line(event: wire.Event) -> Text:
     return Text.assemble(
         (f"{event.id:>6} ", "dim"),
         (f"{moment(event.unix_ms)} ", "dim"),
-        (f"{event.kind:<20} ", "bold"),
-        event.message,
+        (f"{clean(event.kind):<20} ", "bold"),
+        clean(event.message, MAX_MESSAGE_CHARACTERS),
     )

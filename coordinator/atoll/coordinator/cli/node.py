@@ -11,6 +11,7 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import ago, count, loss, moment, size
+from atoll.coordinator.text import clean, enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
@@ -92,7 +93,7 @@ def ban(
     with connect(credentials) as client:
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
         if not yes:
-            say(f"this bans {view.name} ({view.peer_id}) for good; it cannot be undone")
+            say(f"this bans {clean(view.name)} ({clean(view.peer_id)}) for good; it cannot be undone")
             if not typer.confirm("ban it?", err=True):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
@@ -104,7 +105,7 @@ def _state(node: wire.NodeView) -> str:
         return "banned"
     if not node.connected:
         return "offline"
-    word = mb.NodeState.Name(node.status.state).removeprefix("NODE_STATE_").lower().replace("_", " ")
+    word = enum_word(mb.NodeState.DESCRIPTOR, node.status.state).replace("_", " ")
     return f"{word}, to drain" if node.draining and word != "draining" else word
 
 
@@ -152,4 +153,4 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
 
 
 def _roles(node: wire.NodeView) -> str:
-    return ", ".join(pb.Role.Name(role).removeprefix("ROLE_").lower() for role in node.roles)
+    return ", ".join(enum_word(pb.Role.DESCRIPTOR, role) for role in node.roles)

@@ -14,10 +14,13 @@ from typing import Any
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from atoll.coordinator.text import clean, enum_word
 from atoll.core.output import Output, print_json
 
 Plain = dict[str, object]
+_MAX_LINE_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
     for column in columns:
         table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(str(row[column.key or column.heading]) for column in columns))
+        table.add_row(*(_plain_text(row[column.key or column.heading]) for column in columns))
     _print(table)
 
 
@@ -51,7 +54,7 @@ def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[t
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, str(value))
+        table.add_row(name, _plain_text(value))
     _print(table)
 
 
@@ -72,16 +75,13 @@ def _single(field: Any, value: object) -> object:
     if isinstance(value, bytes):
         return value.hex()
     if field.enum_type is not None and isinstance(value, int):
-        return _word(field.enum_type, value)
+        return enum_word(field.enum_type, value)
     return value
 
 
-def _word(kind: Any, number: int) -> str:
-    """`NODE_STATE_CATCHING_UP` → "catching_up"; a number that this release does not know stays one."""
-    if number not in kind.values_by_number:
-        return str(number)
-    prefix = kind.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return str(kind.values_by_number[number].name).removeprefix(prefix).lower()
+def _plain_text(value: object) -> Text:
+    """Never markup: brackets are what they are. Line by line, because a run spec has lines."""
+    return Text("\n".join(clean(line, _MAX_LINE_CHARACTERS) for line in str(value).split("\n")))
 
 
 def _print(table: Table) -> None:

@@ -10,6 +10,7 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.cli.words import count, moment
+from atoll.coordinator.text import clean
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
@@ -48,7 +49,7 @@ def show_plan(
     rows = [_row(plan, item) for item in plan.assignments]
     show(output, {"plan": plain(plan), "signed": plain(view.signed)}, _COLUMNS, rows)
     if output is Output.TEXT:
-        say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {plan.reason}")
+        say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}")
 
 
 def _row(plan: plan_pb2.Plan, item: plan_pb2.Assignment) -> Plain:

@@ -12,6 +12,7 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import count, loss
+from atoll.coordinator.text import enum_word
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
@@ -131,7 +132,7 @@ def _show_rows(output: Output, document: Plain, runs: list[wire.RunView]) -> Non
 
 
 def _state(run: wire.RunView) -> str:
-    return mb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+    return enum_word(mb.RunState.DESCRIPTOR, run.state)
 
 
 def _row(run: wire.RunView) -> Plain:

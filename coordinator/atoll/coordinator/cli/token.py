@@ -11,6 +11,7 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.cli.words import ahead
+from atoll.coordinator.text import enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.core.units import duration_text, parse_duration
@@ -104,7 +105,7 @@ def _row(token: wire.TokenView, now: float) -> Plain:
     return {
         "id": token.id,
         "run_id": token.run_id,
-        "admits": ", ".join(pb.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles),
+        "admits": ", ".join(enum_word(pb.Role.DESCRIPTOR, role) for role in token.roles),
         "uses": f"{token.uses_left} of {token.uses_total}",
         "expires": expires,
         "state": spent or ("expired" if expires == "expired" else "good"),

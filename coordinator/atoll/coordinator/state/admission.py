@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Token
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.coordinator.text import clean
 from atoll.core.errors import (
     AlreadyExists,
     Banned,
@@ -26,6 +27,7 @@ from atoll.core.tokens import secret_matches
 from atoll.core.units import duration_text
 
 TOKEN_ROLES = ("node", "seed")
+MAX_REASON_CHARACTERS = 200
 MAX_USES = 100_000
 MAX_TTL_SECONDS = 366 * 24 * 3600
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
@@ -157,24 +159,24 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
 
 def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
     """Put a peer on the deny-list, for good. Raises `NotFound`, `Ambiguous`."""
-    node = find.node(state, text)
+    node, reason = find.node(state, text), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not node.banned:
         node = replace(node, banned=True)
         draft.put(node)
         draft.issue_deny(Deny(state.deny.number + 1, state.deny.peer_ids | {node.peer_id}))
-        because = f": {reason[:200]}" if reason else ""
+        because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
     return draft.done(node)
 
 
 def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:
     """An orderly goodbye. The node may come back while its certificate lasts. Raises `CertificateInvalid`."""
-    node = find.caller(state, peer_id)
+    node, reason = find.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not node.left:
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
-        because = f": {reason[:200]}" if reason else ""
+        because = f": {reason}" if reason else ""
         draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
     return draft.done(None)
 

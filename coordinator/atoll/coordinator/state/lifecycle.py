@@ -18,6 +18,7 @@ from atoll.coordinator.planner.replicas import replicate
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Run
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
+from atoll.coordinator.text import enum_word
 from atoll.core.errors import AlreadyExists, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.run_spec import parse_run_spec
@@ -56,6 +57,11 @@ def start(state: State, now: Moment, run_id: str, policy: Policy) -> Step[Run]:
     """Start a created run, or go on with a paused one. Raises `NotFound`, `InvalidTransition`."""
     run = find.run(state, run_id)
     draft = Draft(state, now)
+    if run.state not in ("CREATED", "PAUSED"):
+        raise InvalidTransition(
+            f"run {run.run_id!r} is {run.state.lower()}: only a created or paused run can be started",
+            "see `atollctl run show`",
+        )
     resumed = run.state == "PAUSED"
     _move(draft, run.run_id, "TRAINING" if run.genesis else "WAITING", "the run goes on" if resumed else "started")
     draft.remember(run.run_id, hold_until=now.monotonic + policy.resume_seconds, changed_since=None)
@@ -99,8 +105,8 @@ def advance(draft: Draft, run_id: str, policy: Policy) -> None:
 
 
 def ready_count(state: State, run_id: str) -> int:
-    """How many nodes could start or do train: what `min_nodes` is compared with."""
-    return sum(_fit(state, node) for node in state.members_of(run_id))
+    """How many nodes with the same text could start or do train: what `min_nodes` is compared with."""
+    return len(_ready(state, run_id, corpus_expected(state, run_id) or _most_common_corpus(state, run_id)))
 
 
 def corpus_expected(state: State, run_id: str) -> str:
@@ -118,6 +124,7 @@ def _seek_genesis(draft: Draft, run_id: str) -> None:
     digest = _most_common_corpus(state, run_id)
     ready = _ready(state, run_id, digest)
     if not digest or len(ready) < needed:
+        _tell_corpora(draft, run_id, digest)
         return
     draft.put(replace(state.runs[run_id], corpus_digest=digest))
     _move(draft, run_id, "GENESIS", f"{len(ready)} of {needed} nodes are ready")
@@ -162,6 +169,19 @@ def _most_common_corpus(state: State, run_id: str) -> str:
     digests = Counter(state.live[node.peer_id].corpus_digest for node in state.members_of(run_id) if _fit(state, node))
     digests.pop("", None)
     return max(digests, key=lambda digest: digests[digest], default="")
+
+
+def _tell_corpora(draft: Draft, run_id: str, digest: str) -> None:
+    """Say it, once per digest, when a fit node's text is not that of most: it does not count towards genesis."""
+    state, memory = draft.state, draft.state.memory[run_id]
+    for node in state.members_of(run_id):
+        other = state.live[node.peer_id].corpus_digest if _fit(state, node) else ""
+        if not other or other == digest or (node.peer_id, other) in memory.told_corpora:
+            continue
+        memory = replace(memory, told_corpora=memory.told_corpora | {(node.peer_id, other)})
+        draft.remember(run_id, told_corpora=memory.told_corpora)
+        told = f"{node.name} has the corpus {other[:12]}…, others have {digest[:12]}…: it does not count"
+        draft.event("node.corpus-differs", run_id, node.peer_id, told)
 
 
 def _ready(state: State, run_id: str, digest: str) -> list[str]:
@@ -262,7 +282,7 @@ def _why_gone(state: State, peer_id: str) -> str:
             return word
     if live is None or live.lost:
         return "was lost"
-    return f"is {mb.NodeState.Name(live.status.state).removeprefix('NODE_STATE_').lower().replace('_', ' ')}"
+    return f"is {enum_word(mb.NodeState.DESCRIPTOR, live.status.state).replace('_', ' ')}"
 
 
 # --- shared ----------------------------------------------------------------------------------------

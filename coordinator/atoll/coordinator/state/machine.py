@@ -8,12 +8,14 @@ nothing to do.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from atoll.coordinator.state import find, lifecycle, reports
 from atoll.coordinator.state.records import Node
 from atoll.coordinator.state.snapshot import Commit, Draft, Live, Moment, Policy, RunMemory, State, Step, caps_of
 from atoll.coordinator.state.store import Contents
+from atoll.coordinator.text import MAX_SENTENCE_CHARACTERS, clean, tidied
 from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.membership import EMPTY_DENY, Deny
@@ -25,7 +27,7 @@ from atoll.v1 import membership_pb2 as mb
 MAX_MULTIADDRS = 64
 MAX_MULTIADDR_CHARACTERS = 256
 MAX_REPORTS = 256  # of each kind in one heartbeat
-MAX_DETAIL_CHARACTERS = 500
+_CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
 def restore(contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now: Moment) -> State:
@@ -76,14 +78,11 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     _check_request(request)
     draft = Draft(state, now)
     _take_addresses(draft, node, request)
-    status = mb.NodeStatus()
-    status.CopyFrom(request.status)
-    status.detail = status.detail[:MAX_DETAIL_CHARACTERS]
     live = replace(
         live,
         seen=now.monotonic,
-        status=status,
-        profile=request.profile if request.HasField("profile") else live.profile,
+        status=tidied(request.status, MAX_SENTENCE_CHARACTERS),
+        profile=tidied(request.profile) if request.HasField("profile") else live.profile,
         corpus_digest=request.corpus_digest or live.corpus_digest,
     )
     draft.set_live(peer_id, live)
@@ -120,15 +119,38 @@ def disconnect(state: State, now: Moment, peer_id: str, session: int) -> Step[No
 def tick(state: State, now: Moment, policy: Policy) -> Step[None]:
     """What time alone brings about."""
     draft = Draft(state, now)
-    for peer_id, live in state.live.items():
+    _watch_streams(draft, policy)
+    for run_id in state.runs:
+        _advance(draft, run_id, policy)
+    return draft.done(None)
+
+
+def tick_streams(state: State, now: Moment, policy: Policy) -> Step[None]:
+    """The part of `tick` that belongs to no run."""
+    draft = Draft(state, now)
+    _watch_streams(draft, policy)
+    return draft.done(None)
+
+
+def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[None]:
+    """The part of `tick` that belongs to one run: a step of its own, so that no run can hold up another."""
+    draft = Draft(state, now)
+    _advance(draft, run_id, policy)
+    return draft.done(None)
+
+
+def _watch_streams(draft: Draft, policy: Policy) -> None:
+    now = draft.now
+    for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.seen > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
         elif not live.connected and not live.lost and now.monotonic - live.seen > policy.lost_after_seconds:
             _lose(draft, peer_id, live)
-    for run_id in state.runs:
-        _tell_strays(draft, run_id)
-        lifecycle.advance(draft, run_id, policy)
-    return draft.done(None)
+
+
+def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
+    _tell_strays(draft, run_id)
+    lifecycle.advance(draft, run_id, policy)
 
 
 def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> RunMemory:
@@ -154,6 +176,8 @@ def _genesis_hash(genesis: bytes) -> bytes:
 
 
 def _check_request(request: mb.HeartbeatRequest) -> None:
+    if not _CORPUS_DIGEST.fullmatch(request.corpus_digest):
+        raise InvalidRequest("a corpus digest is 64 hexadecimal digits")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
         raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
     if len(request.multiaddrs) > MAX_MULTIADDRS:
@@ -163,6 +187,7 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
             or not address.startswith("/")
             or address.split() != [address]
+            or clean(address) != address
         ):
             raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
 

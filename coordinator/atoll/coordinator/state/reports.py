@@ -14,6 +14,7 @@ from dataclasses import replace
 from atoll.coordinator.state import lifecycle
 from atoll.coordinator.state.records import Evaluation, Round, Run
 from atoll.coordinator.state.snapshot import Commit, Draft, RoundKey, RunMemory
+from atoll.coordinator.text import clean
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head, contributors, manifest_hash, read_head, require_signers
@@ -92,7 +93,7 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
 
 def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
     name = draft.state.nodes[peer_id].name
-    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {str(error)[:300]}")
+    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {clean(str(error), 300)}")
 
 
 def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> Commit:
@@ -131,7 +132,7 @@ def _checked_round(draft: Draft, peer_id: str, run: Run, memory: RunMemory, repo
         fragment=named.fragment,
         attempt=named.attempt,
         committed=report.committed,
-        reason=report.reason[:500],
+        reason=clean(report.reason),
         opener=peer_id,
         seconds=max(0.0, report.seconds),
         reported_ms=draft.now.unix_ms,

@@ -80,6 +80,7 @@ class RunMemory:
     writer: str = ""  # who writes genesis
     writer_since: float = 0.0
     passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
+    told_corpora: frozenset[tuple[str, str]] = frozenset()  # peer and digest that differed before genesis, as told
     changed_since: float | None = None  # when the members wanted first differed from the plan
     hold_until: float = 0.0  # no new plan before
 

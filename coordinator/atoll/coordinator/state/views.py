@@ -1,14 +1,11 @@
 """The state as the wire shows it: rows and live figures into the messages of `admin.proto` and `membership.proto`.
 
-Pure. Figures that are not finite (a diverged loss) become 0 here, so that every front end may print JSON.
+Pure. Nodes' figures were made finite when they came in, so every front end may print JSON.
 """
 
 from __future__ import annotations
 
-import math
 from typing import cast
-
-from google.protobuf.message import Message
 
 from atoll.coordinator.state import lifecycle
 from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run, Token
@@ -40,7 +37,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
     seen = node.last_seen_ms
     if live is not None and live.connected:
         seen = max(seen, unix_ms - int((monotonic - live.seen) * 1000))
-    view = admin.NodeView(
+    return admin.NodeView(
         peer_id=node.peer_id,
         name=node.name,
         run_id=node.run_id,
@@ -54,9 +51,6 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         draining=node.draining,
         multiaddrs=node.multiaddrs,
     )
-    _make_finite(view.status)
-    _make_finite(view.profile)
-    return view
 
 
 def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
@@ -129,9 +123,3 @@ def order_for(state: State, node: Node) -> mb.Order:
     if run.state == "GENESIS" and memory.writer == node.peer_id and node.peer_id not in memory.passed_over:
         return mb.ORDER_WRITE_GENESIS
     return mb.ORDER_UNSPECIFIED
-
-
-def _make_finite(message: Message) -> None:
-    for descriptor, value in message.ListFields():
-        if isinstance(value, float) and not math.isfinite(value):
-            setattr(message, descriptor.name, 0.0)

@@ -6,6 +6,7 @@ Labels are runs, node states, methods and error names: all bounded. Nothing is l
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.state import lifecycle
 from atoll.coordinator.state.snapshot import State
+from atoll.coordinator.text import enum_word
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -45,13 +47,13 @@ def _nodes(state: State) -> Iterator[Metric]:
     nodes = GaugeMetricFamily("atoll_nodes", "Connected nodes and seeds by state", labels=["run", "state"])
     pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of what connected nodes measure", labels=["run"])
     counts: Tally[tuple[str, str]] = Tally()
-    speeds: Tally[str] = Tally()
+    speeds: defaultdict[str, float] = defaultdict(float)
     for node in state.nodes.values():
         live = state.live.get(node.peer_id)
         if live is not None and live.connected:
-            name = mb.NodeState.Name(live.status.state).removeprefix("NODE_STATE_").lower()
+            name = enum_word(mb.NodeState.DESCRIPTOR, live.status.state)
             counts[node.run_id, name] += 1
-            speeds[node.run_id] += int(live.status.tokens_per_second) if live.status.tokens_per_second < 1e15 else 0
+            speeds[node.run_id] += live.status.tokens_per_second
     for (run_id, name), count in sorted(counts.items()):
         nodes.add_metric([run_id, name], count)
     for run_id in sorted(state.runs):

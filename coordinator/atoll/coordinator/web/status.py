@@ -13,6 +13,7 @@ from typing import TypeVar
 from atoll.coordinator.state import views
 from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run
 from atoll.coordinator.state.snapshot import Moment, State
+from atoll.coordinator.text import enum_word
 from atoll.v1 import membership_pb2 as mb
 
 VERSION = 1
@@ -102,7 +103,7 @@ def _node(state: State, node: Node, now: Moment) -> dict[str, object]:
         "name": node.name,
         "run_id": node.run_id,
         "roles": list(node.roles),
-        "state": mb.NodeState.Name(view.status.state).removeprefix("NODE_STATE_").lower().replace("_", " "),
+        "state": enum_word(mb.NodeState.DESCRIPTOR, view.status.state).replace("_", " "),
         "connected": view.connected,
         "banned": node.banned,
         "draining": node.draining,

@@ -1,0 +1,58 @@
+"""Words that came from elsewhere, made fit for a log, a terminal and a table.
+
+Nodes name their devices and say why they leave. Whoever prints that must not obey it: control characters move
+cursors and turn colours, bidirectional overrides reorder lines, and length alone can bury what matters. Texts
+are cleaned where they come in and once more where they go out, because a database outlives a release.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+MAX_NAME_CHARACTERS = 256
+MAX_SENTENCE_CHARACTERS = 500
+_M = TypeVar("_M", bound=Message)
+_BREAKS = {"Zl", "Zp"}  # line and paragraph separators
+_UNPRINTABLE = {"Cc", "Cf", "Cs", "Co", "Cn"}  # control, format, surrogate, private, unassigned
+
+
+def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
+    """One line of printable characters, at most `limit` of them."""
+    kept = []
+    for character in text[: 4 * limit]:
+        kind = unicodedata.category(character)
+        if character in "\t\n\r" or kind in _BREAKS:
+            kept.append(" ")
+        elif kind not in _UNPRINTABLE:
+            kept.append(character)
+    return "".join(kept)[:limit]
+
+
+def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
+    """A flat message as we keep it: clean strings, finite figures from 0 on, enum values that we know (else 0)."""
+    kept = type(message)()
+    kept.CopyFrom(message)
+    for field, value in message.ListFields():
+        if isinstance(value, str):
+            setattr(kept, field.name, clean(value, limit))
+        elif isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+            setattr(kept, field.name, 0.0)
+        elif field.enum_type is not None and value not in field.enum_type.values_by_number:
+            setattr(kept, field.name, 0)
+    return kept
+
+
+def enum_word(kind: Any, number: int) -> str:
+    """`NODE_STATE_CATCHING_UP` → "catching_up"; a number that this release does not know stays one.
+
+    `kind` is an enum's descriptor.
+    """
+    value = kind.values_by_number.get(number)
+    if value is None:
+        return str(number)
+    prefix = kind.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return str(value.name).removeprefix(prefix).lower()
