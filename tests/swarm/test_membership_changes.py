@@ -1,5 +1,6 @@
 """Members come and go while training goes on: late joiners, pauses, drains, bans, crashes."""
 
+import asyncio
 import os
 import signal
 from datetime import timedelta
@@ -10,6 +11,7 @@ import pytest
 from support.reef import GONE, READY, processes_of, reef
 
 from atoll.node.localclient import call
+from atoll.node.state.manifests import ManifestStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 MANY = 10**9
@@ -121,9 +123,14 @@ async def test_sigterm_drains_within_its_deadline(tmp_path):
         await swarm.node("ann")
         await swarm.node("bob")
         await swarm.rounds("bob", 1)
+        held = swarm.round("bob")
         bob = swarm.programs.pop("bob")
         bob.child.send_signal(signal.SIGTERM)
-        assert await bob.child.wait() == 0
+        async with asyncio.timeout(40):
+            assert await bob.child.wait() == 0
+        last = ManifestStore(tmp_path / "bob/runs/reef/manifests", "reef").newest()
+        assert last.round > held  # what it had trained was committed before it left
+        assert all(item.tokens > 0 for item in last.manifest.contributions)
         await swarm.until(lambda: swarm.status("ann")["members"] == 1, "no plan without bob", READY)
         await swarm.rounds("ann", 2)
         call(tmp_path / "ann", "leave", timedelta(seconds=5))

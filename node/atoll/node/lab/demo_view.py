@@ -95,8 +95,9 @@ def _facts(view: DemoView) -> Text:
     committed = max((node["committed_tokens"] for node in nodes), default=0)
     pace = sum(node["tokens_per_second"] for node in nodes)
     share = committed / max(1, view.stop_tokens)
+    left = duration_text((view.stop_tokens - committed) / pace) if pace and committed < view.stop_tokens else "no time"
     text = Text.from_markup(
-        f"[bold]{share:4.0%}[/] of {count_text(view.stop_tokens)} tokens · {count_text(pace)} tokens/s · "
+        f"[bold]{share:4.0%}[/] of {count_text(view.stop_tokens)} tokens · {count_text(pace)} tokens/s, {left} left · "
         f"rounds {view.rounds_committed}/{view.rounds_opened} · {bytes_text(sent)} on the wire"
     )
     if sent and fp32:
