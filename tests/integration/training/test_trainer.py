@@ -67,7 +67,7 @@ async def trainer_on(text: Path) -> AsyncIterator[Trainer]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE.total_seconds()):
-        while not condition():  # noqa: ASYNC110  (status is a value that is read, not an event)
+        while not condition():
             await asyncio.sleep(0.01)
 
 

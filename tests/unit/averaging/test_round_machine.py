@@ -15,6 +15,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.round import Phase
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 
 IDENTITIES = [Identity.generate() for _ in range(4)]
 
@@ -253,7 +254,7 @@ def test_a_resolution_that_proves_nothing_does_not_bind_for_ever():
         w.run(0.05)
         assert w.now < 60
     machine._resolve(machine._following)
-    garbage = type(w.committed[w.peers[0]][0].committed)(payload=b"garbage")
+    garbage = manifest_pb2.CommittedManifest(payload=b"garbage")
     w.feed(silent, rt.Resolved(machine._following.round_id, garbage))
     assert machine.phase is Phase.IDLE
 
