@@ -89,6 +89,10 @@ class LocalSwarm:
         directory = self.root / name
         return await self._start(name, directory, [_script("atoll"), "up", "--data-dir", str(directory)])
 
+    async def start_program(self, name: str, directory: Path, script: str, *arguments: str) -> Program:
+        """Start one of our console scripts with any arguments."""
+        return await self._start(name, directory, [_script(script), *arguments])
+
     async def ctl(self, *arguments: str) -> str:
         """Run `atollctl` as the operator; returns what it prints. Raises `AtollError` with its message."""
         child = await processes.start(
