@@ -319,6 +319,8 @@ class Daemon:
             "coordinator": self._credentials.coordinator,
             "coordinator_connected": self._link.connected,
             "stop_tokens": self._spec.run.stop_tokens,
+            "handler_crashes": self._host.handler_crashes if self._host else 0,
+            "streams_refused": self._host.streams_refused if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
         }
 

@@ -20,7 +20,7 @@ from hivemind.proto import p2pd_pb2 as p2pd
 
 from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, Unreachable
-from atoll.core.frames import FrameKind
+from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
 from atoll.node.swarm import hello
 from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
 from atoll.node.swarm.gate import Gate
@@ -28,6 +28,7 @@ from atoll.node.swarm.refusals import refusal_header, run_handler
 from atoll.node.swarm.streams import P2PStream
 from atoll.node.transport import Handler
 
+REQUEST_BYTES = {"/atoll/round/1": 1 << 20, "/atoll/state/1": 1 << 16}  # what a dialler may send in one frame there
 MAX_STREAMS_PER_PEER = 64
 
 _log = log.get("swarm")
@@ -86,7 +87,13 @@ class Door:
         self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         stream = P2PStream(
-            peer_id, protocol, reader, writer, guard=lambda: self._gate.require(peer_id), sent=self._sent
+            peer_id,
+            protocol,
+            reader,
+            writer,
+            guard=lambda: self._gate.require(peer_id),
+            sent=self._sent,
+            max_frame_bytes=REQUEST_BYTES.get(protocol, MAX_FRAME_BYTES),
         )
         try:
             self._check(peer_id, protocol)

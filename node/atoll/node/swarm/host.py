@@ -117,6 +117,11 @@ class SwarmHost:
         """Handlers that raised something else than an `AtollError`."""
         return self._door.crashes
 
+    @property
+    def streams_refused(self) -> int:
+        """Incoming streams that were turned away, for whatever reason."""
+        return self._door.refused.total()
+
     def multiaddrs(self) -> tuple[str, ...]:
         """Where we can be dialled, each with /p2p/<our peer id>."""
         return tuple(f"{address}/p2p/{self.peer_id}" for address in worth_telling(self._p2p.visible))
