@@ -1,4 +1,8 @@
-"""One TLS port with its services: bound, guarded, with the health service beside them."""
+"""One TLS port with its services: bound, guarded, and for members with the health service beside them.
+
+Strangers get no health service: its `Watch` stays open for as long as the caller likes, and each open call takes
+one of the few that strangers may have. What else they could hold open ends after a minute.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,13 @@ from atoll.coordinator import listening
 from atoll.coordinator.interceptors import Guard
 from atoll.core.errors import PortInUse
 
+_STRANGERS = (
+    ("grpc.max_concurrent_streams", 8),  # of one connection
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 15_000),
+    ("grpc.max_connection_age_ms", 60_000),  # a call that was begun and never finished ends with its connection
+    ("grpc.max_connection_age_grace_ms", 10_000),
+)
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # or two coordinators would share a port without a word
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT keep their streams alive
@@ -31,21 +42,23 @@ class GrpcServer:
         guard: Guard,
         *,
         max_message_bytes: int,
-        max_calls: int | None = None,
+        max_calls: int | None = None,  # set on the strangers' port
     ) -> None:
         """Raises `PortInUse`, `ConfigError`."""
         listening.check_free(host, port, flag)
-        options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
+        bounds = () if max_calls is None else _STRANGERS
+        options = (*_OPTIONS, *bounds, ("grpc.max_receive_message_length", max_message_bytes))
         self.server = grpc.aio.server(interceptors=(guard,), options=options, maximum_concurrent_rpcs=max_calls)
         self._health = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        if max_calls is None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         try:
             self.port = self.server.add_secure_port(listening.address(host, port), credentials)
         except RuntimeError as error:
             raise PortInUse(f"port {port} on {host} was taken just now", f"choose another one with {flag}") from error
 
     async def start(self, *services: str) -> None:
-        """Answer, and say so in the health service, for the server and for each of `services`."""
+        """Answer, and say so in the health service (where there is one) for the server and each of `services`."""
         await self.server.start()
         for name in ("", *services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -236,6 +236,13 @@ class DeadlineExceeded(Unreachable):
     grpc_status = "DEADLINE_EXCEEDED"
 
 
+class Busy(AtollError):
+    """The other side has its hands full."""
+
+    exit_code = ExitCode.RETRY
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
 class PeerMisbehaved(AtollError):
     """A peer sent something that the plan, the round or the protocol does not allow."""
 

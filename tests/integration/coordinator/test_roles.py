@@ -62,13 +62,15 @@ async def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
         assert await _leave_with(home, credentials) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_both_ports_answer_health_checks(tmp_path: Path) -> None:
+async def test_members_get_health_checks_and_strangers_nothing_to_hold_open(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         serving = health_pb2.HealthCheckResponse.SERVING
         trusted = grpc.ssl_channel_credentials(home.keys.ca.pem)
         async with grpc.aio.secure_channel(home.endpoints.enrolment, trusted, _OPTIONS) as channel:
-            request = health_pb2.HealthCheckRequest(service="atoll.v1.Enrolment")
-            assert (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)).status == serving
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await watch.read()
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
         async with admin_channel(home.data_dir / "admin", home.endpoints.local) as channel:
             request = health_pb2.HealthCheckRequest(service="atoll.v1.Admin")
             assert (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)).status == serving
