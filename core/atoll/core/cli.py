@@ -1,7 +1,8 @@
 """What the command lines share: errors become one sentence on stderr and an exit code, in one place.
 
 A command raises errors of the tree and never prints or exits by itself; `run_cli` does both. Usage errors
-exit with 2 like everybody's. An interrupt (Ctrl-C) exits with 130 and no traceback.
+exit with 2 like everybody's. An interrupt (Ctrl-C) exits with 130 and no traceback. A package of an extra that was
+not installed is a sentence too: one distribution serves volunteers and operators.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import os
 import sys
 from collections.abc import Callable
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
 
 INTERRUPTED = 130
+_EXTRAS = {
+    "node": ("hivemind", "numpy", "safetensors", "torch"),
+    "coordinator": ("alembic", "prometheus_client", "sqlalchemy", "starlette", "uvicorn"),
+    "hf": ("datasets", "pyarrow", "transformers"),
+}
 
 
 def run_cli(app: Callable[[], object]) -> None:
     """Run a typer app (or any callable) as a program: returns only by `SystemExit`."""
     try:
-        app()
+        _with_extras(app)
     except AtollError as error:
         report(error)
         raise SystemExit(int(error.exit_code)) from None
@@ -29,6 +35,20 @@ def run_cli(app: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     raise SystemExit(0)
+
+
+def _with_extras(app: Callable[[], object]) -> None:
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        extra = next((name for name, packages in _EXTRAS.items() if missing in packages), None)
+        if extra is None:
+            raise
+        raise ConfigError(
+            f"{missing} is not installed: this command needs atoll's {extra!r} extra",
+            f"in a checkout: pip install -c constraints.txt '.[{extra}]'",
+        ) from error
 
 
 def report(error: AtollError) -> None:

@@ -18,13 +18,17 @@ from atoll.core.errors import RunSpecError
 
 SPEC_VERSION = 1
 
-Positive = Annotated[int, Field(gt=0)]
+MAX_COUNT = 2**53  # what every language, JSON and a double hold exactly
+MAX_ROUND_SECONDS = 86400
+
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Rate = Annotated[float, Field(gt=0, le=10)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
 class RunSection(_Section):
@@ -68,7 +72,7 @@ class OptimizerSection(_Section):
 
     learning_rate: Rate = 2e-3
     minimum_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    warmup_tokens: Count = 0
     schedule: Literal["constant", "cosine", "linear"] = "cosine"  # from warm-up's end to stop_tokens
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
@@ -90,8 +94,8 @@ class SyncSection(_Section):
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "int4"
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.9
-    outer_warmup_tokens: Annotated[int, Field(ge=0)] = 0  # from plain averaging to the two values above
-    part_elements: Annotated[int, Field(ge=128, le=2**21)] = 131_072  # a multiple of 128
+    outer_warmup_tokens: Count = 0  # from plain averaging to the two values above
+    part_elements: Annotated[int, Field(ge=128, le=2**20)] = 131_072  # a multiple of 128; in fp32 a part fits a frame
 
     @field_validator("part_elements")
     @classmethod
@@ -103,13 +107,17 @@ class SyncSection(_Section):
     @field_validator("round_max_seconds", mode="before")
     @classmethod
     def _seconds(cls, value: object) -> object:
-        return timedelta(seconds=value) if isinstance(value, int | float) else value
+        if not isinstance(value, int | float):
+            return value
+        if not 0 < value <= MAX_ROUND_SECONDS:  # before a timedelta overflows; false for NaN too
+            raise ValueError(f"must be positive and at most {MAX_ROUND_SECONDS}")
+        return timedelta(seconds=value)
 
     @field_validator("round_max_seconds")
     @classmethod
-    def _positive(cls, value: timedelta) -> timedelta:
-        if value <= timedelta(0):
-            raise ValueError("must be positive")
+    def _bounded(cls, value: timedelta) -> timedelta:
+        if not timedelta(0) < value <= timedelta(seconds=MAX_ROUND_SECONDS):
+            raise ValueError(f"must be positive and at most {MAX_ROUND_SECONDS}")
         return value
 
 
@@ -135,7 +143,7 @@ class RunSpec(_Section):
         return self.optimizer.micro_batch_samples * self.optimizer.accumulate * self.data.sequence_length
 
     def model_hash(self) -> str:
-        """Hex SHA-256 that names the architecture: model section, tokenizer, sequence length."""
+        """Hex SHA-256 that names the architecture: model section and tokenizer."""
         named = {"model": self.model.model_dump(mode="json"), "tokenizer": self.data.tokenizer}
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
@@ -154,9 +162,11 @@ class RunSpec(_Section):
 def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
     """Read and check TOML text. Raises `RunSpecError` that names every wrong key."""
     try:
-        return RunSpec.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+        read = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
         raise RunSpecError(f"{where} is not TOML: {error}") from error
+    try:
+        return RunSpec.model_validate(read)
     except ValidationError as error:
         raise RunSpecError(
             f"{where}: " + "; ".join(_problem(item["loc"], item["msg"], item["type"]) for item in error.errors()),
@@ -182,5 +192,5 @@ def _toml_value(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
     return repr(value)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from atoll.core.errors import UsageError
 
+MAX_DURATION = timedelta(days=3650)
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -42,8 +43,11 @@ def duration_text(seconds: float) -> str:
 
 
 def parse_duration(text: str) -> timedelta:
-    """`"30m"`, `"2h"`, `"1.5d"`, `"250ms"`. Raises `UsageError`."""
+    """`"30m"`, `"2h"`, `"1.5d"`, `"250ms"`; ten years at most. Raises `UsageError`."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a duration", "write for example 30s, 15m, 2h or 1d")
-    return timedelta(seconds=float(match["number"]) * _SECONDS[match["unit"]])
+    seconds = float(match["number"]) * _SECONDS[match["unit"]]
+    if seconds > MAX_DURATION.total_seconds():
+        raise UsageError(f"{text[:40]!r} is longer than ten years", "write for example 30s, 15m, 2h or 1d")
+    return timedelta(seconds=seconds)

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import events, main, node, plan, run, token
+from atoll.coordinator.state import admission
 from atoll.core.cli import run_cli
-from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable
+from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable, UsageError
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -210,6 +211,9 @@ def test_ban_asks_first_and_a_no_changes_nothing(canned: Canned) -> None:
     [
         (["node", "list", "--output", "xml"], "Invalid value"),
         (["token", "create", "--uses", "0"], "uses"),
+        (["token", "create", "--uses", "100001"], "uses"),
+        (["plan", "show", "--version", "9" * 30], "version"),
+        (["events", "--after", "9" * 30], "after"),
         (["token", "create", "--no-such-option"], "No such option"),
         (["nodes"], "No such command"),
     ],
@@ -242,6 +246,36 @@ def test_errors_are_a_sentence_a_remedy_and_a_code(
     shown = capsys.readouterr()
     assert shown.err == f"error: {error}\n  {error.remedy}\n"
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("ttl", ["9" * 400 + "d", "99999999999s", "1e9d", "-1s"])
+def test_a_time_beyond_reason_is_wrong_usage(canned: Canned, ttl: str) -> None:
+    result = CliRunner().invoke(main.app, ["token", "create", "--ttl", ttl])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, UsageError)
+    assert canned.asked == []
+
+
+def test_the_command_line_and_the_coordinator_agree_on_the_uses_of_a_token() -> None:
+    assert token.MAX_USES == admission.MAX_USES
+
+
+def test_a_missing_extra_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def app() -> None:
+        raise ModuleNotFoundError("No module named 'sqlalchemy.orm'", name="sqlalchemy.orm")
+
+    with pytest.raises(SystemExit) as ended:
+        run_cli(app)
+    assert ended.value.code == 78
+    assert "sqlalchemy is not installed: this command needs atoll's 'coordinator' extra" in capsys.readouterr().err
+
+
+def test_a_missing_module_of_ours_is_a_bug_and_shows() -> None:
+    def app() -> None:
+        raise ModuleNotFoundError("No module named 'atoll.gone'", name="atoll.gone")
+
+    with pytest.raises(ModuleNotFoundError):
+        run_cli(app)
 
 
 def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.state import admission, find, lifecycle, machine, views
 from atoll.coordinator.state.lifecycle import DRAIN_SECONDS, EDGES
+from atoll.coordinator.state.records import Run
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.data_position import LEASE_ROUNDS
 from atoll.core.errors import AlreadyExists, Ambiguous, CorpusError, InvalidTransition, NotFound, RunSpecError
 from atoll.core.manifest import manifest_hash
+from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -29,6 +35,34 @@ def test_a_wrong_spec_names_every_wrong_key() -> None:
         lifecycle.create_run(world.state, world.now, text, start=False)
     for key in ("run.min_nodes", "run.colour", "sync.momentum"):
         assert key in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "round_max_seconds = 1e300",
+        "round_max_seconds = nan",
+        "round_max_seconds = 100000",
+        'round_max_seconds = "P9D"',
+        "part_elements = 2097152",
+        "outer_warmup_tokens = 9007199254740993",
+        "outer_warmup_tokens = " + "9" * 5000,
+        "outer_warmup_tokens = " + "[" * 100_000,
+    ],
+)
+def test_numbers_beyond_reason_are_refused_in_a_sentence(line: str) -> None:
+    world = World()
+    with pytest.raises(RunSpecError):
+        lifecycle.create_run(world.state, world.now, spec_toml() + line, start=False)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_what_is_stored_is_read_again_as_the_same_spec(path: str) -> None:
+    world = World()
+    text = spec_toml().replace('"corpus"', json.dumps(path, ensure_ascii=False).replace("\x7f", "\\u007f"))
+    run = world.take(lifecycle.create_run(world.state, world.now, text, start=False))
+    assert isinstance(run, Run)
+    assert parse_run_spec(run.spec_toml).data.path == path
 
 
 def test_names_of_runs_are_taken_once() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import plain
 from atoll.coordinator.cli.words import moment
 from atoll.coordinator.text import clean
@@ -21,7 +21,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="stay and show what comes")] = False,
-    after: Annotated[int, typer.Option(min=0, metavar="ID", help="only those after this one")] = 0,
+    after: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, metavar="ID", help="only those after this one")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:

@@ -16,4 +16,5 @@ CredentialsOption = Annotated[
         help="the operator's credential; default: where `atoll-coordinator serve` on this machine put it",
     ),
 ]
+MAX_NUMBER = 2**62  # of versions and ids: databases keep 63 bits
 RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="which run; not needed when there is only one")]

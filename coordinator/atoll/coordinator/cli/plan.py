@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, RunOption
+from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.cli.words import count, moment
 from atoll.coordinator.text import clean
@@ -33,7 +33,7 @@ def group() -> None:
 @app.command("show")
 def show_plan(
     run: RunOption = "",
-    version: Annotated[int, typer.Option(min=0, help="0: the newest")] = 0,
+    version: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, help="0: the newest")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:

@@ -19,6 +19,7 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 
 app = typer.Typer(help="Join tokens: create, list, revoke.", no_args_is_help=True)
+MAX_USES = 100_000  # as the coordinator has it
 _ROLES = {"node": pb.ROLE_NODE, "seed": pb.ROLE_SEED}
 _COLUMNS = [
     Column("id"),
@@ -33,7 +34,7 @@ _COLUMNS = [
 @app.command()
 def create(
     run: RunOption = "",
-    uses: Annotated[int, typer.Option(min=1, help="how many nodes it admits")] = 1,
+    uses: Annotated[int, typer.Option(min=1, max=MAX_USES, help="how many nodes it admits")] = 1,
     ttl: Annotated[str, typer.Option(metavar="DURATION", help="how long it lives: 30m, 2h, 1d")] = "30m",
     role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
     output: OutputOption = Output.TEXT,

@@ -24,6 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
 FOLLOW_SECONDS = 30.0
 MAX_ROUNDS = 10_000
+MAX_NUMBER = 2**62  # databases keep 63 bits; nothing is numbered higher
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -127,7 +128,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetPlan(self, request: wire.GetPlanRequest, context: Context) -> wire.PlanView:
         """A version, or the newest."""
         run = find.run(self._controller.state, request.run_id)
-        version = request.version or run.plan_version
+        version = min(request.version or run.plan_version, MAX_NUMBER)
         row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
         if row is None:
             which = f"plan {request.version}" if request.version else "plan"
@@ -138,13 +139,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
         """Oldest first."""
         run_id = find.run(self._controller.state, request.run_id).run_id
-        limit = min(request.limit or 1000, MAX_ROUNDS)
-        rows = await self._controller.read(lambda store: store.rounds(run_id, request.after_round, limit))
+        limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
+        rows = await self._controller.read(lambda store: store.rounds(run_id, after_round, limit))
         return wire.ListRoundsResponse(rounds=[views.round_view(row) for row in rows])
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
         """Everything after an id; with `follow` until the caller goes or we stop."""
-        after_id = request.after_id
+        after_id = min(request.after_id, MAX_NUMBER)
         with self._controller.watching() as changed:
             while not self._stopping.is_set():
                 rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]

@@ -19,7 +19,7 @@ from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Run
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
 from atoll.coordinator.text import enum_word
-from atoll.core.errors import AlreadyExists, InvalidTransition
+from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.manifest import manifest_hash
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -41,11 +41,14 @@ FIT = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
 def create_run(state: State, now: Moment, spec_toml: str, *, start: bool) -> Step[Run]:
     """A run from a spec. Raises `RunSpecError`, `AlreadyExists`."""
     spec = parse_run_spec(spec_toml)
+    stored = spec.resolved_toml()
+    if parse_run_spec(stored, "the spec with its defaults") != spec:  # or the next start could not read it
+        raise RunSpecError("the run spec changes when it is written out with its defaults", "simplify its strings")
     name = spec.run.name
     if name in state.runs:
         raise AlreadyExists(f"there is a run called {name!r} already", "give the new one another run.name")
     draft = Draft(state, now)
-    draft.put(Run(run_id=name, spec_toml=spec.resolved_toml(), state="CREATED", created_ms=now.unix_ms))
+    draft.put(Run(run_id=name, spec_toml=stored, state="CREATED", created_ms=now.unix_ms))
     draft.add_memory(name, RunMemory(spec=spec))
     draft.event("run.created", name, name, f"run {name} created: {spec.run.stop_tokens} tokens")
     if start:
