@@ -31,6 +31,7 @@ class Keys:
 
     def __init__(self, data_dir: Path, clock: Clock) -> None:
         now = clock.unix()
+        _forget_a_start_that_was_cut(data_dir)
         self.ca = certs.CertificateAuthority.load_or_create(data_dir / "ca.key", data_dir / "ca.crt", now)
         self.operator = Identity.load_or_create(data_dir / "operator.key")
         self._clock = clock
@@ -85,6 +86,16 @@ def write_admin_credential(keys: Keys, directory: Path, endpoint: str, now: floa
     named = {"endpoint": endpoint, "server_name": certs.SERVER_NAME}
     lines = ["version = 1", *(f"{key} = {json.dumps(value)}" for key, value in named.items())]
     write_private(directory / "admin.toml", ("\n".join(lines) + "\n").encode())
+
+
+def _forget_a_start_that_was_cut(data_dir: Path) -> None:
+    """Begin anew where the very first start ended between the authority's two files.
+
+    The operator's key and the database are made after both: without them nothing was ever signed, and no backup
+    can exist.
+    """
+    if not any((data_dir / name).exists() for name in ("ca.crt", "operator.key", "coordinator.db")):
+        (data_dir / "ca.key").unlink(missing_ok=True)
 
 
 def _still_good(chain: Path, ca: certs.CertificateAuthority, now: float) -> bool:

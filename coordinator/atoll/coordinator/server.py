@@ -57,22 +57,37 @@ class Systemd:
 
 async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
     """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served."""
-    make_private_dir(config.data_dir)
-    with only_one(config.data_dir):
-        keys = Keys(config.data_dir, clock)
-        controller = open_controller(config, keys, clock)
-        stopping = asyncio.Event()
-        _on_signals(stopping, controller)
-        try:
-            async with serving(config, controller, keys, stopping) as endpoints:
-                write_admin_credential(keys, credentials_dir(config.data_dir), endpoints.local, clock.unix())
-                endpoints.write(config.data_dir / "endpoints.json")
-                _log.info("the coordinator serves", page=f"http://{endpoints.http}/", public=endpoints.public)
-                async with background(controller, keys, config, endpoints, systemd):
-                    await stopping.wait()
-                _log.info("stopping", deadline_seconds=config.drain_seconds)
-        finally:
-            controller.close()
+    with private_files():
+        make_private_dir(config.data_dir)
+        with only_one(config.data_dir):
+            await _serve(config, clock, systemd)
+
+
+async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
+    keys = Keys(config.data_dir, clock)
+    controller = open_controller(config, keys, clock)
+    stopping = asyncio.Event()
+    _on_signals(stopping, controller)
+    try:
+        async with serving(config, controller, keys, stopping) as endpoints:
+            write_admin_credential(keys, credentials_dir(config.data_dir), endpoints.local, clock.unix())
+            endpoints.write(config.data_dir / "endpoints.json")
+            _log.info("the coordinator serves", page=f"http://{endpoints.http}/", public=endpoints.public)
+            async with background(controller, keys, config, endpoints, systemd):
+                await stopping.wait()
+            _log.info("stopping", deadline_seconds=config.drain_seconds)
+    finally:
+        controller.close()
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Whatever this process writes inside, the database and its companions too, is for its owner alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def open_controller(config: CoordinatorConfig, keys: Keys, clock: Clock) -> Controller:
@@ -122,7 +137,7 @@ async def serving(
         AdminService(controller, keys.ca.sha256, endpoints.public, stopping), member.server
     )
     http = HttpServer(create_app(controller, registry, config.http_host), listener)
-    await enrol.start("atoll.v1.Enrolment")
+    await enrol.start()
     await member.start("atoll.v1.MembershipService", "atoll.v1.Admin")
     await http.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,9 +11,17 @@ from atoll.core.errors import DataDirUnusable
 
 
 def make_private_dir(path: Path) -> Path:
-    """Create `path` (and parents) with mode 0700. Raises `DataDirUnusable`."""
+    """Create `path` (and parents) with mode 0700, or close a directory of ours that was open to others.
+
+    Raises `DataDirUnusable`, also for a directory that everybody shares (`/tmp` itself).
+    """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = path.stat()
+        if found.st_mode & stat.S_ISVTX:
+            raise DataDirUnusable(f"{path} is shared by all users", "name a directory of its own with --data-dir")
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(0o700)
     except OSError as error:
         raise _unusable(path, error) from error
     return path

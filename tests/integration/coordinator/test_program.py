@@ -101,6 +101,7 @@ def test_it_serves_survives_a_kill_and_stops_when_told(tmp_path: Path) -> None:
     spec.write_text(spec_toml())
     with program(data_dir, tmp_path) as (process, systemd):
         assert data_dir.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in data_dir.glob("coordinator.db*")} == {0o600}
         endpoints = json.loads((data_dir / "endpoints.json").read_text())
         assert endpoints["pid"] == process.pid
         assert set(endpoints) == {"version", "pid", "enrolment", "membership", "http", "public"}
@@ -185,6 +186,7 @@ def test_half_an_authority_is_not_replaced(tmp_path: Path) -> None:
     data_dir = tmp_path / "d"
     data_dir.mkdir()
     (data_dir / "ca.key").write_bytes(b"rubbish")
+    (data_dir / "operator.key").write_bytes(b"rubbish")  # made after the authority, so this is no first start
     error = run_in_process("--data-dir", str(data_dir), *FREE_PORTS)
     assert error.reason == "KeyFileCorrupt"
     assert "restore both" in error.remedy

@@ -23,6 +23,17 @@ def test_keys_are_made_once_and_private(tmp_path: Path, clock: ManualClock) -> N
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
 
 
+def test_a_first_start_that_was_cut_begins_anew(tmp_path: Path, clock: ManualClock) -> None:
+    Keys(tmp_path, clock)
+    (tmp_path / "ca.crt").unlink()
+    with pytest.raises(KeyFileCorrupt, match="only one is there"):
+        Keys(tmp_path, clock)  # something was signed: a backup must exist
+    (tmp_path / "operator.key").unlink()
+    old = (tmp_path / "ca.key").read_bytes()
+    Keys(tmp_path, clock)
+    assert (tmp_path / "ca.key").read_bytes() != old
+
+
 def test_the_server_says_no_change_until_its_leaf_is_due(tmp_path: Path, clock: ManualClock) -> None:
     certificate = ServerCertificate(Keys(tmp_path, clock).ca, clock)
     certificate.credentials(mutual=True)
