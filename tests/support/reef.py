@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from atoll.node.lab.launcher import LocalSwarm
 
@@ -118,13 +118,17 @@ async def reef(root: Path) -> AsyncIterator[Reef]:
 
 @contextlib.contextmanager
 def nothing_left(root: Path) -> Iterator[None]:
-    """Fails if the block leaves a process, a socket below `root`, or anything in the temporary directory."""
-    os.environ[MARK] = str(root)  # every program that is started in the block inherits it, and so do their children
-    temporary = Path(tempfile.gettempdir())
-    before = {path for path in temporary.iterdir() if not path.name.startswith("pytest-")}
-    yield
+    """Fails if the block leaves a process, a socket below `root`, or a temporary file.
+
+    Whatever is started in the block inherits a mark and a temporary directory of its own, and so do its children.
+    """
+    temporary = root / "tmp"
+    temporary.mkdir()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(MARK, str(root))
+        environment.setenv("TMPDIR", str(temporary))
+        yield
     _, alive = psutil.wait_procs(processes_of(root), timeout=GONE.total_seconds())
     assert not alive, [process.cmdline() for process in alive]
     assert not [path for path in root.rglob("*") if path.is_socket()]
-    after = {path for path in temporary.iterdir() if not path.name.startswith("pytest-")}
-    assert {path.name for path in after - before if "atoll" in path.name or "p2p" in path.name} == set()
+    assert not list(temporary.iterdir())
