@@ -31,6 +31,8 @@ async def run_daemon(config: NodeConfig, token: JoinToken | None, clock: Clock) 
         name = config.name or f"node-{identity.peer_id[-6:].lower()}"
         log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
         credentials = await join(config, identity, name, token, clock)
+        # torch would make this folder in the system's temporary directory and leave it there
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
 
         await Daemon(config, identity, credentials, clock).run()
