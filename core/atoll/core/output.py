@@ -20,6 +20,17 @@ class Output(StrEnum):
     JSON = "json"
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"atoll {version('atoll')}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs")]
 
 

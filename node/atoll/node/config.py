@@ -76,7 +76,7 @@ def load(flags: Mapping[str, Value | Path | None], environment: Mapping[str, str
     later.append((_from_environment(environment), "environment"))
     later.append(({key: value for key, value in flags.items() if value is not None}, "flag"))
     data_dir = next((source["data_dir"] for source, _ in reversed(later) if "data_dir" in source), values["data_dir"])
-    remembered = Path(os.path.expanduser(str(data_dir))) / REMEMBERED
+    remembered = Path(os.path.expanduser(str(data_dir))).absolute() / REMEMBERED
     if remembered.exists():
         _merge(values, origin, _read(remembered), str(remembered))
     for source, name in later:
@@ -85,10 +85,9 @@ def load(flags: Mapping[str, Value | Path | None], environment: Mapping[str, str
 
 
 def remember(loaded: Loaded) -> None:
-    """Keep what flags and environment said, so that the next start of this data directory says the same."""
-    said = {
-        key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in ("flag", "environment")
-    }
+    """Keep what flags and environment said, now or at an earlier join, so that the next start says the same."""
+    kept = ("flag", "environment", str(loaded.config.path(REMEMBERED)))
+    said = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
     said.pop("data_dir", None)
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in said.items()]
     write_atomic(loaded.config.path(REMEMBERED), "".join(["# written by `atoll join`\n", *lines]).encode())
@@ -130,7 +129,7 @@ def _typed(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dic
     for key, value in values.items():
         kind = kinds.get(key, str)
         try:
-            typed[key] = Path(os.path.expanduser(str(value))) if kind is Path else kind(value)
+            typed[key] = Path(os.path.expanduser(str(value))).absolute() if kind is Path else kind(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key} = {value!r} in {origin[key]} is not {_ARTICLE[kind]}") from error
     _check(typed, origin)

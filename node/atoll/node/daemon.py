@@ -14,6 +14,7 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,8 @@ class Daemon:
                     device_name=facts.device_name,
                     device_memory_bytes=facts.device_memory_bytes,
                     cpu_threads=self._config.cpu_threads or os.cpu_count() or 1,
+                    host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                    atoll_version=version("atoll"),
                     tokens_per_second=facts.tokens_per_second,
                 )
             )

@@ -191,7 +191,11 @@ class TrainingSession:
         path = await asyncio.to_thread(self._state.write, it.run_dir, self._head, names)
         it.status.anchor_path = str(path)
         it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; anchor at {path}")
-        _log.info("run finished", round=self._head.round, anchor=str(path))
+        _log.info(
+            "run finished; still serving until told to stop",
+            round=self._head.round,
+            anchor=str(path),
+        )
         it.link.hurry()
         self.finished.set()
 

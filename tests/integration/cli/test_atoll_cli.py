@@ -259,3 +259,22 @@ def test_what_join_was_told_is_remembered_for_up(token, tmp_path):
     assert (shown["port"], shown["cpu_threads"]) == (7711, 1)
     assert "secret" not in (tmp_path / "node.toml").read_text()
     assert token.split(".")[3] not in (tmp_path / "node.toml").read_text()
+
+
+def test_a_second_join_keeps_what_the_first_was_told(token, tmp_path):
+    atoll("join", "--token", "-", "--data-dir", tmp_path, "--port", "7711", stdin=token)
+    atoll("join", "--token", "-", "--data-dir", tmp_path, "--cpu-threads", "2", stdin=token)
+    shown = json.loads(atoll("config", "show", "--data-dir", tmp_path, "--output", "json").stdout)["config"]
+    assert (shown["port"], shown["cpu_threads"]) == (7711, 2)
+
+
+def test_a_relative_data_directory_becomes_absolute(tmp_path):
+    environment = {"ATOLL_DATA_DIR": "somewhere"}
+    shown = json.loads(atoll("config", "show", "--output", "json", env=environment).stdout)["config"]
+    assert Path(shown["data_dir"]).is_absolute()
+
+
+def test_versions_are_told():
+    done = atoll("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("atoll ")

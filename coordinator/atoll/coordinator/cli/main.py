@@ -10,6 +10,7 @@ import typer
 
 from atoll.coordinator.cli import events, node, plan, run, token
 from atoll.core.cli import run_cli
+from atoll.core.output import VersionOption
 
 app = typer.Typer(
     name="atollctl",
@@ -19,6 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def root(version: VersionOption = False) -> None:
+    """Steer an Atoll swarm: tokens, nodes, runs, plans, events."""
+
+
 app.add_typer(token.app, name="token")
 app.add_typer(node.app, name="node")
 app.add_typer(run.app, name="run")

@@ -125,7 +125,7 @@ def _membership(config: NodeConfig) -> Iterator[Finding]:
             yield Finding("identity", True, Identity.load(config.path("identity.key")).peer_id)
         credentials = Credentials.load(config.data_dir)
         if credentials is None:
-            yield Finding("membership", False, "not joined yet", "get a token from your operator: atoll join")
+            yield Finding("membership", True, "not joined yet: get a token from your operator, then `atoll join`")
             return
         member = credentials.authority.verify_membership(credentials.sealed_membership(), time.time())
         hours = (member.not_after - time.time()) / 3600

@@ -64,7 +64,7 @@ def join(
     log_format: LogFormat = None,
     yes: Yes = False,
 ) -> None:
-    """Join a run with a token and train until it is finished or you stop it (Ctrl-C drains)."""
+    """Join a run with a token, train until it is finished, and serve its anchor until you stop it (Ctrl-C drains)."""
     loaded = settings(
         data_dir,
         config,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import typer
 
 from atoll.core.cli import run_cli
+from atoll.core.output import VersionOption
 from atoll.node.cli import config_show, control, demo, doctor, join, logs, status
 
 app = typer.Typer(
@@ -16,6 +17,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def root(version: VersionOption = False) -> None:
+    """Lend this machine's GPU to a run: join with a token, then watch, pause, resume, leave."""
+
+
 app.command()(join.join)
 app.command()(join.up)
 app.command()(status.status)

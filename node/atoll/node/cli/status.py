@@ -67,13 +67,14 @@ def _view(it: dict[str, Any]) -> RenderableType:
 
 
 def _training_rows(table: Any, it: dict[str, Any]) -> None:
-    done = it["committed_tokens"] / max(1, it["stop_tokens"])
-    losses = f"train {it['train_loss']:.3f}" if it["steps"] else "–"
+    done = min(1.0, it["committed_tokens"] / max(1, it["stop_tokens"]))
+    losses = f"train {it['train_loss']:.3f}" if it["train_loss"] else "train –"
     if it["validation_loss"] is not None:
         losses += f" · validation {it['validation_loss']:.3f}"
     table.add_row("progress", f"{_bar(done)} {done:6.1%}  {count_text(it['committed_tokens'])} tokens of the whole run")
     step = f"{it['step_seconds'] * 1000:.0f} ms a step on {it['device'] or '?'}"
-    table.add_row("pace", f"{count_text(it['tokens_per_second'])} tokens/s · {step}")
+    pace = f"{count_text(it['tokens_per_second'])} tokens/s · {step}" if it["tokens_per_second"] else "–"
+    table.add_row("pace", pace)
     table.add_row("loss", f"{losses} [dim]nats/token[/]")
     table.add_row("rounds", f"at {it['round']} · {it['members']} members · {it['rounds_abandoned']} abandoned here")
     saved = it["averaging_bytes_fp32"] / it["averaging_bytes_sent"] if it["averaging_bytes_sent"] else 0

@@ -82,7 +82,7 @@ def _cells(node: dict[str, Any], fastest: float) -> list[str]:
         f"{pace:.2f}×" if pace else "–",
         str(node["steps"]),
         count_text(node["tokens_per_second"]),
-        f"{node['train_loss']:.3f}" if node["steps"] else "–",
+        f"{node['train_loss']:.3f}" if node["train_loss"] else "–",
         str(node["round"]),
         bytes_text(node["averaging_bytes_sent"]),
     ]
@@ -94,10 +94,10 @@ def _facts(view: DemoView) -> Text:
     fp32 = sum(node["averaging_bytes_fp32"] for node in nodes)
     committed = max((node["committed_tokens"] for node in nodes), default=0)
     pace = sum(node["tokens_per_second"] for node in nodes)
-    share = committed / max(1, view.stop_tokens)
-    left = duration_text((view.stop_tokens - committed) / pace) if pace and committed < view.stop_tokens else "no time"
+    share = min(1.0, committed / max(1, view.stop_tokens))
+    left = f", {duration_text((view.stop_tokens - committed) / pace)} left" if pace and share < 1 else ""
     text = Text.from_markup(
-        f"[bold]{share:4.0%}[/] of {count_text(view.stop_tokens)} tokens · {count_text(pace)} tokens/s, {left} left · "
+        f"[bold]{share:4.0%}[/] of {count_text(view.stop_tokens)} tokens · {count_text(pace)} tokens/s{left} · "
         f"rounds {view.rounds_committed}/{view.rounds_opened} · {bytes_text(sent)} on the wire"
     )
     if sent and fp32:
