@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.machine_world import POLICY, World, honest_digests, make_plan
 
@@ -256,6 +256,11 @@ def test_a_resolution_that_proves_nothing_does_not_bind_for_ever():
     machine._resolve(machine._following)
     garbage = manifest_pb2.CommittedManifest(payload=b"garbage")
     w.feed(silent, rt.Resolved(machine._following.round_id, garbage))
+    assert machine.phase is Phase.HOLDING  # its time is not over: it stays bound
+    w.now += 1_000
+    machine._resolve(machine._following)
+    machine._following.bound_until = 0.0
+    w.feed(silent, rt.Resolved(machine._following.round_id, garbage))
     assert machine.phase is Phase.IDLE
 
 
@@ -295,6 +300,7 @@ messages = st.tuples(st.sampled_from(sorted(KINDS)), small, small, small, huge)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(messages, max_size=15), st.integers(0, 60))
+@example([("abandon", 0, 0, 0, 0)] * 5 + [("abandon", 0, 2, 0, 0)], 4)  # a claim to be ahead, while we are bound
 def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment):
     w = world(2)
     w.run(moment / 10)

@@ -75,6 +75,7 @@ class _Following:
     ready: dp.Ready | None = None
     start: dp.Start | None = None
     payload: bytes = b""  # the manifest that this node signed
+    bound_until: float = 0.0  # before that, "nobody has the manifest" only means "not yet"
 
 
 @dataclass
@@ -193,6 +194,7 @@ class RoundMachine:
 
     def _resolve(self, following: _Following) -> None:
         self.phase = Phase.RESOLVING
+        following.bound_until = following.deadline
         following.deadline = float("inf")  # `Resolved` ends it
         others = tuple(peer for peer in following.plan.members if peer != self.me)
         self._actions.append(Resolve(following.round_id, others))
@@ -435,7 +437,11 @@ class RoundMachine:
         following = self._following
         if self.phase is not Phase.RESOLVING or following is None or following.round_id != round_id:
             return
-        if manifest is None or not self._install(following, manifest):
+        if manifest is not None and self._install(following, manifest):
+            return
+        if self._now < following.bound_until:
+            self.phase, following.deadline = Phase.HOLDING, following.bound_until
+        else:
             self._release()
 
     def _install(self, following: _Following, committed: manifest_pb2.CommittedManifest) -> bool:
