@@ -13,10 +13,14 @@ from atoll.core import protocol
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity, peer_id_of, verify
+from atoll.core.quorum import Ballot, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
 CONTEXT = "manifest"
+TIE_BREAK = "tie-break"
+RESIGNATION = "resignation"
+MAX_MEMBERS = 4096  # of one round
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,16 @@ class Head:
         return DataPosition.from_proto(self.manifest.data)
 
     @property
+    def ballot(self) -> Ballot:
+        """The attempt in which it was voted for."""
+        return Ballot(self.committed.ballot_plan_version, self.committed.ballot_attempt)
+
+    @cached_property
+    def electorate(self) -> Electorate:
+        """The members that decide the next round."""
+        return Electorate(frozenset(item.peer_id for item in self.manifest.contributions if item.present))
+
+    @cached_property
     def signers(self) -> frozenset[str]:
         """Peer ids whose signatures stand on it."""
         return frozenset(peer_id_of(item.public_key) for item in self.committed.signatures)
@@ -61,22 +75,49 @@ def manifest_hash(payload: bytes) -> bytes:
     return hashlib.sha256(payload).digest()
 
 
-def sign_manifest(identity: Identity, payload: bytes) -> pb.Signed:
-    """A signature that says: I hold exactly this state. The payload itself is left out."""
-    return pb.Signed(signature=identity.sign(CONTEXT, payload), public_key=identity.public_key)
+def sign_vote(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
+    """A vote in `ballot`: I hold exactly this state. The payload itself is left out."""
+    return pb.Signed(signature=identity.sign(CONTEXT, _vote(payload, ballot)), public_key=identity.public_key)
 
 
-def verify_signature(payload: bytes, signature: pb.Signed, expected_peer: str) -> None:
-    """Raise `SignatureInvalid` unless `expected_peer` signed this payload."""
+def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
+    """Raise `SignatureInvalid` unless `expected_peer` cast this vote."""
     if peer_id_of(signature.public_key) != expected_peer:
-        raise SignatureInvalid("a manifest signature was made by another key than its sender's")
-    verify(CONTEXT, payload, signature.signature, signature.public_key)
+        raise SignatureInvalid("a vote was signed by another key than its sender's")
+    verify(CONTEXT, _vote(payload, ballot), signature.signature, signature.public_key)
+
+
+def sign_tie_break(operator: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
+    """The coordinator's vote. The payload itself is left out."""
+    return pb.Signed(signature=operator.sign(TIE_BREAK, _vote(payload, ballot)), public_key=operator.public_key)
+
+
+def verify_tie_break(payload: bytes, ballot: Ballot, signature: pb.Signed, operator_key: bytes) -> None:
+    """Raise `SignatureInvalid` unless the operator's key cast this vote."""
+    if signature.public_key != operator_key:
+        raise SignatureInvalid("a tie-break was signed by another key than the operator's")
+    verify(TIE_BREAK, _vote(payload, ballot), signature.signature, operator_key)
+
+
+def resign(identity: Identity, head: Head) -> pb.Signed:
+    """A promise never to vote on a round above `head`'s."""
+    message = manifest_pb2.Resignation(run_id=head.manifest.round.run_id, round=head.round, head_hash=head.hash)
+    return identity.seal(RESIGNATION, message.SerializeToString(deterministic=True))
+
+
+def read_resignation(sealed: pb.Signed, run_id: str, head_round: int, head_hash: bytes) -> str:
+    """Who resigned at that head. Raises `SignatureInvalid` when this is no resignation of exactly there."""
+    verify(RESIGNATION, sealed.payload, sealed.signature, sealed.public_key)
+    expected = manifest_pb2.Resignation(run_id=run_id, round=head_round, head_hash=head_hash)
+    if sealed.payload != expected.SerializeToString(deterministic=True):
+        raise SignatureInvalid("a resignation is from another round or run")
+    return peer_id_of(sealed.public_key)
 
 
 def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
-    """Parse a manifest from a peer or from disk and check every signature on it.
+    """Parse a manifest from a peer or from disk and check every vote on it.
 
-    Who *must* have signed is the caller's question (`require_signers`). Raises `PeerMisbehaved`,
+    Whose votes are *enough* is the caller's question (`require_quorum`). Raises `PeerMisbehaved`,
     `SignatureInvalid`, `ProtocolMismatch`.
     """
     head = Head(committed)
@@ -87,10 +128,29 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
     protocol.check(manifest.protocol, "the manifest's writer")
     if manifest.round.run_id != run_id:
         raise PeerMisbehaved(f"the manifest is of run {manifest.round.run_id!r}, not {run_id!r}")
+    if head.ballot < Ballot(manifest.round.plan_version, manifest.round.attempt):
+        raise PeerMisbehaved("the manifest was voted for before it was made")
+    if len(committed.signatures) > MAX_MEMBERS or len(committed.resignations) > MAX_MEMBERS:
+        raise PeerMisbehaved("the manifest carries more signatures than a round has members")
     _ = head.data  # its ranges are checked on reading
     for signature in committed.signatures:
-        verify(CONTEXT, committed.payload, signature.signature, signature.public_key)
+        verify_vote(committed.payload, head.ballot, signature, peer_id_of(signature.public_key))
     return head
+
+
+def require_quorum(head: Head, electorate: Electorate, operator_key: bytes) -> None:
+    """Raise `SignatureInvalid` unless the votes on `head` commit it, given who decides its round."""
+    committed = head.committed
+    resigned = {
+        read_resignation(item, head.manifest.round.run_id, head.round - 1, head.manifest.previous_hash)
+        for item in committed.resignations
+    }
+    tie_break = committed.HasField("tie_break")
+    if tie_break:
+        verify_tie_break(committed.payload, head.ballot, committed.tie_break, operator_key)
+    if not electorate.without(resigned).decides(head.signers, tie_break):
+        votes = len(electorate.members & head.signers)
+        raise SignatureInvalid(f"round {head.round} has {votes} of {len(electorate.members)} votes: not enough")
 
 
 def require_signers(head: Head, peers: Iterable[str]) -> None:
@@ -103,3 +163,7 @@ def require_signers(head: Head, peers: Iterable[str]) -> None:
 def contributors(head: Head) -> tuple[str, ...]:
     """The members of the round, in the order of the sum."""
     return tuple(item.peer_id for item in head.manifest.contributions)
+
+
+def _vote(payload: bytes, ballot: Ballot) -> bytes:
+    return f"{ballot.plan_version}/{ballot.attempt}\0".encode() + payload

@@ -9,6 +9,8 @@ from google.protobuf.message import DecodeError
 from atoll.core import protocol
 from atoll.core.errors import SignatureInvalid
 from atoll.core.identity import Identity, open_sealed
+from atoll.core.manifest import Head
+from atoll.core.quorum import Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
@@ -28,6 +30,16 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Base:
+    """Where the history that counts begins: genesis, or where an operator made the run go on."""
+
+    manifest_hash: bytes
+    voters: tuple[str, ...]  # peer ids, ordered: who decides the round after it
+    round: int = 0
+    since_version: int = 1  # the plan that set it
+
+
+@dataclass(frozen=True)
 class Plan:
     """A verified plan. Assignments are ordered by peer id."""
 
@@ -35,7 +47,7 @@ class Plan:
     version: int
     assignments: tuple[Assignment, ...]
     routes: tuple[tuple[str, ...], ...]
-    genesis_manifest_hash: bytes
+    base: Base
     issued_unix_ms: int = 0
     reason: str = ""
 
@@ -43,6 +55,16 @@ class Plan:
     def members(self) -> tuple[str, ...]:
         """Peer ids, ordered."""
         return tuple(item.peer_id for item in self.assignments)
+
+    def accepts(self, head: Head) -> bool:
+        """Whether `head` can be part of the history that counts: the base, or made since under its plans."""
+        if head.round <= self.base.round:
+            return head.hash == self.base.manifest_hash
+        return head.manifest.round.plan_version >= self.base.since_version
+
+    def electorate(self, head: Head) -> Electorate:
+        """Who decides the round after `head`."""
+        return Electorate(frozenset(self.base.voters)) if head.hash == self.base.manifest_hash else head.electorate
 
     def assignment(self, peer_id: str) -> Assignment | None:
         """What `peer_id` does, or None when it is not part of this plan."""
@@ -65,7 +87,12 @@ class Plan:
                 for item in self.assignments
             ],
             routes=[plan_pb2.Route(peer_ids=route) for route in self.routes],
-            genesis_manifest_hash=self.genesis_manifest_hash,
+            base=plan_pb2.Base(
+                round=self.base.round,
+                manifest_hash=self.base.manifest_hash,
+                since_version=self.base.since_version,
+                voters=self.base.voters,
+            ),
             issued_unix_ms=self.issued_unix_ms,
             reason=self.reason,
         )
@@ -88,7 +115,12 @@ class Plan:
                 for item in message.assignments
             ),
             routes=tuple(tuple(route.peer_ids) for route in message.routes),
-            genesis_manifest_hash=message.genesis_manifest_hash,
+            base=Base(
+                manifest_hash=message.base.manifest_hash,
+                voters=tuple(message.base.voters),
+                round=message.base.round,
+                since_version=message.base.since_version,
+            ),
             issued_unix_ms=message.issued_unix_ms,
             reason=message.reason,
         )

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from atoll.core.quorum import Ballot
 from atoll.v1 import common_pb2 as pb
 
 
@@ -27,17 +28,26 @@ class RoundId:
         return replace(self, attempt=self.attempt + 1)
 
     def order(self, peers: Iterable[str]) -> tuple[str, ...]:
-        """Peers by SHA-256 of round id and peer id: who opens first, and in which order sums run.
+        """Peers by SHA-256 of round and peer id: in this order they may open attempts, and in this order sums run.
 
-        It changes with every round and attempt, so that no peer opens all the time and a dead opener is
-        passed over by trying again.
+        It changes with every round, so that no peer opens all the time.
         """
         return tuple(sorted(peers, key=lambda peer: hashlib.sha256(f"{self.key}/{peer}".encode()).digest()))
 
+    def opener(self, peers: Iterable[str]) -> str:
+        """The one peer that may open this attempt: attempts walk down the order, so a dead opener is passed over."""
+        order = self.order(peers)
+        return order[self.attempt % len(order)]
+
+    @property
+    def ballot(self) -> Ballot:
+        """The attempt as votes see it."""
+        return Ballot(self.plan_version, self.attempt)
+
     @property
     def key(self) -> str:
-        """All fields as one line of text."""
-        return f"{self.run_id}/{self.plan_version}/{self.fragment}/{self.number}/{self.attempt}"
+        """All fields but the attempt as one line of text."""
+        return f"{self.run_id}/{self.plan_version}/{self.fragment}/{self.number}"
 
     def to_proto(self) -> pb.RoundId:
         """The wire form."""

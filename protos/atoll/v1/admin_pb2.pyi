@@ -9,6 +9,46 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RecoverRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class ListCheckpointsRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class CheckpointView(_message.Message):
+    __slots__ = ("checkpoint", "peer_id", "node_name", "connected")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: _membership_pb2.CheckpointInfo
+    peer_id: str
+    node_name: str
+    connected: bool
+    def __init__(self, checkpoint: _Optional[_Union[_membership_pb2.CheckpointInfo, _Mapping]] = ..., peer_id: _Optional[str] = ..., node_name: _Optional[str] = ..., connected: _Optional[bool] = ...) -> None: ...
+
+class ListCheckpointsResponse(_message.Message):
+    __slots__ = ("checkpoints",)
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointView]
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointView, _Mapping]]] = ...) -> None: ...
+
+class PullCheckpointRequest(_message.Message):
+    __slots__ = ("run_id", "round", "node")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    node: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
 class CreateTokenRequest(_message.Message):
     __slots__ = ("run_id", "uses", "ttl_seconds", "roles")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

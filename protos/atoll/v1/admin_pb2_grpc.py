@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from atoll.v1 import admin_pb2 as atoll_dot_v1_dot_admin__pb2
+from atoll.v1 import membership_pb2 as atoll_dot_v1_dot_membership__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -114,6 +115,21 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
                 _registered_method=True)
+        self.RecoverRun = channel.unary_unary(
+                '/atoll.v1.Admin/RecoverRun',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.RecoverRunRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.RunView.FromString,
+                _registered_method=True)
+        self.ListCheckpoints = channel.unary_unary(
+                '/atoll.v1.Admin/ListCheckpoints',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.PullCheckpoint = channel.unary_stream(
+                '/atoll.v1.Admin/PullCheckpoint',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.PullCheckpointRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_membership__pb2.CheckpointUpload.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -222,6 +238,27 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecoverRun(self, request, context):
+        """Go on from the newest state that the connected nodes hold, though a majority is gone. Cannot be undone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCheckpoints(self, request, context):
+        """The checkpoints that nodes hold, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullCheckpoint(self, request, context):
+        """One checkpoint's files, passed through from a node that holds it: first an opening, then the bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -304,6 +341,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListRounds,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.ListRoundsRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.ListRoundsResponse.SerializeToString,
+            ),
+            'RecoverRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecoverRun,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.RecoverRunRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.RunView.SerializeToString,
+            ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'PullCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullCheckpoint,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.PullCheckpointRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_membership__pb2.CheckpointUpload.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -738,6 +790,87 @@ class Admin:
             '/atoll.v1.Admin/ListRounds',
             atoll_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecoverRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/RecoverRun',
+            atoll_dot_v1_dot_admin__pb2.RecoverRunRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.RunView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/ListCheckpoints',
+            atoll_dot_v1_dot_admin__pb2.ListCheckpointsRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/atoll.v1.Admin/PullCheckpoint',
+            atoll_dot_v1_dot_admin__pb2.PullCheckpointRequest.SerializeToString,
+            atoll_dot_v1_dot_membership__pb2.CheckpointUpload.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ isort:skip_file
 For the operator, over mutual TLS with the admin credential."""
 
 from atoll.v1 import admin_pb2 as _admin_pb2
+from atoll.v1 import membership_pb2 as _membership_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
 import abc as _abc_1
@@ -54,6 +55,12 @@ class AdminStub:
     """Everything after `after_id`; with follow, stays open for what comes."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
     """The rounds that openers reported, oldest first."""
+    RecoverRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RecoverRunRequest, _admin_pb2.RunView]
+    """Go on from the newest state that the connected nodes hold, though a majority is gone. Cannot be undone."""
+    ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCheckpointsRequest, _admin_pb2.ListCheckpointsResponse]
+    """The checkpoints that nodes hold, newest first."""
+    PullCheckpoint: _grpc.UnaryStreamMultiCallable[_admin_pb2.PullCheckpointRequest, _membership_pb2.CheckpointUpload]
+    """One checkpoint's files, passed through from a node that holds it: first an opening, then the bytes."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -81,6 +88,12 @@ class AdminAsyncStub(AdminStub):
     """Everything after `after_id`; with follow, stays open for what comes."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
     """The rounds that openers reported, oldest first."""
+    RecoverRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.RecoverRunRequest, _admin_pb2.RunView]  # type: ignore[assignment]
+    """Go on from the newest state that the connected nodes hold, though a majority is gone. Cannot be undone."""
+    ListCheckpoints: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCheckpointsRequest, _admin_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
+    """The checkpoints that nodes hold, newest first."""
+    PullCheckpoint: _aio.UnaryStreamMultiCallable[_admin_pb2.PullCheckpointRequest, _membership_pb2.CheckpointUpload]  # type: ignore[assignment]
+    """One checkpoint's files, passed through from a node that holds it: first an opening, then the bytes."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -201,5 +214,29 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRoundsResponse, _abc.Awaitable[_admin_pb2.ListRoundsResponse]]:
         """The rounds that openers reported, oldest first."""
+
+    @_abc_1.abstractmethod
+    def RecoverRun(
+        self,
+        request: _admin_pb2.RecoverRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RunView, _abc.Awaitable[_admin_pb2.RunView]]:
+        """Go on from the newest state that the connected nodes hold, though a majority is gone. Cannot be undone."""
+
+    @_abc_1.abstractmethod
+    def ListCheckpoints(
+        self,
+        request: _admin_pb2.ListCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListCheckpointsResponse, _abc.Awaitable[_admin_pb2.ListCheckpointsResponse]]:
+        """The checkpoints that nodes hold, newest first."""
+
+    @_abc_1.abstractmethod
+    def PullCheckpoint(
+        self,
+        request: _admin_pb2.PullCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_membership_pb2.CheckpointUpload], _abc.AsyncIterator[_membership_pb2.CheckpointUpload]]:
+        """One checkpoint's files, passed through from a node that holds it: first an opening, then the bytes."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
 from atoll.v1 import manifest_pb2 as atoll_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61toll/v1/dataplane.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x17\x61toll/v1/manifest.proto\"Z\n\x05Hello\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"?\n\x0bTokenReport\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"a\n\x04Open\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x11\n\thead_hash\x18\x02 \x01(\x0c\x12\x0f\n\x07members\x18\x03 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"J\n\x05Ready\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\"8\n\tPartRange\x12\x0f\n\x07reducer\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\xef\x01\n\x05Start\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\rcontributions\x18\x02 \x03(\x0b\x32\x16.atoll.v1.Contribution\x12&\n\tpartition\x18\x03 \x03(\x0b\x32\x13.atoll.v1.PartRange\x12\x1e\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x10\n\x08\x65lements\x18\x05 \x01(\x04\x12\x15\n\rpart_elements\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x0f\n\x07unix_ms\x18\x08 \x01(\x03\"u\n\x06\x44igest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12$\n\x06layers\x18\x02 \x03(\x0b\x32\x14.atoll.v1.LayerState\x12#\n\tsignature\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"Y\n\x06\x43ommit\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\";\n\x07\x41\x62\x61ndon\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x91\x02\n\x0cRoundMessage\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x15.atoll.v1.TokenReportH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.atoll.v1.OpenH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.atoll.v1.ReadyH\x00\x12 \n\x05start\x18\x04 \x01(\x0b\x32\x0f.atoll.v1.StartH\x00\x12\"\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x10.atoll.v1.DigestH\x00\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x10.atoll.v1.CommitH\x00\x12$\n\x07\x61\x62\x61ndon\x18\x07 \x01(\x0b\x32\x11.atoll.v1.AbandonH\x00\x42\x06\n\x04\x62ody\"2\n\x0e\x45xchangeHeader\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\"M\n\nPartHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x65lements\x18\x02 \x01(\r\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.atoll.v1.Codec\"\xab\x01\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x0emanifest_round\x18\x02 \x01(\x04H\x00\x12\x17\n\rhead_manifest\x18\x03 \x01(\x08H\x00\x12&\n\x06\x61nchor\x18\x04 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x12(\n\x08momentum\x18\x05 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x42\x06\n\x04what\"7\n\nStateSlice\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\x81\x01\n\nStateReply\x12$\n\x07refusal\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RefusalH\x00\x12/\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifestH\x00\x12\x14\n\nbody_bytes\x18\x03 \x01(\x04H\x00\x42\x06\n\x04whatb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61toll/v1/dataplane.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x17\x61toll/v1/manifest.proto\"Z\n\x05Hello\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"?\n\x0bTokenReport\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"P\n\x04Open\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x11\n\thead_hash\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"L\n\x08\x41\x63\x63\x65pted\x12!\n\x06\x62\x61llot\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0c\n\x04held\x18\x03 \x01(\x08\"\x7f\n\x05Ready\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12$\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x12.atoll.v1.Accepted\x12\r\n\x05voter\x18\x05 \x01(\x08\"b\n\x07\x44\x65\x63line\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\x0cplan_version\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"8\n\tPartRange\x12\x0f\n\x07reducer\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\xef\x01\n\x05Start\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\rcontributions\x18\x02 \x03(\x0b\x32\x16.atoll.v1.Contribution\x12&\n\tpartition\x18\x03 \x03(\x0b\x32\x13.atoll.v1.PartRange\x12\x1e\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x10\n\x08\x65lements\x18\x05 \x01(\x04\x12\x15\n\rpart_elements\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x0f\n\x07unix_ms\x18\x08 \x01(\x03\"K\n\x05Parts\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\x12\x0f\n\x07partial\x18\x03 \x03(\t\"-\n\x0bPartHolders\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x10\n\x08peer_ids\x18\x02 \x03(\t\"\x9a\x01\n\x06Settle\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07present\x18\x02 \x03(\t\x12\x0f\n\x07partial\x18\x03 \x03(\t\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12&\n\x07repairs\x18\x05 \x03(\x0b\x32\x15.atoll.v1.PartHolders\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\"`\n\x05\x41\x64opt\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07holders\x18\x03 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"`\n\x06\x44igest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12#\n\tsignature\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"Y\n\x06\x43ommit\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\";\n\x07\x41\x62\x61ndon\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xea\x03\n\x0cRoundMessage\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x15.atoll.v1.TokenReportH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.atoll.v1.OpenH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.atoll.v1.ReadyH\x00\x12 \n\x05start\x18\x04 \x01(\x0b\x32\x0f.atoll.v1.StartH\x00\x12\"\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x10.atoll.v1.DigestH\x00\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x10.atoll.v1.CommitH\x00\x12$\n\x07\x61\x62\x61ndon\x18\x07 \x01(\x0b\x32\x11.atoll.v1.AbandonH\x00\x12$\n\x07\x64\x65\x63line\x18\x08 \x01(\x0b\x32\x11.atoll.v1.DeclineH\x00\x12 \n\x05parts\x18\t \x01(\x0b\x32\x0f.atoll.v1.PartsH\x00\x12\"\n\x06settle\x18\n \x01(\x0b\x32\x10.atoll.v1.SettleH\x00\x12 \n\x05\x61\x64opt\x18\x0b \x01(\x0b\x32\x0f.atoll.v1.AdoptH\x00\x12 \n\x04plan\x18\x0c \x01(\x0b\x32\x10.atoll.v1.SignedH\x00\x12\'\n\x0bresignation\x18\r \x01(\x0b\x32\x10.atoll.v1.SignedH\x00\x42\x06\n\x04\x62ody\"B\n\x0e\x45xchangeHeader\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06repair\x18\x02 \x03(\r\"M\n\nPartHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x65lements\x18\x02 \x01(\r\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.atoll.v1.Codec\"\xab\x01\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x0emanifest_round\x18\x02 \x01(\x04H\x00\x12\x17\n\rhead_manifest\x18\x03 \x01(\x08H\x00\x12&\n\x06\x61nchor\x18\x04 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x12(\n\x08momentum\x18\x05 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x42\x06\n\x04what\"7\n\nStateSlice\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\x81\x01\n\nStateReply\x12$\n\x07refusal\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RefusalH\x00\x12/\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifestH\x00\x12\x14\n\nbody_bytes\x18\x03 \x01(\x04H\x00\x42\x06\n\x04whatb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,29 +40,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENREPORT']._serialized_start=222
   _globals['_TOKENREPORT']._serialized_end=285
   _globals['_OPEN']._serialized_start=287
-  _globals['_OPEN']._serialized_end=384
-  _globals['_READY']._serialized_start=386
-  _globals['_READY']._serialized_end=460
-  _globals['_PARTRANGE']._serialized_start=462
-  _globals['_PARTRANGE']._serialized_end=518
-  _globals['_START']._serialized_start=521
-  _globals['_START']._serialized_end=760
-  _globals['_DIGEST']._serialized_start=762
-  _globals['_DIGEST']._serialized_end=879
-  _globals['_COMMIT']._serialized_start=881
-  _globals['_COMMIT']._serialized_end=970
-  _globals['_ABANDON']._serialized_start=972
-  _globals['_ABANDON']._serialized_end=1031
-  _globals['_ROUNDMESSAGE']._serialized_start=1034
-  _globals['_ROUNDMESSAGE']._serialized_end=1307
-  _globals['_EXCHANGEHEADER']._serialized_start=1309
-  _globals['_EXCHANGEHEADER']._serialized_end=1359
-  _globals['_PARTHEADER']._serialized_start=1361
-  _globals['_PARTHEADER']._serialized_end=1438
-  _globals['_STATEREQUEST']._serialized_start=1441
-  _globals['_STATEREQUEST']._serialized_end=1612
-  _globals['_STATESLICE']._serialized_start=1614
-  _globals['_STATESLICE']._serialized_end=1669
-  _globals['_STATEREPLY']._serialized_start=1672
-  _globals['_STATEREPLY']._serialized_end=1801
+  _globals['_OPEN']._serialized_end=367
+  _globals['_ACCEPTED']._serialized_start=369
+  _globals['_ACCEPTED']._serialized_end=445
+  _globals['_READY']._serialized_start=447
+  _globals['_READY']._serialized_end=574
+  _globals['_DECLINE']._serialized_start=576
+  _globals['_DECLINE']._serialized_end=674
+  _globals['_PARTRANGE']._serialized_start=676
+  _globals['_PARTRANGE']._serialized_end=732
+  _globals['_START']._serialized_start=735
+  _globals['_START']._serialized_end=974
+  _globals['_PARTS']._serialized_start=976
+  _globals['_PARTS']._serialized_end=1051
+  _globals['_PARTHOLDERS']._serialized_start=1053
+  _globals['_PARTHOLDERS']._serialized_end=1098
+  _globals['_SETTLE']._serialized_start=1101
+  _globals['_SETTLE']._serialized_end=1255
+  _globals['_ADOPT']._serialized_start=1257
+  _globals['_ADOPT']._serialized_end=1353
+  _globals['_DIGEST']._serialized_start=1355
+  _globals['_DIGEST']._serialized_end=1451
+  _globals['_COMMIT']._serialized_start=1453
+  _globals['_COMMIT']._serialized_end=1542
+  _globals['_ABANDON']._serialized_start=1544
+  _globals['_ABANDON']._serialized_end=1603
+  _globals['_ROUNDMESSAGE']._serialized_start=1606
+  _globals['_ROUNDMESSAGE']._serialized_end=2096
+  _globals['_EXCHANGEHEADER']._serialized_start=2098
+  _globals['_EXCHANGEHEADER']._serialized_end=2164
+  _globals['_PARTHEADER']._serialized_start=2166
+  _globals['_PARTHEADER']._serialized_end=2243
+  _globals['_STATEREQUEST']._serialized_start=2246
+  _globals['_STATEREQUEST']._serialized_end=2417
+  _globals['_STATESLICE']._serialized_start=2419
+  _globals['_STATESLICE']._serialized_end=2474
+  _globals['_STATEREPLY']._serialized_start=2477
+  _globals['_STATEREPLY']._serialized_end=2606
 # @@protoc_insertion_point(module_scope)

@@ -33,26 +33,50 @@ class TokenReport(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("round", "head_hash", "members", "deadline_ms")
+    __slots__ = ("round", "head_hash", "deadline_ms")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     head_hash: bytes
-    members: _containers.RepeatedScalarFieldContainer[str]
     deadline_ms: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., head_hash: _Optional[bytes] = ..., members: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., head_hash: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("ballot", "payload", "held")
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    ballot: _common_pb2.RoundId
+    payload: bytes
+    held: bool
+    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., held: _Optional[bool] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("round", "tokens", "samples")
+    __slots__ = ("round", "tokens", "samples", "accepted", "voter")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    VOTER_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
     samples: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+    accepted: Accepted
+    voter: bool
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ...) -> None: ...
+
+class Decline(_message.Message):
+    __slots__ = ("round", "reason", "plan_version", "attempt")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    reason: str
+    plan_version: int
+    attempt: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., reason: _Optional[str] = ..., plan_version: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class PartRange(_message.Message):
     __slots__ = ("reducer", "start", "end")
@@ -84,15 +108,61 @@ class Start(_message.Message):
     unix_ms: int
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., unix_ms: _Optional[int] = ...) -> None: ...
 
-class Digest(_message.Message):
-    __slots__ = ("round", "layers", "signature")
+class Parts(_message.Message):
+    __slots__ = ("round", "digests", "partial")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    partial: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PartHolders(_message.Message):
+    __slots__ = ("part", "peer_ids")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PEER_IDS_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    peer_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, part: _Optional[int] = ..., peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Settle(_message.Message):
+    __slots__ = ("round", "present", "partial", "digests", "repairs", "deadline_ms")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    present: _containers.RepeatedScalarFieldContainer[str]
+    partial: _containers.RepeatedScalarFieldContainer[str]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    repairs: _containers.RepeatedCompositeFieldContainer[PartHolders]
+    deadline_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Adopt(_message.Message):
+    __slots__ = ("round", "payload", "holders", "deadline_ms")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    payload: bytes
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    deadline_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., holders: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Digest(_message.Message):
+    __slots__ = ("round", "payload", "signature")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
-    layers: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LayerState]
+    payload: bytes
     signature: _common_pb2.Signed
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[_manifest_pb2.LayerState, _Mapping]]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("round", "manifest")
@@ -111,7 +181,7 @@ class Abandon(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundMessage(_message.Message):
-    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon")
+    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon", "decline", "parts", "settle", "adopt", "plan", "resignation")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +189,12 @@ class RoundMessage(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
+    DECLINE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    RESIGNATION_FIELD_NUMBER: _ClassVar[int]
     report: TokenReport
     open: Open
     ready: Ready
@@ -126,13 +202,21 @@ class RoundMessage(_message.Message):
     digest: Digest
     commit: Commit
     abandon: Abandon
-    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
+    decline: Decline
+    parts: Parts
+    settle: Settle
+    adopt: Adopt
+    plan: _common_pb2.Signed
+    resignation: _common_pb2.Signed
+    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., resignation: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("round",)
+    __slots__ = ("round", "repair")
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ...) -> None: ...
+    repair: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., repair: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PartHeader(_message.Message):
     __slots__ = ("index", "elements", "codec")

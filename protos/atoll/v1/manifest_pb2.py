@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x61toll/v1/manifest.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"Z\n\nLayerState\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x15\n\ranchor_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fmomentum_digest\x18\x04 \x01(\x0c\"P\n\x0c\x43ontribution\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0e\n\x06weight\x18\x03 \x01(\x04\x12\x0f\n\x07samples\x18\x04 \x01(\x04\"E\n\x0b\x44\x61taHolding\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12%\n\x06ranges\x18\x02 \x03(\x0b\x32\x15.atoll.v1.SampleRange\"p\n\x0c\x44\x61taPosition\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\'\n\x08returned\x18\x02 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\'\n\x08holdings\x18\x03 \x03(\x0b\x32\x15.atoll.v1.DataHolding\"\x82\x03\n\x08Manifest\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x15\n\rprevious_hash\x18\x03 \x01(\x0c\x12-\n\rcontributions\x18\x04 \x03(\x0b\x32\x16.atoll.v1.Contribution\x12$\n\x06layers\x18\x05 \x03(\x0b\x32\x14.atoll.v1.LayerState\x12\x1e\n\x05\x63odec\x18\x06 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x18\n\x10\x63ommitted_tokens\x18\x07 \x01(\x04\x12$\n\x04\x64\x61ta\x18\x08 \x01(\x0b\x32\x16.atoll.v1.DataPosition\x12\x13\n\x0bparts_total\x18\t \x01(\r\x12\x14\n\x0cparts_zeroed\x18\n \x01(\r\x12\x15\n\rcorpus_digest\x18\x0b \x01(\x0c\x12\x19\n\x11\x63ommitted_unix_ms\x18\x0c \x01(\x03\"J\n\x11\x43ommittedManifest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12$\n\nsignatures\x18\x02 \x03(\x0b\x32\x10.atoll.v1.Signedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x61toll/v1/manifest.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"Z\n\nLayerState\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x15\n\ranchor_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fmomentum_digest\x18\x04 \x01(\x0c\"r\n\x0c\x43ontribution\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0e\n\x06weight\x18\x03 \x01(\x04\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x0f\n\x07present\x18\x05 \x01(\x08\x12\x0f\n\x07partial\x18\x06 \x01(\x08\"E\n\x0b\x44\x61taHolding\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12%\n\x06ranges\x18\x02 \x03(\x0b\x32\x15.atoll.v1.SampleRange\"p\n\x0c\x44\x61taPosition\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\'\n\x08returned\x18\x02 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\'\n\x08holdings\x18\x03 \x03(\x0b\x32\x15.atoll.v1.DataHolding\"\x82\x03\n\x08Manifest\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x15\n\rprevious_hash\x18\x03 \x01(\x0c\x12-\n\rcontributions\x18\x04 \x03(\x0b\x32\x16.atoll.v1.Contribution\x12$\n\x06layers\x18\x05 \x03(\x0b\x32\x14.atoll.v1.LayerState\x12\x1e\n\x05\x63odec\x18\x06 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x18\n\x10\x63ommitted_tokens\x18\x07 \x01(\x04\x12$\n\x04\x64\x61ta\x18\x08 \x01(\x0b\x32\x16.atoll.v1.DataPosition\x12\x13\n\x0bparts_total\x18\t \x01(\r\x12\x14\n\x0cparts_zeroed\x18\n \x01(\r\x12\x15\n\rcorpus_digest\x18\x0b \x01(\x0c\x12\x19\n\x11\x63ommitted_unix_ms\x18\x0c \x01(\x03\"?\n\x0bResignation\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\thead_hash\x18\x03 \x01(\x0c\"\xcc\x01\n\x11\x43ommittedManifest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12$\n\nsignatures\x18\x02 \x03(\x0b\x32\x10.atoll.v1.Signed\x12\x1b\n\x13\x62\x61llot_plan_version\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61llot_attempt\x18\x04 \x01(\r\x12#\n\ttie_break\x18\x05 \x01(\x0b\x32\x10.atoll.v1.Signed\x12&\n\x0cresignations\x18\x06 \x03(\x0b\x32\x10.atoll.v1.Signedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAYERSTATE']._serialized_start=60
   _globals['_LAYERSTATE']._serialized_end=150
   _globals['_CONTRIBUTION']._serialized_start=152
-  _globals['_CONTRIBUTION']._serialized_end=232
-  _globals['_DATAHOLDING']._serialized_start=234
-  _globals['_DATAHOLDING']._serialized_end=303
-  _globals['_DATAPOSITION']._serialized_start=305
-  _globals['_DATAPOSITION']._serialized_end=417
-  _globals['_MANIFEST']._serialized_start=420
-  _globals['_MANIFEST']._serialized_end=806
-  _globals['_COMMITTEDMANIFEST']._serialized_start=808
-  _globals['_COMMITTEDMANIFEST']._serialized_end=882
+  _globals['_CONTRIBUTION']._serialized_end=266
+  _globals['_DATAHOLDING']._serialized_start=268
+  _globals['_DATAHOLDING']._serialized_end=337
+  _globals['_DATAPOSITION']._serialized_start=339
+  _globals['_DATAPOSITION']._serialized_end=451
+  _globals['_MANIFEST']._serialized_start=454
+  _globals['_MANIFEST']._serialized_end=840
+  _globals['_RESIGNATION']._serialized_start=842
+  _globals['_RESIGNATION']._serialized_end=905
+  _globals['_COMMITTEDMANIFEST']._serialized_start=908
+  _globals['_COMMITTEDMANIFEST']._serialized_end=1112
 # @@protoc_insertion_point(module_scope)

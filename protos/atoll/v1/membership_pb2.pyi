@@ -166,7 +166,7 @@ class GenesisReport(_message.Message):
     def __init__(self, layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest")
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,8 @@ class HeartbeatRequest(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     GENESIS_FIELD_NUMBER: _ClassVar[int]
     CORPUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     profile: NodeProfile
     status: NodeStatus
@@ -183,10 +185,12 @@ class HeartbeatRequest(_message.Message):
     evaluations: _containers.RepeatedCompositeFieldContainer[EvaluationReport]
     genesis: GenesisReport
     corpus_digest: str
-    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ...) -> None: ...
+    checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointInfo]
+    checkpoints_changed: bool
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +199,7 @@ class HeartbeatResponse(_message.Message):
     DENY_LIST_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
+    UPLOADS_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -203,7 +208,92 @@ class HeartbeatResponse(_message.Message):
     deny_list: _common_pb2.Signed
     order: Order
     seeds: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ...) -> None: ...
+    uploads: _containers.RepeatedCompositeFieldContainer[UploadOrder]
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ...) -> None: ...
+
+class VoteRequest(_message.Message):
+    __slots__ = ("round", "payload")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    payload: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class VoteResponse(_message.Message):
+    __slots__ = ("granted", "promised_plan_version", "promised_attempt", "accepted_ballot", "accepted_payload", "vote", "reason")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BALLOT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    granted: bool
+    promised_plan_version: int
+    promised_attempt: int
+    accepted_ballot: _common_pb2.RoundId
+    accepted_payload: bytes
+    vote: _common_pb2.Signed
+    reason: str
+    def __init__(self, granted: _Optional[bool] = ..., promised_plan_version: _Optional[int] = ..., promised_attempt: _Optional[int] = ..., accepted_ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., accepted_payload: _Optional[bytes] = ..., vote: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CheckpointInfo(_message.Message):
+    __slots__ = ("round", "manifest_hash", "bytes", "written_unix_ms", "committed_tokens")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    manifest_hash: bytes
+    bytes: int
+    written_unix_ms: int
+    committed_tokens: int
+    def __init__(self, round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ..., bytes: _Optional[int] = ..., written_unix_ms: _Optional[int] = ..., committed_tokens: _Optional[int] = ...) -> None: ...
+
+class UploadOrder(_message.Message):
+    __slots__ = ("ticket", "round")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    round: int
+    def __init__(self, ticket: _Optional[bytes] = ..., round: _Optional[int] = ...) -> None: ...
+
+class CheckpointFile(_message.Message):
+    __slots__ = ("name", "bytes", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    sha256: bytes
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class CheckpointUpload(_message.Message):
+    __slots__ = ("opening", "data")
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    opening: CheckpointOpening
+    data: bytes
+    def __init__(self, opening: _Optional[_Union[CheckpointOpening, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class CheckpointOpening(_message.Message):
+    __slots__ = ("ticket", "round", "manifest", "files", "refusal")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    round: int
+    manifest: _manifest_pb2.CommittedManifest
+    files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    refusal: str
+    def __init__(self, ticket: _Optional[bytes] = ..., round: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., refusal: _Optional[str] = ...) -> None: ...
+
+class CheckpointUploadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("reason",)

@@ -49,6 +49,16 @@ class MembershipServiceStub:
                 request_serializer=atoll_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_membership__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Vote = channel.unary_unary(
+                '/atoll.v1.MembershipService/Vote',
+                request_serializer=atoll_dot_v1_dot_membership__pb2.VoteRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_membership__pb2.VoteResponse.FromString,
+                _registered_method=True)
+        self.UploadCheckpoint = channel.stream_unary(
+                '/atoll.v1.MembershipService/UploadCheckpoint',
+                request_serializer=atoll_dot_v1_dot_membership__pb2.CheckpointUpload.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_membership__pb2.CheckpointUploadResponse.FromString,
+                _registered_method=True)
 
 
 class MembershipServiceServicer:
@@ -75,6 +85,20 @@ class MembershipServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Vote(self, request, context):
+        """The coordinator's voice in a round where exactly half of the deciding members are left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UploadCheckpoint(self, request_iterator, context):
+        """The answer to an upload order: the files of one checkpoint, passed on to the operator who asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +116,16 @@ def add_MembershipServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=atoll_dot_v1_dot_membership__pb2.LeaveRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_membership__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Vote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Vote,
+                    request_deserializer=atoll_dot_v1_dot_membership__pb2.VoteRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_membership__pb2.VoteResponse.SerializeToString,
+            ),
+            'UploadCheckpoint': grpc.stream_unary_rpc_method_handler(
+                    servicer.UploadCheckpoint,
+                    request_deserializer=atoll_dot_v1_dot_membership__pb2.CheckpointUpload.FromString,
+                    response_serializer=atoll_dot_v1_dot_membership__pb2.CheckpointUploadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +209,60 @@ class MembershipService:
             '/atoll.v1.MembershipService/Leave',
             atoll_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
             atoll_dot_v1_dot_membership__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Vote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.MembershipService/Vote',
+            atoll_dot_v1_dot_membership__pb2.VoteRequest.SerializeToString,
+            atoll_dot_v1_dot_membership__pb2.VoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadCheckpoint(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/atoll.v1.MembershipService/UploadCheckpoint',
+            atoll_dot_v1_dot_membership__pb2.CheckpointUpload.SerializeToString,
+            atoll_dot_v1_dot_membership__pb2.CheckpointUploadResponse.FromString,
             options,
             channel_credentials,
             insecure,

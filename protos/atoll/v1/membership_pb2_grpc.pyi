@@ -37,6 +37,10 @@ class MembershipServiceStub:
     """Reports up, plans and orders down, for as long as the member lives."""
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]
     """An orderly goodbye: the next plan is made without the caller."""
+    Vote: _grpc.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]
+    """The coordinator's voice in a round where exactly half of the deciding members are left."""
+    UploadCheckpoint: _grpc.StreamUnaryMultiCallable[_membership_pb2.CheckpointUpload, _membership_pb2.CheckpointUploadResponse]
+    """The answer to an upload order: the files of one checkpoint, passed on to the operator who asked."""
 
 @_typing.type_check_only
 class MembershipServiceAsyncStub(MembershipServiceStub):
@@ -47,6 +51,10 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     """Reports up, plans and orders down, for as long as the member lives."""
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]  # type: ignore[assignment]
     """An orderly goodbye: the next plan is made without the caller."""
+    Vote: _aio.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]  # type: ignore[assignment]
+    """The coordinator's voice in a round where exactly half of the deciding members are left."""
+    UploadCheckpoint: _aio.StreamUnaryMultiCallable[_membership_pb2.CheckpointUpload, _membership_pb2.CheckpointUploadResponse]  # type: ignore[assignment]
+    """The answer to an upload order: the files of one checkpoint, passed on to the operator who asked."""
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +80,21 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.LeaveResponse, _abc.Awaitable[_membership_pb2.LeaveResponse]]:
         """An orderly goodbye: the next plan is made without the caller."""
+
+    @_abc_1.abstractmethod
+    def Vote(
+        self,
+        request: _membership_pb2.VoteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.VoteResponse, _abc.Awaitable[_membership_pb2.VoteResponse]]:
+        """The coordinator's voice in a round where exactly half of the deciding members are left."""
+
+    @_abc_1.abstractmethod
+    def UploadCheckpoint(
+        self,
+        request_iterator: _MaybeAsyncIterator[_membership_pb2.CheckpointUpload],
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.CheckpointUploadResponse, _abc.Awaitable[_membership_pb2.CheckpointUploadResponse]]:
+        """The answer to an upload order: the files of one checkpoint, passed on to the operator who asked."""
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -59,14 +59,26 @@ class Route(_message.Message):
     peer_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Base(_message.Message):
+    __slots__ = ("round", "manifest_hash", "since_version", "voters")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    SINCE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VOTERS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    manifest_hash: bytes
+    since_version: int
+    voters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ..., since_version: _Optional[int] = ..., voters: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Plan(_message.Message):
-    __slots__ = ("protocol", "run_id", "version", "assignments", "routes", "genesis_manifest_hash", "issued_unix_ms", "reason")
+    __slots__ = ("protocol", "run_id", "version", "assignments", "routes", "base", "issued_unix_ms", "reason")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
-    GENESIS_MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     ISSUED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
@@ -74,7 +86,7 @@ class Plan(_message.Message):
     version: int
     assignments: _containers.RepeatedCompositeFieldContainer[Assignment]
     routes: _containers.RepeatedCompositeFieldContainer[Route]
-    genesis_manifest_hash: bytes
+    base: Base
     issued_unix_ms: int
     reason: str
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., genesis_manifest_hash: _Optional[bytes] = ..., issued_unix_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., issued_unix_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

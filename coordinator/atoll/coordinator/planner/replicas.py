@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from atoll.core.data_position import LEASE_ROUNDS
-from atoll.core.plan import Assignment, Plan, Range
+from atoll.core.plan import Assignment, Base, Plan, Range
 from atoll.core.run_spec import RunSpec
 
 REDUCE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s; equal for all, so each reduces an equal share
@@ -23,7 +23,7 @@ def replicate(
     previous: Plan | None,
     head_round: int,
     layers: int,
-    genesis_hash: bytes,
+    base: Base,
     issued_unix_ms: int,
     reason: str,
 ) -> Plan:
@@ -48,7 +48,7 @@ def replicate(
             for peer in ordered
         ),
         routes=tuple((peer,) for peer in ordered),
-        genesis_manifest_hash=genesis_hash,
+        base=base,
         issued_unix_ms=issued_unix_ms,
         reason=reason,
     )

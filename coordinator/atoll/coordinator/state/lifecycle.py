@@ -21,6 +21,7 @@ from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, S
 from atoll.coordinator.text import enum_word
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.manifest import manifest_hash
+from atoll.core.plan import Base
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -255,6 +256,7 @@ def _may_return(state: State, peer_id: str) -> bool:
 
 def _issue(draft: Draft, run_id: str, members: list[str], reason: str) -> None:
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    genesis = manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload)
     plan = replicate(
         memory.spec,
         version=run.plan_version + 1,
@@ -262,7 +264,7 @@ def _issue(draft: Draft, run_id: str, members: list[str], reason: str) -> None:
         previous=memory.plan,
         head_round=run.head_round,
         layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
-        genesis_hash=manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload),
+        base=memory.plan.base if memory.plan else Base(genesis, tuple(sorted(members))),
         issued_unix_ms=draft.now.unix_ms,
         reason=reason,
     )
