@@ -2,52 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from atoll.core.disk import OS_DISK, Bytes, Disk
 from atoll.core.errors import DataDirUnusable
 
 
 def make_private_dir(path: Path) -> Path:
-    """Create `path` (and parents) with mode 0700, or close a directory of ours that was open to others.
+    """Create `path` (and parents) with mode 0700, durably, or close a directory of ours that was open to others.
 
     Raises `DataDirUnusable`, also for a directory that everybody shares (`/tmp` itself).
     """
     try:
+        missing = list(itertools.takewhile(lambda parent: not parent.exists(), (path, *path.parents)))
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = path.stat()
         if found.st_mode & stat.S_ISVTX:
             raise DataDirUnusable(f"{path} is shared by all users", "name a directory of its own with --data-dir")
         if found.st_uid == os.geteuid() and found.st_mode & 0o077:
             path.chmod(0o700)
+        for created in reversed(missing):
+            OS_DISK.sync_directory(created.parent)
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     return path
 
 
-def write_atomic(path: Path, chunks: bytes | Iterable[bytes | memoryview], mode: int = 0o644) -> None:
+def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
     """Replace `path` so that a reader or a power cut sees the old bytes or the new ones, never a mix.
 
     Temporary name in the same directory, fsync, rename, fsync of the directory. Raises `DataDirUnusable`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            write_synced(temporary, chunks, mode, disk)
+            disk.rename(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                disk.unlink(temporary)
             raise
-        _sync_directory(path.parent)
+        disk.sync_directory(path.parent)
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
+
+
+def write_synced(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
+    """A file whose bytes are durable; its name is not, yet. Raises `OSError`."""
+    file = disk.create(path, mode)
+    try:
+        for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
+            file.write(chunk)
+        file.sync()
+    finally:
+        file.close()
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -60,18 +73,11 @@ def read_private(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _unusable(path: Path, error: OSError) -> DataDirUnusable:
+def unusable(path: Path, error: OSError) -> DataDirUnusable:
+    """What an error of the file system means for the owner."""
     return DataDirUnusable(
         f"cannot use {path}: {error.strerror or error}",
         "check the owner, the permissions and the free space of that directory, or name another with --data-dir",

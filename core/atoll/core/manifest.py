@@ -19,7 +19,6 @@ from atoll.v1 import manifest_pb2
 
 CONTEXT = "manifest"
 TIE_BREAK = "tie-break"
-RESIGNATION = "resignation"
 MAX_MEMBERS = 4096  # of one round
 
 
@@ -99,21 +98,6 @@ def verify_tie_break(payload: bytes, ballot: Ballot, signature: pb.Signed, opera
     verify(TIE_BREAK, _vote(payload, ballot), signature.signature, operator_key)
 
 
-def resign(identity: Identity, head: Head) -> pb.Signed:
-    """A promise never to vote on a round above `head`'s."""
-    message = manifest_pb2.Resignation(run_id=head.manifest.round.run_id, round=head.round, head_hash=head.hash)
-    return identity.seal(RESIGNATION, message.SerializeToString(deterministic=True))
-
-
-def read_resignation(sealed: pb.Signed, run_id: str, head_round: int, head_hash: bytes) -> str:
-    """Who resigned at that head. Raises `SignatureInvalid` when this is no resignation of exactly there."""
-    verify(RESIGNATION, sealed.payload, sealed.signature, sealed.public_key)
-    expected = manifest_pb2.Resignation(run_id=run_id, round=head_round, head_hash=head_hash)
-    if sealed.payload != expected.SerializeToString(deterministic=True):
-        raise SignatureInvalid("a resignation is from another round or run")
-    return peer_id_of(sealed.public_key)
-
-
 def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
     """Parse a manifest from a peer or from disk and check every vote on it.
 
@@ -130,7 +114,7 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
         raise PeerMisbehaved(f"the manifest is of run {manifest.round.run_id!r}, not {run_id!r}")
     if head.ballot < Ballot(manifest.round.plan_version, manifest.round.attempt):
         raise PeerMisbehaved("the manifest was voted for before it was made")
-    if len(committed.signatures) > MAX_MEMBERS or len(committed.resignations) > MAX_MEMBERS:
+    if len(committed.signatures) > MAX_MEMBERS:
         raise PeerMisbehaved("the manifest carries more signatures than a round has members")
     _ = head.data  # its ranges are checked on reading
     for signature in committed.signatures:
@@ -141,14 +125,10 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
 def require_quorum(head: Head, electorate: Electorate, operator_key: bytes) -> None:
     """Raise `SignatureInvalid` unless the votes on `head` commit it, given who decides its round."""
     committed = head.committed
-    resigned = {
-        read_resignation(item, head.manifest.round.run_id, head.round - 1, head.manifest.previous_hash)
-        for item in committed.resignations
-    }
     tie_break = committed.HasField("tie_break")
     if tie_break:
         verify_tie_break(committed.payload, head.ballot, committed.tie_break, operator_key)
-    if not electorate.without(resigned).decides(head.signers, tie_break):
+    if not electorate.decides(head.signers, tie_break):
         votes = len(electorate.members & head.signers)
         raise SignatureInvalid(f"round {head.round} has {votes} of {len(electorate.members)} votes: not enough")
 

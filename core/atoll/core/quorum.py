@@ -3,8 +3,7 @@
 Round n+1 is decided by the members that were present when round n was settled, its *electorate*. A result commits
 with the votes of a strict majority of them; of an even electorate, exactly half suffice together with the
 coordinator's tie-break. Any two such quorums share a voter: two majorities share a member, so do a majority and a
-half, and two halves share the coordinator. A member that resigned has promised not to vote any more and does not
-count; who knows of fewer resignations asks for more votes, never for fewer.
+half, and two halves share the coordinator.
 
 Attempts are ballots of single-decree Paxos (Lamport, "Paxos Made Simple", 2001): a member that takes part in one
 promises to ignore earlier ones, and says what it voted for last. `must_adopt` is the proposer's rule.
@@ -29,10 +28,6 @@ class Electorate:
     """The members that decide one round."""
 
     members: frozenset[str]
-
-    def without(self, resigned: Set[str]) -> Electorate:
-        """Those that are left after resignations."""
-        return Electorate(self.members - resigned)
 
     def decides(self, votes: Set[str], tie_break: bool = False) -> bool:
         """Whether `votes` (peer ids, others than members are ignored) commit a result."""

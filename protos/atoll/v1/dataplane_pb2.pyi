@@ -25,12 +25,14 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class TokenReport(_message.Message):
-    __slots__ = ("round", "tokens")
+    __slots__ = ("round", "tokens", "leaving")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("round", "head_hash", "deadline_ms")
@@ -53,18 +55,20 @@ class Accepted(_message.Message):
     def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., held: _Optional[bool] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("round", "tokens", "samples", "accepted", "voter")
+    __slots__ = ("round", "tokens", "samples", "accepted", "voter", "leaving")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     VOTER_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
     samples: int
     accepted: Accepted
     voter: bool
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("round", "reason", "plan_version", "attempt")
@@ -181,7 +185,7 @@ class Abandon(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundMessage(_message.Message):
-    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon", "decline", "parts", "settle", "adopt", "plan", "resignation")
+    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon", "decline", "parts", "settle", "adopt", "plan")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -194,7 +198,6 @@ class RoundMessage(_message.Message):
     SETTLE_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    RESIGNATION_FIELD_NUMBER: _ClassVar[int]
     report: TokenReport
     open: Open
     ready: Ready
@@ -207,8 +210,7 @@ class RoundMessage(_message.Message):
     settle: Settle
     adopt: Adopt
     plan: _common_pb2.Signed
-    resignation: _common_pb2.Signed
-    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., resignation: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class ExchangeHeader(_message.Message):
     __slots__ = ("round", "repair")
@@ -243,14 +245,14 @@ class StateRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., manifest_round: _Optional[int] = ..., head_manifest: _Optional[bool] = ..., anchor: _Optional[_Union[StateSlice, _Mapping]] = ..., momentum: _Optional[_Union[StateSlice, _Mapping]] = ...) -> None: ...
 
 class StateSlice(_message.Message):
-    __slots__ = ("round", "start", "end")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("manifest_hash", "start", "end")
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    round: int
+    manifest_hash: bytes
     start: int
     end: int
-    def __init__(self, round: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    def __init__(self, manifest_hash: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class StateReply(_message.Message):
     __slots__ = ("refusal", "manifest", "body_bytes")

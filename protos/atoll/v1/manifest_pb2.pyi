@@ -81,28 +81,16 @@ class Manifest(_message.Message):
     committed_unix_ms: int
     def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ...) -> None: ...
 
-class Resignation(_message.Message):
-    __slots__ = ("run_id", "round", "head_hash")
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    round: int
-    head_hash: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., head_hash: _Optional[bytes] = ...) -> None: ...
-
 class CommittedManifest(_message.Message):
-    __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt", "tie_break", "resignations")
+    __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt", "tie_break")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
     BALLOT_PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     BALLOT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TIE_BREAK_FIELD_NUMBER: _ClassVar[int]
-    RESIGNATIONS_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
     signatures: _containers.RepeatedCompositeFieldContainer[_common_pb2.Signed]
     ballot_plan_version: int
     ballot_attempt: int
     tie_break: _common_pb2.Signed
-    resignations: _containers.RepeatedCompositeFieldContainer[_common_pb2.Signed]
-    def __init__(self, payload: _Optional[bytes] = ..., signatures: _Optional[_Iterable[_Union[_common_pb2.Signed, _Mapping]]] = ..., ballot_plan_version: _Optional[int] = ..., ballot_attempt: _Optional[int] = ..., tie_break: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., resignations: _Optional[_Iterable[_Union[_common_pb2.Signed, _Mapping]]] = ...) -> None: ...
+    def __init__(self, payload: _Optional[bytes] = ..., signatures: _Optional[_Iterable[_Union[_common_pb2.Signed, _Mapping]]] = ..., ballot_plan_version: _Optional[int] = ..., ballot_attempt: _Optional[int] = ..., tie_break: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...

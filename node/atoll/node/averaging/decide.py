@@ -24,13 +24,19 @@ MAX_SAMPLES = 2**40  # that a member may say it consumed in one round
 
 
 def build_start(
-    policy: RoundPolicy, plan: Plan, round_id: RoundId, ready: Mapping[str, dp.Ready], unix_ms: int
+    policy: RoundPolicy,
+    plan: Plan,
+    round_id: RoundId,
+    ready: Mapping[str, dp.Ready],
+    *,
+    unix_ms: int,
+    exchange_seconds: float,
 ) -> dp.Start:
-    """What the opener sends to all: weights frozen at min(tokens, cap), the partition by the plan's caps.
+    """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
 
     Tokens count towards the run up to the same cap, so that no single claim can end it.
     """
-    members = round_id.order(plan.members)
+    members = round_id.order(ready)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
@@ -47,7 +53,7 @@ def build_start(
         codec=CODECS[policy.codec].number,
         elements=policy.elements,
         part_elements=policy.part_elements,
-        deadline_ms=int(policy.exchange_timeout.total_seconds() * 1000),
+        deadline_ms=int(exchange_seconds * 1000),
         unix_ms=unix_ms,
     )
 
@@ -55,12 +61,14 @@ def build_start(
 def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Ready, me: str, start: dp.Start) -> None:
     """Raise `PeerMisbehaved` unless an honest opener could have sent this to us."""
     members = tuple(item.peer_id for item in start.contributions)
-    if members != round_id.order(plan.members):
-        raise PeerMisbehaved("Start names other members than the plan, or in another order")
+    if me not in members or not set(members) <= set(plan.members) or members != round_id.order(set(members)):
+        raise PeerMisbehaved("Start names members that are not the plan's, or in another order, or leaves us out")
     for item in start.contributions:
         cap = _cap(plan, item.peer_id)
         if item.weight != item.tokens or item.tokens > cap or item.samples > MAX_SAMPLES:
             raise PeerMisbehaved(f"Start gives {item.peer_id} more than the plan allows")
+        if item.present or item.partial:
+            raise PeerMisbehaved("Start says how the round ended before it began")
         if item.peer_id == me and (item.tokens, item.samples) != (min(mine.tokens, cap), mine.samples):
             raise PeerMisbehaved("Start does not repeat what we reported")
     if not any(item.weight for item in start.contributions):
@@ -73,28 +81,64 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
 
 
-def manifest_payload(
-    policy: RoundPolicy, plan: Plan, head: Head, start: dp.Start, layers: tuple[manifest_pb2.LayerState, ...]
-) -> bytes:
-    """The bytes that every member signs: equal on all that computed the same digests."""
+def parts_total(start: dp.Start) -> int:
+    """How many parts the vector is cut into."""
+    return sum(-(-(piece.end - piece.start) // start.part_elements) for piece in start.partition)
+
+
+def check_settle(start: dp.Start, settle: dp.Settle) -> None:
+    """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange."""
     members = [item.peer_id for item in start.contributions]
-    parts_total = sum(-(-(piece.end - piece.start) // start.part_elements) for piece in start.partition)
+    present, partial = list(settle.present), set(settle.partial)
+    if present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
+        raise PeerMisbehaved("Settle names members that Start does not, or in another order")
+    if len(settle.digests) != parts_total(start) or any(len(item) not in (0, 32) for item in settle.digests):
+        raise PeerMisbehaved("Settle does not have one digest for each part")
+    for repair in settle.repairs:
+        if repair.part >= len(settle.digests) or not set(repair.peer_ids) <= set(present):
+            raise PeerMisbehaved("Settle repairs a part that is none, or from somebody who is gone")
+
+
+def manifest_payload(
+    policy: RoundPolicy,
+    plan: Plan,
+    head: Head,
+    start: dp.Start,
+    settle: dp.Settle,
+    layers: tuple[manifest_pb2.LayerState, ...],
+) -> bytes:
+    """The bytes that every member votes for: equal on all that computed the same digests.
+
+    A contribution that is only in some sums is spent, its samples too, but its tokens do not count.
+    """
+    present, partial = set(settle.present), set(settle.partial)
+    contributions = [
+        manifest_pb2.Contribution(
+            peer_id=item.peer_id,
+            tokens=0 if item.peer_id in partial else item.tokens,
+            weight=item.weight,
+            samples=item.samples,
+            present=item.peer_id in present,
+            partial=item.peer_id in partial,
+        )
+        for item in start.contributions
+    ]
     message = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=start.round,
         previous_hash=head.hash,
-        contributions=start.contributions,
+        contributions=contributions,
         layers=layers,
         codec=start.codec,
-        committed_tokens=head.committed_tokens + sum(item.tokens for item in start.contributions),
+        committed_tokens=head.committed_tokens + sum(item.tokens for item in contributions),
         data=advance(
             position_at(head, plan),
-            members,
-            {item.peer_id: item.samples for item in start.contributions},
+            plan.members,
+            {item.peer_id: item.samples for item in contributions},
             policy.minimum_lease,
         ).to_proto(),
-        parts_total=parts_total,
-        parts_zeroed=0,
+        parts_total=parts_total(start),
+        parts_zeroed=sum(not item for item in settle.digests),
         committed_unix_ms=start.unix_ms,
     )
     return message.SerializeToString(deterministic=True)

@@ -1,56 +1,73 @@
 """The outer round as a pure state machine: events in, actions out, no I/O, no clock of its own.
 
-    IDLE ──Open──▶ FREEZING ──Frozen──▶ READY ──Start──▶ EXCHANGING ──Exchanged──▶ HOLDING ──Commit──▶ IDLE
-      ▲               │                   │                  │                        │
-      └───────────────┴──── abandoned ────┴──────────────────┘       no word: RESOLVING (ask the others)
+    IDLE ─Open─▶ FREEZING ─Frozen─▶ READY ─Start─▶ EXCHANGING ─Parted─▶ PARTED ─Settle─▶ STAGING ─Staged─▶ VOTED ─Commit─▶ IDLE
+                                      └──────────────────── Adopt ───────────────────────▲
 
-Everyone is a follower; one of the first three in the round's order is also the opener. A round commits only
-if every started member signed the same manifest; otherwise it is abandoned, loudly, and its progress enters
-the next attempt. Training goes on in every phase.
+Everyone is a follower; the attempt's number names the one that is also its opener. A round commits with the votes of
+a strict majority of the members that were present in the round before, or of half of them and the coordinator
+(core/quorum.py). Attempts are ballots of Paxos: Ready is the promise, Digest the vote, and an attempt that learns of
+an earlier result which may have been committed commits that one. docs/explain/rounds.md draws it with the failures.
 
-A follower that has sent its digest is bound: it neither trains on a fork nor forgets until it knows.
+Training goes on in every phase. At one head at most one snapshot of this node's progress ever leaves it, so no
+contribution can be counted twice whatever becomes of the attempts.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import Head, read_head, require_signers, verify_signature
+from atoll.core.manifest import Head
 from atoll.core.plan import Plan
+from atoll.core.quorum import Ballot, Electorate, Undecided, Voted
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.decide import build_start, check_start, manifest_payload
+from atoll.node.averaging.decide import build_start, check_settle, check_start, manifest_payload
+from atoll.node.averaging.opener import Leading, Stage
+from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import (
     Action,
+    AskCoordinator,
     CatchUp,
+    Complete,
     Event,
-    Exchanged,
     Failed,
     Freeze,
     Frozen,
     HeadMoved,
     Install,
+    Leave,
+    Obtain,
+    Obtained,
+    Parted,
     PlanReceived,
+    Pledge,
     Progress,
     Received,
     Release,
     Report,
-    Resolve,
-    Resolved,
     RoundPolicy,
     RunExchange,
+    Seals,
     Send,
+    SharePlan,
+    Staged,
     Tick,
+    TieBreak,
+    VoteRecord,
 )
+from atoll.node.averaging.settlement import settle
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-OPENERS = 3  # how many of the order may open a round
-MAX_ATTEMPT_JUMP = 64  # a peer cannot push the attempt counter further than this at once
+NEXT_OPENERS = 3  # the following attempts' openers are told how many tokens there are
+MAX_ATTEMPT_JUMP = 1000  # a peer cannot push the attempt counter further than this at once
+_LATELY = 3.0  # report intervals after which a silent member is not waited for
+_TIE_SECONDS = 10.0  # for the coordinator's answer
+_BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 
 
 class Phase(Enum):
@@ -60,63 +77,72 @@ class Phase(Enum):
     FREEZING = auto()
     READY = auto()
     EXCHANGING = auto()
-    HOLDING = auto()
-    RESOLVING = auto()
+    PARTED = auto()
+    STAGING = auto()
+    VOTED = auto()
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A member's last token report."""
+
+    tokens: int
+    when: float
+    leaving: bool
 
 
 @dataclass
 class _Following:
-    """The round that this node takes part in."""
+    """The attempt that this node takes part in."""
 
     round_id: RoundId
     opener: str
-    plan: Plan  # the round ends under the plan it began with
+    plan: Plan  # the attempt ends under the plan it began with
     deadline: float
     ready: dp.Ready | None = None
     start: dp.Start | None = None
-    payload: bytes = b""  # the manifest that this node signed
-    bound_until: float = 0.0  # before that, "nobody has the manifest" only means "not yet"
-
-
-@dataclass
-class _Leading:
-    """What the opener collects."""
-
-    round_id: RoundId
-    plan: Plan
-    opened: float
-    deadline: float
-    ready: dict[str, dp.Ready] = field(default_factory=dict)
-    start: dp.Start | None = None
-    digests: dict[str, dp.Digest] = field(default_factory=dict)
+    parted: bool = False
+    settle: dp.Settle | None = None
+    adopting: bytes = b""
+    commit: manifest_pb2.CommittedManifest | None = None  # it came before our own result was staged
 
 
 class RoundMachine:
     """One fragment's rounds on one node. Feed `step`; carry out what it returns, in order."""
 
     def __init__(
-        self, me: str, policy: RoundPolicy, sign: Callable[[bytes], pb.Signed], head: Head, plan: Plan, now: float
+        self,
+        me: str,
+        policy: RoundPolicy,
+        seals: Seals,
+        head: Head,
+        plan: Plan,
+        now: float,
+        record: VoteRecord | None = None,
+        known: Head | None = None,
     ) -> None:
         self.me = me
         self.policy = policy
         self.head = head
         self.plan = plan
         self.phase = Phase.IDLE
-        self.attempt = 0
-        self._sign = sign
+        self.attempt = 0  # the next one
+        self._seals = seals
+        self._record = record  # the newest that is on disk
+        self._first_round = head.round
+        self._known = known or head  # the newest that this node ever saw committed
         self._tokens = 0
         self._next_plan: Plan | None = None
-        self._heard: dict[str, int] = {}  # tokens that members reported since the head
-        self._last_commit = now
-        self._due_since: float | None = None
-        self._reported = float("-inf")
-        self._following: _Following | None = None
-        self._leading: _Leading | None = None
+        self._leaving = False
+        self._ready_pace = Pace(1.0, policy.ready_timeout.total_seconds())
+        self._exchange_pace = Pace(1.0, policy.exchange_timeout.total_seconds())
+        self._decision_pace = Pace(1.0, policy.decision_timeout.total_seconds())
         self._inbox: deque[Received] = deque()  # to ourselves
-        self._early: Received | None = None  # an Open under a plan that has not reached us yet
+        self._waiting: tuple[float, Received] | None = None  # an Open that came too early, and until when it is good
         self._actions: list[Action] = []
         self._now = now
         self._unix_ms = 0
+        self._reset(head)
 
     @property
     def finished(self) -> bool:
@@ -127,6 +153,31 @@ class RoundMachine:
     def round_id(self) -> RoundId:
         """The attempt that would open next."""
         return RoundId(self.policy.run_id, self.plan.version, self.policy.fragment, self.head.round + 1, self.attempt)
+
+    @property
+    def electorate(self) -> Electorate:
+        """Who decides the next round."""
+        return self.plan.electorate(self.head)
+
+    @property
+    def exposed(self) -> bool:
+        """Whether the snapshot left this node, so that the next round may hold it."""
+        return self._exposed
+
+    @property
+    def votes(self) -> bool:
+        """Whether this node's vote counts at this head: it knows all that it ever promised."""
+        return self._voter
+
+    @property
+    def lagging(self) -> bool:
+        """Whether a newer round than our head is known to be committed: we wait for its state, or for a recovery."""
+        return self.head.round < self._known.round and self.plan.accepts(self._known)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether this node voted for a result of which it does not know whether it was committed."""
+        return self._voted is not None
 
     def step(self, event: Event, now: float, unix_ms: int = 0) -> list[Action]:
         """Take one event at monotonic time `now`; `unix_ms` only dates a Start that this step may send."""
@@ -148,125 +199,246 @@ class RoundMachine:
             case Received(peer, message):
                 self._receive(peer, message)
             case Frozen():
-                self._frozen(event)
-            case Exchanged(round_id, layers):
-                self._exchanged(round_id, layers)
+                self._froze(event)
+            case Parted():
+                self._parted(event)
+            case Staged(round_id, layers):
+                self._staged(round_id, layers)
+            case Obtained(round_id):
+                self._obtained(round_id)
             case Failed(round_id, reason):
                 if self._is_following(round_id):
                     self._give_up(reason)
-            case Resolved(round_id, manifest):
-                self._resolved(round_id, manifest)
+            case TieBreak():
+                self._tie_broken(event)
             case PlanReceived(plan):
                 self._plan_received(plan)
             case HeadMoved(head):
                 self._head_moved(head)
+            case Leave():
+                self._leaving = True
 
     def _plan_received(self, plan: Plan) -> None:
-        newest = self._next_plan or self.plan
-        if plan.version <= newest.version:
-            return
-        self._next_plan = plan
-        lost = set(self._following.plan.members) - set(plan.members) if self._following else set()
-        if lost and self.phase not in (Phase.HOLDING, Phase.RESOLVING):
-            self._give_up(f"plan {plan.version} goes on without {len(lost)} of this round's members")
-        self._adopt_plan()
+        if plan.version > (self._next_plan or self.plan).version:
+            self._next_plan = plan
+            self._adopt_plan()
 
     def _head_moved(self, head: Head) -> None:
         if self._following is not None:
-            self._release()
-        self._start_from(head)
+            self._actions.append(Release(self._following.round_id, thaw=False))
+        self._reset(head)
+        self._adopt_plan()
 
     def _tick(self) -> None:
         if self._leading is not None and self._now >= self._leading.deadline:
-            self._abandon_led(self._missing())
-        following = self._following
-        if following is not None and self._now >= following.deadline:
-            self._overdue(following)
-        if self.phase is Phase.IDLE and not self.finished and self.me in self.plan.members:
-            self._report_tokens()
-            self._open_if_due()
+            self._push_on(self._leading)
+        if self._following is not None and self._now >= self._following.deadline:
+            self._overdue(self._following)
+        self._adopt_plan()
+        if self.phase is not Phase.IDLE or self.finished or self.me not in self.plan.members:
+            return
+        if self.lagging:
+            return
+        self._report_tokens()
+        self._open_if_due()
 
     def _overdue(self, following: _Following) -> None:
-        if self.phase is Phase.HOLDING:
-            self._resolve(following)
-        else:
-            self._give_up(f"no progress in phase {self.phase.name.lower()}")
-
-    def _resolve(self, following: _Following) -> None:
-        self.phase = Phase.RESOLVING
-        following.bound_until = following.deadline
-        following.deadline = float("inf")  # `Resolved` ends it
-        others = tuple(peer for peer in following.plan.members if peer != self.me)
-        self._actions.append(Resolve(following.round_id, others))
+        if following.commit is not None:
+            self._behind(f"round {following.round_id.number} was committed before our own result was ready")
+        self._give_up(f"no progress in phase {self.phase.name.lower()}")
 
     # --- opening -----------------------------------------------------------------------------------
 
     def _report_tokens(self) -> None:
-        self._heard[self.me] = self._tokens
+        self._heard[self.me] = _Heard(self._tokens, self._now, self._leaving)
         if self._now - self._reported < self.policy.report_interval.total_seconds():
             return
         self._reported = self._now
-        message = dp.RoundMessage(report=dp.TokenReport(round=self.round_id.to_proto(), tokens=self._tokens))
-        for peer in self.round_id.order(self.plan.members)[:OPENERS]:
-            if peer != self.me:
-                self._send(peer, message)
+        order = self.round_id.order(self.plan.members)
+        upcoming = {order[(self.attempt + ahead) % len(order)] for ahead in range(NEXT_OPENERS)}
+        for peer in sorted(upcoming - {self.me}):
+            self._send_report(peer)
+
+    def _send_report(self, peer: str) -> None:
+        report = dp.TokenReport(round=self.round_id.to_proto(), tokens=self._tokens, leaving=self._leaving)
+        self._send(peer, dp.RoundMessage(report=report))
 
     def _open_if_due(self) -> None:
-        if self._leading is not None:
+        if self._leading is not None or self._now < self._not_before:
             return
-        order = self.round_id.order(self.plan.members)
-        rank = order.index(self.me)
-        if rank >= OPENERS or not self._is_due():
+        if not self._is_due():
             self._due_since = None
             return
         self._due_since = self._now if self._due_since is None else self._due_since
-        if self._now - self._due_since < rank * self.policy.open_timeout.total_seconds():
+        order = self.round_id.order(self.plan.members)
+        turn = (order.index(self.me) - self.attempt) % len(order)
+        if self._now - self._due_since < turn * self.policy.open_timeout.total_seconds():
             return
-        deadline = self._now + self.policy.ready_timeout.total_seconds()
-        self._leading = _Leading(self.round_id, self.plan, self._now, deadline)
-        message = dp.Open(
-            round=self.round_id.to_proto(),
-            head_hash=self.head.hash,
-            members=order,
-            deadline_ms=int(self.policy.ready_timeout.total_seconds() * 1000),
+        round_id = replace(self.round_id, attempt=self.attempt + turn)
+        patience = self._ready_pace.patience
+        self._leading = Leading(
+            round_id, self.plan, self.electorate, frozenset(self._lately()), self._now, self._now + patience
         )
+        self._leading.stage_began = self._now
+        message = dp.Open(round=round_id.to_proto(), head_hash=self.head.hash, deadline_ms=int(patience * 1000))
         self._broadcast(self.plan, dp.RoundMessage(open=message))
 
+    def _lately(self) -> set[str]:
+        """Members of the plan that were heard from at this head, lately."""
+        window = _LATELY * self.policy.report_interval.total_seconds()
+        heard = {peer for peer, said in self._heard.items() if self._now - said.when <= window}
+        return (heard | {self.me}) & set(self.plan.members)
+
     def _is_due(self) -> bool:
-        total = sum(self._heard.get(peer, 0) for peer in self.plan.members)
-        everyone = all(peer in self._heard for peer in self.plan.members)
+        lately = self._lately()
+        voters = lately & self.electorate.members
+        if not (self.electorate.decides(voters) or self.electorate.is_half(voters)):
+            return False  # nothing could be committed
+        total = sum(self._heard[peer].tokens for peer in lately if peer in self._heard)
+        leaving = any(self._heard[peer].leaving for peer in voters if peer in self._heard)
+        began = self.head.round > self.plan.base.round
+        patience = _LATELY * self.policy.report_interval.total_seconds() if began else self._ready_pace.ceiling
+        everyone = lately == set(self.plan.members) or self._now - self._settled_in >= patience
         overdue = self._now - self._last_commit >= self.policy.round_max.total_seconds()
-        due = self.policy.due_tokens(self.head.committed_tokens, len(self.plan.members))
-        return total > 0 and ((everyone and total >= due) or overdue)
+        due = self.policy.due_tokens(self.head.committed_tokens, len(lately))
+        return total > 0 and ((everyone and total >= due) or overdue or leaving)
 
-    def _start_if_ready(self, leading: _Leading) -> None:
-        if set(leading.ready) != set(leading.plan.members):
+    def _push_on(self, leading: Leading) -> None:
+        """Time is up, or everyone answered: go on with what there is."""
+        match leading.stage:
+            case Stage.READY:
+                self._begin(leading)
+            case Stage.PARTS:
+                self._settle(leading)
+            case Stage.VOTES:
+                self._count(leading, final=True)
+        if self._leading is leading and self._now >= leading.deadline:  # the coordinator does not answer either
+            self._abandon_led(leading.shortfall())
+
+    def _answered(self, leading: Leading) -> None:
+        if leading.waiting_for():
             return
-        if not any(ready.tokens for ready in leading.ready.values()):
+        if leading.stage is Stage.READY and not leading.may_commit(leading.ready):
+            return  # somebody who was silent may still answer
+        self._push_on(leading)
+
+    def _begin(self, leading: Leading) -> None:
+        """Enough answered: start the exchange, or commit what may have been committed already."""
+        if not leading.has_promises():
+            if leading.electorate.is_half(set(leading.promised)) and b"" not in leading.asked:
+                self._ask_coordinator(leading, b"")
+            elif not leading.asking:
+                self._abandon_led(leading.shortfall())
+            return
+        try:
+            adopting = leading.to_adopt()
+        except Undecided:
+            self._abandon_led("two results may have been committed: more members must answer")
+            return
+        if leading.stage_began + 1e-9 < self._now and not leading.waiting_for():
+            self._ready_pace.observe(self._now - leading.stage_began)
+        if adopting is not None:
+            self._adopt_earlier(leading, adopting)
+        elif not any(ready.tokens for ready in leading.ready.values()):
             self._abandon_led("nobody had trained a token")
-            return
-        leading.start = build_start(self.policy, leading.plan, leading.round_id, leading.ready, self._unix_ms)
-        exchange, decision = self.policy.exchange_timeout, self.policy.decision_timeout
-        leading.deadline = self._now + (exchange + decision).total_seconds()
-        self._broadcast(leading.plan, dp.RoundMessage(start=leading.start))
+        else:
+            self._start(leading)
 
-    def _commit_if_equal(self, leading: _Leading) -> None:
-        following = self._following
-        if set(leading.digests) != set(leading.plan.members) or following is None or not following.payload:
+    def _start(self, leading: Leading) -> None:
+        seconds = self._exchange_pace.patience
+        leading.start = build_start(
+            self.policy,
+            leading.plan,
+            leading.round_id,
+            leading.ready,
+            unix_ms=self._unix_ms,
+            exchange_seconds=seconds,
+        )
+        self._enter(leading, Stage.PARTS, seconds + self._decision_pace.floor)
+        self._broadcast(leading.plan, dp.RoundMessage(start=leading.start), among=leading.ready)
+
+    def _adopt_earlier(self, leading: Leading, payload: bytes) -> None:
+        holders = leading.holders(payload)
+        if not holders and leading.everyone_promised():
+            self._start(leading)  # its state is lost, and nobody has seen it committed
             return
-        for peer, digest in sorted(leading.digests.items()):
-            try:
-                verify_signature(following.payload, digest.signature, peer)
-            except AtollError:
-                self._abandon_led(f"replicas differ: {peer} signed another result")
-                return
-        signatures = [leading.digests[peer].signature for peer in sorted(leading.digests)]
-        committed = manifest_pb2.CommittedManifest(payload=following.payload, signatures=signatures)
-        seconds = self._now - leading.opened
+        if not holders:
+            self._abandon_led("an earlier result may have been committed, but nobody who answered still has its state")
+            return
+        seconds = self._exchange_pace.ceiling  # a whole state may have to travel
+        self._enter(leading, Stage.VOTES, seconds)
+        message = dp.Adopt(
+            round=leading.round_id.to_proto(), payload=payload, holders=holders, deadline_ms=int(seconds * 1000)
+        )
+        self._broadcast(leading.plan, dp.RoundMessage(adopt=message), among=leading.ready)
+
+    def _settle(self, leading: Leading) -> None:
+        assert leading.start is not None
+        if not leading.may_commit(leading.parts):
+            self._abandon_led(leading.shortfall())
+            return
+        if not leading.waiting_for():
+            self._exchange_pace.observe(self._now - leading.stage_began)
+        order = [peer for peer in leading.members if peer in leading.parts]
+        try:
+            digests, holders, partial = settle(leading.parts, order)
+        except PeerMisbehaved as error:
+            self._abandon_led(str(error))
+            return
+        seconds = self._decision_pace.patience
+        leading.settle = dp.Settle(
+            round=leading.round_id.to_proto(),
+            present=leading.staying(),
+            partial=[peer for peer in partial if peer in leading.members],
+            digests=digests,
+            repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
+            deadline_ms=int(seconds * 1000),
+        )
+        self._enter(leading, Stage.VOTES, seconds)
+        self._broadcast(leading.plan, dp.RoundMessage(settle=leading.settle), among=leading.members)
+
+    def _count(self, leading: Leading, final: bool) -> None:
+        payload = leading.decided()
+        if payload is not None:
+            if not leading.waiting_for():
+                self._decision_pace.observe(self._now - leading.stage_began)
+            self._commit(leading, payload)
+            return
+        if leading.waiting_for() and not final:
+            return
+        tied = leading.tied()
+        if tied is not None:
+            self._ask_coordinator(leading, tied)
+        elif not leading.asking:
+            self._abandon_led(leading.shortfall())
+
+    def _commit(self, leading: Leading, payload: bytes) -> None:
         self._leading = None
-        self._actions.append(Report(leading.round_id, committed, "", seconds))
+        committed = leading.committed(payload)
+        self._actions.append(Report(leading.round_id, committed, "", self._now - leading.opened))
         commit = dp.Commit(round=leading.round_id.to_proto(), manifest=committed)
         self._broadcast(leading.plan, dp.RoundMessage(commit=commit))
+
+    def _ask_coordinator(self, leading: Leading, payload: bytes) -> None:
+        leading.asked.add(payload)
+        leading.asking = True
+        leading.deadline = max(leading.deadline, self._now + _TIE_SECONDS)
+        self._actions.append(AskCoordinator(leading.round_id, payload))
+
+    def _tie_broken(self, answer: TieBreak) -> None:
+        leading = self._leading
+        if leading is None or leading.round_id != answer.round_id:
+            return
+        leading.asking = False
+        if not answer.granted:
+            self._abandon_led(f"{leading.shortfall()}: {answer.reason}" if answer.reason else leading.shortfall())
+        elif not answer.payload:
+            leading.tie_promised, leading.tie_voted = True, answer.voted
+            if leading.stage is Stage.READY:
+                self._begin(leading)
+        elif answer.vote is not None:
+            leading.tie_breaks[answer.payload] = answer.vote
+            self._count(leading, final=False)
 
     def _abandon_led(self, reason: str) -> None:
         leading, self._leading = self._leading, None
@@ -276,238 +448,424 @@ class RoundMachine:
         abandon = dp.Abandon(round=leading.round_id.to_proto(), reason=reason[:500])
         self._broadcast(leading.plan, dp.RoundMessage(abandon=abandon))
 
-    def _missing(self) -> str:
-        leading = self._leading
-        assert leading is not None
-        stage, got = ("digest", set(leading.digests)) if leading.start else ("answer", set(leading.ready))
-        silent = sorted(set(leading.plan.members) - got)
-        return f"no {stage} in time from {', '.join(silent)}"
+    def _enter(self, leading: Leading, stage: Stage, seconds: float) -> None:
+        leading.stage, leading.stage_began, leading.deadline = stage, self._now, self._now + seconds
 
     # --- messages ----------------------------------------------------------------------------------
 
     def _receive(self, peer: str, message: dp.RoundMessage) -> None:
         kind = message.WhichOneof("body")
-        if kind is None:
+        if kind is None or kind == "plan":
             return
         round_id = RoundId.from_proto(getattr(message, kind).round)
         if round_id.run_id != self.policy.run_id or round_id.fragment != self.policy.fragment:
             return
-        if round_id.number > self.head.round + 1 and peer in self.plan.members:
-            if self.phase is Phase.HOLDING and self._following is not None:
-                self._resolve(self._following)  # the round we hold was committed, only the word was lost
-            elif self.phase is not Phase.RESOLVING:
-                self._behind(f"{peer} is at round {round_id.number}, we are at {self.head.round}")
-            return
-        match kind:
-            case "report":
-                self._token_report(peer, round_id, message.report)
-            case "open":
-                self._opened(peer, round_id, message.open)
-            case "ready":
-                self._collect_ready(peer, round_id, message.ready)
-            case "start":
-                self._started(peer, round_id, message.start)
-            case "digest":
-                self._collect_digest(peer, round_id, message.digest)
-            case "commit":
-                self._committed(peer, round_id, message.commit)
-            case "abandon":
-                self._abandoned(peer, round_id, message.abandon)
+        if kind == "commit":
+            self._committed(peer, message.commit)
+        elif round_id.number <= self.head.round:
+            self._tell_head(peer, kind)
+        elif round_id.number > self.head.round + 1:
+            self._heard_from_ahead(peer, round_id.number)
+        elif kind == "report":
+            self._token_report(peer, round_id, message.report)
+        elif kind == "open":
+            self._opened(peer, round_id, message)
+        elif self._leading is not None and self._leading.round_id == round_id and peer in self._leading.plan.members:
+            self._collect(self._leading, peer, kind, message)
+        if self._is_following(round_id) and self._following is not None and peer == self._following.opener:
+            self._obey(self._following, kind, message)
+
+    def _collect(self, leading: Leading, peer: str, kind: str, message: dp.RoundMessage) -> None:
+        """An answer to what we opened."""
+        match kind, leading.stage:
+            case "ready", Stage.READY:
+                leading.ready[peer] = message.ready
+                self._answered(leading)
+            case "parts", Stage.PARTS if peer in leading.members:
+                leading.parts[peer] = message.parts
+                self._answered(leading)
+            case "digest", Stage.VOTES if peer in leading.members:
+                self._take_vote(leading, peer, message.digest)
+            case "decline", _:
+                leading.declined[peer] = message.decline.reason[:200]
+                self._reach(message.decline.plan_version, message.decline.attempt)
+                self._answered(leading)
+
+    def _take_vote(self, leading: Leading, peer: str, digest: dp.Digest) -> None:
+        if any(peer in votes for votes in leading.votes.values()):
+            return  # one vote an attempt
+        try:
+            self._seals.check_vote(digest.payload, leading.round_id.ballot, digest.signature, peer)
+        except AtollError as error:
+            leading.declined[peer] = str(error)
+        else:
+            leading.votes.setdefault(digest.payload, {})[peer] = digest.signature
+        self._count(leading, final=False)
+
+    def _obey(self, following: _Following, kind: str, message: dp.RoundMessage) -> None:
+        """A word of the opener that we follow."""
+        match kind, self.phase:
+            case "start", Phase.READY:
+                self._started(following, message.start)
+            case "settle", Phase.EXCHANGING | Phase.PARTED if following.settle is None:
+                following.settle = message.settle
+                self._settled(following)
+            case "adopt", Phase.READY:
+                self._adopt(following, message.adopt)
+            case "abandon", _:
+                self._release()
 
     def _token_report(self, peer: str, round_id: RoundId, report: dp.TokenReport) -> None:
-        current = self.round_id
-        if peer not in self.plan.members or (round_id.plan_version, round_id.number) != (
-            current.plan_version,
-            current.number,
-        ):
+        if peer not in self.plan.members:
             return
-        if self.phase is Phase.IDLE and self.attempt < round_id.attempt <= self.attempt + MAX_ATTEMPT_JUMP:
-            self.attempt = round_id.attempt
-        self._heard[peer] = report.tokens
+        if round_id.plan_version < self.plan.version:
+            self._actions.append(SharePlan(peer))
+        if round_id.plan_version == self.plan.version:
+            self._reach(round_id.plan_version, round_id.attempt)
+        self._heard[peer] = _Heard(report.tokens, self._now, report.leaving)
 
-    def _opened(self, peer: str, round_id: RoundId, message: dp.Open) -> None:
+    def _reach(self, plan_version: int, attempt: int) -> None:
+        """Somebody cannot follow earlier attempts than this one."""
+        if self.phase is Phase.IDLE and self._leading is None and plan_version == self.plan.version:
+            self.attempt = max(self.attempt, min(attempt, self.attempt + MAX_ATTEMPT_JUMP))
+
+    def _opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
         following = self._following
         if following is not None:
-            superseded = peer == following.opener and round_id.attempt > following.round_id.attempt
-            if self.phase is Phase.HOLDING and superseded:
-                self._resolve(following)  # bound: first learn what became of the round that we signed
-            if not superseded or self.phase is Phase.RESOLVING:
-                return  # one opener per round
+            if round_id.ballot <= following.round_id.ballot:
+                return
+            if peer != following.opener:  # wait for how ours ends
+                self._wait_with(peer, message)
+                return
             self._release()
-        current = self.round_id
-        if round_id.number == current.number and round_id.plan_version > current.plan_version:
-            self._early = Received(peer, dp.RoundMessage(open=message))
+        if round_id.plan_version > self.plan.version:
+            self._wait_with(peer, message)
             return
-        if round_id.number != current.number or round_id.plan_version != current.plan_version:
-            self._refuse(peer, round_id, f"we stand at {current}")
+        if round_id.plan_version < self.plan.version:
+            self._actions.append(SharePlan(peer))
+            self._decline(peer, round_id, "this member follows a newer plan")
             return
-        order = round_id.order(self.plan.members)
-        if peer not in order[:OPENERS] or tuple(message.members) != order:
-            self._refuse(peer, round_id, "the opener or its member list does not follow from the plan")
+        opens = peer in self.plan.members and peer == round_id.opener(self.plan.members)
+        if not opens or self.lagging:
+            self._decline(peer, round_id, "this is not an attempt that this member follows")
             return
-        if not self.attempt <= round_id.attempt <= self.attempt + MAX_ATTEMPT_JUMP:
-            self._refuse(peer, round_id, f"we stand at {current}")
+        late = round_id.attempt < self.attempt or (self._promised is not None and round_id.ballot <= self._promised)
+        if late or round_id.attempt > self.attempt + MAX_ATTEMPT_JUMP:
+            self._decline(peer, round_id, f"we stand at {self.round_id}")
             return
-        if message.head_hash != self.head.hash:
+        if message.open.head_hash != self.head.hash:
+            self._decline(peer, round_id, "this member's head is another manifest")
             self._behind(f"{peer} builds round {round_id.number} on another manifest than ours")
             return
         self.attempt = round_id.attempt
-        deadline = self._now + self.policy.ready_timeout.total_seconds() * 2
+        seconds = min(message.open.deadline_ms / 1000, self._ready_pace.ceiling)
+        deadline = self._now + 2 * seconds + _TIE_SECONDS
         self._following = _Following(round_id, peer, self.plan, deadline)
-        self.phase = Phase.FREEZING
-        self._actions.append(Freeze(round_id))
+        if self._frozen is not None:  # seen by others in an earlier attempt: it stays this head's only snapshot
+            self._promise(self._following, self._frozen)
+        else:
+            self.phase = Phase.FREEZING
+            self._actions.append(Freeze(round_id))
 
-    def _collect_ready(self, peer: str, round_id: RoundId, message: dp.Ready) -> None:
-        leading = self._leading
-        if leading is None or leading.round_id != round_id or leading.start or peer not in leading.plan.members:
+    def _wait_with(self, peer: str, message: dp.RoundMessage) -> None:
+        """Keep an Open that cannot be followed yet, the highest one, as long as its opener waits."""
+        ballot = RoundId.from_proto(message.open.round).ballot
+        if self._waiting is not None and RoundId.from_proto(self._waiting[1].message.open.round).ballot >= ballot:
             return
-        leading.ready[peer] = message
-        self._start_if_ready(leading)
+        seconds = min(message.open.deadline_ms / 1000, self._ready_pace.ceiling)
+        self._waiting = (self._now + seconds, Received(peer, message))
 
-    def _started(self, peer: str, round_id: RoundId, message: dp.Start) -> None:
+    def _heard_from_ahead(self, peer: str, number: int) -> None:
+        if peer not in self.plan.members:
+            return
+        one_ahead = number == self.head.round + 2
+        if one_ahead and self.phase in (Phase.EXCHANGING, Phase.PARTED, Phase.STAGING):
+            return  # a majority was quicker than we are: our own result is on its way
+        if one_ahead and self._held:
+            self._send_report(peer)  # most likely what we hold was committed: the answer is that manifest
+        else:
+            self._behind(f"{peer} is at round {number}, we are at {self.head.round}")
+
+    def _tell_head(self, peer: str, kind: str) -> None:
+        """Somebody is behind us: tell what was committed last, once a report interval."""
+        interval = self.policy.report_interval.total_seconds()
+        if kind not in ("report", "open", "ready", "parts", "digest") or peer not in self.plan.members:
+            return
+        if self._now - self._told.get(peer, float("-inf")) < interval / 2 or not self.head.committed.signatures:
+            return
+        self._told[peer] = self._now
+        commit = dp.Commit(round=self.head.manifest.round, manifest=self.head.committed)
+        self._send(peer, dp.RoundMessage(commit=commit))
+
+    def _committed(self, peer: str, message: dp.Commit) -> None:
+        number = message.round.number
+        if number <= self.head.round or peer not in self.plan.members:
+            return
         following = self._following
-        if self.phase is not Phase.READY or following is None or following.ready is None:
-            return
-        if (peer, round_id) != (following.opener, following.round_id):
-            return
+        if number == self.head.round + 1:
+            if message.manifest.payload in self._held:
+                self._install(message.manifest)
+                return
+            staging = self.phase in (Phase.EXCHANGING, Phase.PARTED, Phase.STAGING)
+            if staging and following is not None and message.round == following.round_id.to_proto():
+                following.commit = message.manifest  # most likely it is what we are about to compute
+                return
+        self._behind(f"round {number} was committed without us")
+
+    def _install(self, committed: manifest_pb2.CommittedManifest) -> bool:
+        """Commit what we hold; False when the votes do not prove it."""
         try:
-            check_start(self.policy, following.plan, round_id, following.ready, self.me, message)
-        except PeerMisbehaved as error:
-            self._give_up(str(error))
-            return
-        following.start = message
-        following.deadline = self._now + self.policy.exchange_timeout.total_seconds()
-        self.phase = Phase.EXCHANGING
-        self._actions.append(RunExchange(round_id, message))
-
-    def _collect_digest(self, peer: str, round_id: RoundId, message: dp.Digest) -> None:
-        leading = self._leading
-        if leading is None or leading.round_id != round_id or peer not in leading.plan.members:
-            return
-        leading.digests[peer] = message
-        self._commit_if_equal(leading)
-
-    def _committed(self, peer: str, round_id: RoundId, message: dp.Commit) -> None:
+            head = self._seals.check_commit(committed, self.electorate)
+        except AtollError:
+            return False
         following = self._following
-        if following is not None and following.round_id == round_id and following.payload:
-            if message.manifest.payload == following.payload:
-                self._install(following, message.manifest)  # anything else decides nothing: the deadline asks
-        elif peer in self.plan.members and round_id.number == self.head.round + 1:
-            self._behind(f"round {round_id} was committed without us")
-
-    def _abandoned(self, peer: str, round_id: RoundId, message: dp.Abandon) -> None:
-        leading = self._leading
-        if leading is not None and leading.round_id == round_id and peer != self.me:
-            if peer in leading.plan.members:
-                self._abandon_led(f"{peer}: {message.reason}")
-        elif self._is_following(round_id) and self._following is not None and peer == self._following.opener:
-            self._release()
+        mine = {item.peer_id for item in head.manifest.contributions}
+        opened_here = following is not None and following.opener == self.me
+        self._actions.append(Install(head, opened_here, counted=self._exposed and self.me in mine))
+        present = self.me in head.electorate.members
+        self._reset(head)
+        self._voter = self._voter or present
+        self._adopt_plan()
+        return True
 
     # --- following ---------------------------------------------------------------------------------
 
-    def _frozen(self, event: Frozen) -> None:
+    def _froze(self, event: Frozen) -> None:
         following = self._following
-        if following is None or following.round_id != event.round_id or self.phase is not Phase.FREEZING:
+        if self.phase is not Phase.FREEZING or following is None or following.round_id != event.round_id:
             return
-        following.ready = dp.Ready(round=event.round_id.to_proto(), tokens=event.tokens, samples=event.samples)
-        self.phase = Phase.READY
-        self._send(following.opener, dp.RoundMessage(ready=following.ready))
+        self._frozen = event
+        self._promise(following, event)
 
-    def _exchanged(self, round_id: RoundId, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
-        following = self._following
-        if self.phase is not Phase.EXCHANGING or following is None or following.round_id != round_id:
-            return
-        assert following.start is not None
+    def _promise(self, following: _Following, frozen: Frozen) -> None:
+        """Ready: we bring that many tokens, and will not vote in earlier attempts."""
+        accepted = None
+        if self._voted is not None:
+            ballot, payload = self._voted.ballot, self._voted.payload
+            named = replace(following.round_id, plan_version=ballot.plan_version, attempt=ballot.attempt)
+            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload, held=payload in self._held)
+        following.ready = dp.Ready(
+            round=following.round_id.to_proto(),
+            tokens=frozen.tokens,
+            samples=frozen.samples,
+            accepted=accepted,
+            voter=self._voter,
+            leaving=self._leaving,
+        )
+        self.phase = Phase.READY
+        self._pledge(following, dp.RoundMessage(ready=following.ready))
+
+    def _started(self, following: _Following, message: dp.Start) -> None:
+        assert following.ready is not None
         try:
-            payload = manifest_payload(self.policy, following.plan, self.head, following.start, layers)
+            check_start(self.policy, following.plan, following.round_id, following.ready, self.me, message)
         except PeerMisbehaved as error:
             self._give_up(str(error))
             return
-        following.payload = payload
-        self.phase = Phase.HOLDING
-        if self._leading is not None and self._leading.round_id == round_id:
-            following.deadline = float("inf")  # the opener decides itself, by the deadline below
-            self._leading.deadline = self._now + self.policy.decision_timeout.total_seconds()
-        else:  # the opener may need all of its time for the exchange before it can decide
-            following.deadline += self.policy.decision_timeout.total_seconds()
-        digest = dp.Digest(round=round_id.to_proto(), layers=layers, signature=self._sign(payload))
-        self._send(following.opener, dp.RoundMessage(digest=digest))
+        seconds = min(message.deadline_ms / 1000, self._exchange_pace.ceiling)
+        following.start = message
+        following.deadline = self._now + seconds + self._decision_pace.ceiling
+        self.phase = Phase.EXCHANGING
+        self._exposed = True
+        self._actions.append(RunExchange(following.round_id, message, seconds))
 
-    def _resolved(self, round_id: RoundId, manifest: manifest_pb2.CommittedManifest | None) -> None:
+    def _parted(self, event: Parted) -> None:
         following = self._following
-        if self.phase is not Phase.RESOLVING or following is None or following.round_id != round_id:
+        if self.phase is not Phase.EXCHANGING or following is None or following.round_id != event.round_id:
             return
-        if manifest is not None and self._install(following, manifest):
-            return
-        if self._now < following.bound_until:
-            self.phase, following.deadline = Phase.HOLDING, following.bound_until
-        else:
-            self._release()
+        self.phase = Phase.PARTED
+        parts = dp.Parts(round=event.round_id.to_proto(), digests=event.digests, partial=event.partial)
+        self._send(following.opener, dp.RoundMessage(parts=parts))
+        if following.settle is not None:
+            self._settled(following)
 
-    def _install(self, following: _Following, committed: manifest_pb2.CommittedManifest) -> bool:
-        """Commit what we hold; False when the manifest does not prove it."""
+    def _settled(self, following: _Following) -> None:
+        if self.phase is not Phase.PARTED or following.settle is None:
+            return  # our own exchange is not over yet
+        assert following.start is not None
         try:
-            head = read_head(committed, self.policy.run_id)
-            require_signers(head, following.plan.members)
-        except AtollError:
+            check_settle(following.start, following.settle)
+        except PeerMisbehaved as error:
+            self._give_up(str(error))
+            return
+        seconds = min(following.settle.deadline_ms / 1000, self._decision_pace.ceiling)
+        following.deadline = self._now + seconds + _TIE_SECONDS
+        self.phase = Phase.STAGING
+        self._actions.append(Complete(following.round_id, following.settle, seconds))
+
+    def _staged(self, round_id: RoundId, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
+        following = self._following
+        if self.phase is not Phase.STAGING or following is None or following.round_id != round_id:
+            return
+        assert following.start is not None
+        assert following.settle is not None
+        try:
+            payload = manifest_payload(
+                self.policy, following.plan, self.head, following.start, following.settle, layers
+            )
+        except PeerMisbehaved as error:
+            self._give_up(str(error))
+            return
+        self._hold(following, payload)
+
+    def _adopt(self, following: _Following, message: dp.Adopt) -> None:
+        """An earlier attempt's result may have been committed: vote for it, once we hold it."""
+        if not self._fits(message.payload):
+            self._give_up("the result to adopt does not build on our head")
+            return
+        seconds = min(message.deadline_ms / 1000, self._exchange_pace.ceiling)
+        following.deadline = self._now + seconds + _TIE_SECONDS
+        following.adopting = message.payload
+        if message.payload in self._held:
+            self._hold(following, message.payload)
+            return
+        self.phase = Phase.STAGING
+        holders = tuple(peer for peer in message.holders if peer != self.me)
+        self._actions.append(Obtain(following.round_id, message.payload, holders, seconds))
+
+    def _obtained(self, round_id: RoundId) -> None:
+        following = self._following
+        if self.phase is Phase.STAGING and following is not None and following.round_id == round_id:
+            self._hold(following, following.adopting)
+
+    def _hold(self, following: _Following, payload: bytes) -> None:
+        """We have the state that `payload` names: install it when it is committed already, else vote."""
+        self._held.add(payload)
+        if following.commit is not None and following.commit.payload == payload and self._install(following.commit):
+            return
+        self.phase = Phase.VOTED
+        if not self._voter:
+            return
+        ballot = following.round_id.ballot
+        self._voted = Voted(ballot, payload)
+        digest = dp.Digest(
+            round=following.round_id.to_proto(), payload=payload, signature=self._seals.vote(payload, ballot)
+        )
+        self._pledge(following, dp.RoundMessage(digest=digest))
+
+    def _fits(self, payload: bytes) -> bool:
+        head = Head(manifest_pb2.CommittedManifest(payload=payload))
+        try:
+            return head.round == self.head.round + 1 and head.manifest.previous_hash == self.head.hash
+        except ValueError:  # protobuf's DecodeError
             return False
-        if committed.payload != following.payload:
-            self._behind(f"round {following.round_id} committed another result than ours")
-            return False
-        opened_here = following.opener == self.me
-        self._actions.append(Install(following.round_id, head, opened_here))
-        self._following = None
-        self._start_from(head)
-        return True
+
+    def _pledge(self, following: _Following, message: dp.RoundMessage) -> None:
+        """Send what binds us, once it is on disk."""
+        if not self._voter:
+            self._send(following.opener, message)
+            return
+        number, ballot = following.round_id.number, following.round_id.ballot
+        self._promised = ballot
+        self._record = VoteRecord(number, self.head.hash, ballot, self._voted)
+        self._actions.append(Pledge(self._record, following.opener, message))
 
     def _give_up(self, reason: str) -> None:
-        """This node cannot go on with the round: tell the opener, keep the progress."""
+        """This node cannot go on with the attempt: tell the opener, keep the progress."""
         following = self._following
         if following is None:
             return
-        if following.opener == self.me:
-            self._abandon_led(reason)
-        else:
-            self._refuse(following.opener, following.round_id, reason)
-            self._release()
+        self._release()
+        if following.opener == self.me and self._leading is not None:
+            self._leading.declined[self.me] = reason
+            self._answered(self._leading)
+        elif following.opener != self.me:
+            self._decline(following.opener, following.round_id, reason)
 
     def _release(self) -> None:
-        """Forget the current round; the next attempt has another order."""
+        """Forget the current attempt; a later one has another opener."""
         following, self._following = self._following, None
         if following is None:
             return
-        self._actions.append(Release(following.round_id))
+        if not self._exposed:
+            self._frozen = None
+        self._actions.append(Release(following.round_id, thaw=not self._exposed))
         self.phase = Phase.IDLE
         self._due_since = None
+        self._failures += 1
+        first, most = _BACKOFF
+        self._not_before = self._now + min(most, first * 2 ** min(self._failures - 1, 10))
         if following.round_id.number == self.head.round + 1 and following.plan.version == self.plan.version:
             self.attempt = max(self.attempt, following.round_id.attempt + 1)
         self._adopt_plan()
+        self._try_waiting()
 
-    def _start_from(self, head: Head) -> None:
+    # --- where we stand ------------------------------------------------------------------------------
+
+    def _reset(self, head: Head) -> None:
+        """Begin at `head`: nothing frozen, nothing voted but what is on disk."""
         self.head = head
+        if head.round > self._known.round or not self.plan.accepts(self._known):
+            self._known = head
         self.phase = Phase.IDLE
         self.attempt = 0
-        self._following = None
-        self._leading = None
+        self._following: _Following | None = None
+        self._leading: Leading | None = None
         self._tokens = 0
-        self._fresh_count()
+        self._frozen: Frozen | None = None
+        self._exposed = False  # the snapshot has left this node
+        self._held: set[bytes] = set()  # payloads whose state is staged here
+        self._told: dict[str, float] = {}  # peers that heard our head from us, and when
+        self._failures = 0
+        self._not_before = float("-inf")
         self._last_commit = self._now
-        self._adopt_plan()
+        self._fresh_count()
+        self._recall()
+
+    def _recall(self) -> None:
+        """What we promised and voted at this head before a restart; whether we can know.
+
+        No record at all means that this node never voted, or lost its disk. It is the former for sure at the base, and
+        from the second round after the one it started in. A record of a later round means that we stand at an older
+        state than we once did.
+        """
+        self._voted: Voted | None = None
+        self._promised: Ballot | None = None
+        record, number = self._record, self.head.round + 1
+        if record is None:
+            at_base = self.head.hash == self.plan.base.manifest_hash
+            self._voter = at_base or self.head.round >= self._first_round + 2
+        elif record.number < number or record.promised.plan_version < self.plan.base.since_version:
+            self._voter = True
+        else:
+            same = record.number == number and record.head_hash == self.head.hash
+            self._voter = same
+            if same:
+                self._voted, self._promised = record.voted, record.promised
+                if record.promised.plan_version == self.plan.version:
+                    self.attempt = record.promised.attempt + 1
 
     def _adopt_plan(self) -> None:
-        if self._next_plan is None or self.phase is not Phase.IDLE or self._following is not None:
+        if self._next_plan is None or self._following is not None or self._leading is not None:
             return
-        self.plan, self._next_plan = self._next_plan, None
+        before, self.plan, self._next_plan = self.plan, self._next_plan, None
         self.attempt = 0
+        if self.plan.base != before.base:  # what was voted for on the old history does not count
+            self._held = set()
+            self._recall()
+        self._failures = 0
+        self._not_before = float("-inf")
         self._fresh_count()
-        if self._early is not None:
-            self._inbox.append(self._early)
-            self._early = None
+        if not self.plan.accepts(self.head):
+            self._behind(f"plan {self.plan.version} goes on from round {self.plan.base.round}, on another history")
+        self._try_waiting()
 
     def _fresh_count(self) -> None:
-        self._heard = {}
+        self._heard: dict[str, _Heard] = {}  # what members reported since the head
         self._reported = float("-inf")
-        self._due_since = None
+        self._due_since: float | None = None
+        self._settled_in = self._now
+
+    def _try_waiting(self) -> None:
+        """An Open that came too early may be followed now."""
+        if self._waiting is None:
+            return
+        until, received = self._waiting
+        if received.message.open.round.plan_version > self.plan.version and self._now <= until:
+            return
+        self._waiting = None
+        if self._now <= until:
+            self._inbox.append(received)
 
     # --- small words -------------------------------------------------------------------------------
 
@@ -517,13 +875,16 @@ class RoundMachine:
     def _behind(self, reason: str) -> None:
         self._actions.append(CatchUp(reason))
 
-    def _refuse(self, peer: str, round_id: RoundId, reason: str) -> None:
-        abandon = dp.Abandon(round=round_id.to_proto(), reason=reason[:500])
-        self._send(peer, dp.RoundMessage(abandon=abandon))
+    def _decline(self, peer: str, round_id: RoundId, reason: str) -> None:
+        decline = dp.Decline(
+            round=round_id.to_proto(), reason=reason[:500], plan_version=self.plan.version, attempt=self.attempt
+        )
+        self._send(peer, dp.RoundMessage(decline=decline))
 
-    def _broadcast(self, plan: Plan, message: dp.RoundMessage) -> None:
+    def _broadcast(self, plan: Plan, message: dp.RoundMessage, among: object = None) -> None:
         for peer in plan.members:
-            self._send(peer, message)
+            if among is None or peer in among:  # type: ignore[operator]
+                self._send(peer, message)
 
     def _send(self, peer: str, message: dp.RoundMessage) -> None:
         if peer == self.me:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
+from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """What every member knows before the first round: from the run spec and the layer table."""
+    """What every member knows before the first round: from the run spec and the layer table.
+
+    The timeouts are ceilings; what was observed of earlier rounds shortens them (pace.py).
+    """
 
     run_id: str
     fragment: int
@@ -29,9 +35,35 @@ class RoundPolicy:
     minimum_lease: int  # samples that a member holds at least after a commit
     ready_timeout: timedelta = timedelta(seconds=15)  # Open → every Ready: includes the rest of an inner step
     exchange_timeout: timedelta = timedelta(seconds=60)
-    decision_timeout: timedelta = timedelta(seconds=15)  # Digest → Commit
-    open_timeout: timedelta = timedelta(seconds=5)  # after which the next in the order opens
+    decision_timeout: timedelta = timedelta(seconds=20)  # Settle → Commit: repair, outer step, votes
+    open_timeout: timedelta = timedelta(seconds=2)  # after which the next in the order opens
     report_interval: timedelta = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class VoteRecord:
+    """What this node promised and voted for one round number. On disk before anyone hears of it."""
+
+    number: int
+    head_hash: bytes  # the manifest that the round builds on
+    promised: Ballot  # no votes in earlier attempts
+    voted: Voted | None = None
+
+
+class Seals(Protocol):
+    """Signatures, made and checked."""
+
+    def vote(self, payload: bytes, ballot: Ballot) -> pb.Signed:
+        """Our own vote."""
+        ...
+
+    def check_vote(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
+        """Raise `AtollError` unless `peer` cast this vote."""
+        ...
+
+    def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate | None) -> Head:
+        """The head, if its votes are enough (None: whoever decides). Raises `AtollError`."""
+        ...
 
 
 # --- events ------------------------------------------------------------------------------------------
@@ -76,27 +108,52 @@ class Frozen:
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """The exchange finished and the outer step is staged, with these digests."""
+class Parted:
+    """The exchange is over here: digests of the averaged parts (empty: missing), and who is only in some sums."""
+
+    round_id: RoundId
+    digests: tuple[bytes, ...]
+    partial: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The average is complete and the outer step is staged, with these digests."""
 
     round_id: RoundId
     layers: tuple[manifest_pb2.LayerState, ...]
 
 
 @dataclass(frozen=True)
+class Obtained:
+    """The state of an earlier attempt's result was fetched and verified."""
+
+    round_id: RoundId
+
+
+@dataclass(frozen=True)
 class Failed:
-    """Freezing or exchanging failed here."""
+    """Freezing, repairing or staging failed here."""
 
     round_id: RoundId
     reason: str
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """What the others know of a round in doubt: its manifest, or None when nobody has it."""
+class TieBreak:
+    """The coordinator's answer to `AskCoordinator`; not granted when it cannot be reached."""
 
     round_id: RoundId
-    manifest: manifest_pb2.CommittedManifest | None
+    payload: bytes
+    granted: bool
+    voted: Voted | None  # what it voted for before
+    vote: pb.Signed | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The owner wants this node to go: the next round is its last, and shall open now."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +161,20 @@ class Tick:
     """Time passed."""
 
 
-Event = PlanReceived | HeadMoved | Progress | Received | Frozen | Exchanged | Failed | Resolved | Tick
+Event = (
+    PlanReceived
+    | HeadMoved
+    | Progress
+    | Received
+    | Frozen
+    | Parted
+    | Staged
+    | Obtained
+    | Failed
+    | TieBreak
+    | Leave
+    | Tick
+)
 
 # --- actions -----------------------------------------------------------------------------------------
 
@@ -118,6 +188,22 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Pledge:
+    """Make `record` durable, and only then deliver the message, to ourselves as `Received` too."""
+
+    record: VoteRecord
+    peer: str
+    message: dp.RoundMessage
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """`peer` follows an older plan: send it ours as the operator signed it."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
 class Freeze:
     """Ask the trainer for a snapshot; answer with `Frozen` or `Failed`."""
 
@@ -126,34 +212,62 @@ class Freeze:
 
 @dataclass(frozen=True)
 class RunExchange:
-    """All-reduce the frozen pseudo-gradients, stage the outer step; answer with `Exchanged` or `Failed`."""
+    """All-reduce the frozen pseudo-gradients; answer with `Parted` whatever happens to others."""
 
     round_id: RoundId
     start: dp.Start
+    seconds: float  # at most
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Repair and zero parts as settled, stage the outer step; answer with `Staged` or `Failed`."""
+
+    round_id: RoundId
+    settle: dp.Settle
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Obtain:
+    """Fetch the state that `payload` names from `holders`; answer with `Obtained` or `Failed`."""
+
+    round_id: RoundId
+    payload: bytes
+    holders: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AskCoordinator:
+    """Ask for a promise (empty payload) or a vote; answer with `TieBreak`."""
+
+    round_id: RoundId
+    payload: bytes
 
 
 @dataclass(frozen=True)
 class Release:
-    """The round is over without a commit: stop its exchange, drop what is staged, keep all progress."""
+    """The attempt is over here without a commit: stop its exchange.
+
+    `thaw`: nobody saw the snapshot, so it is given up and the next one holds all progress. What was staged under a
+    vote of ours stays, because it may still be committed.
+    """
 
     round_id: RoundId
+    thaw: bool
 
 
 @dataclass(frozen=True)
 class Install:
-    """The round is committed: the staged state becomes the anchor."""
+    """The round is committed: the state that `head` names becomes the anchor.
 
-    round_id: RoundId
+    `counted`: the snapshot is part of it, and only what was trained since remains progress; else all of it does.
+    """
+
     head: Head
     opened_here: bool  # this node opened the round, so it reports and evaluates
-
-
-@dataclass(frozen=True)
-class Resolve:
-    """Ask `peers` for the manifest of a round in doubt; answer with `Resolved`."""
-
-    round_id: RoundId
-    peers: tuple[str, ...]
+    counted: bool
 
 
 @dataclass(frozen=True)
@@ -165,7 +279,7 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Report:
-    """How a round that this node opened ended, for the round log."""
+    """How an attempt that this node opened ended, for the round log."""
 
     round_id: RoundId
     manifest: manifest_pb2.CommittedManifest | None
@@ -173,4 +287,17 @@ class Report:
     seconds: float
 
 
-Action = Send | Freeze | RunExchange | Release | Install | Resolve | CatchUp | Report
+Action = (
+    Send
+    | Pledge
+    | SharePlan
+    | Freeze
+    | RunExchange
+    | Complete
+    | Obtain
+    | AskCoordinator
+    | Release
+    | Install
+    | CatchUp
+    | Report
+)

@@ -1,0 +1,39 @@
+"""How long to wait for others: learnt from how long they took, never set by hand. Pure.
+
+A deadline is the median of the last durations plus k times their median absolute deviation, and at least twice the
+median, between a floor and a ceiling. Until enough was seen it is the ceiling. Median and MAD shrug off the odd slow
+round; waiting too long costs seconds once, giving up on a live member costs it its vote in the next round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_K = 8.0
+_ENOUGH = 3  # observations before the estimate is trusted
+_REMEMBERED = 31
+
+
+@dataclass
+class Pace:
+    """Durations of one phase, in seconds."""
+
+    floor: float
+    ceiling: float
+    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def observe(self, seconds: float) -> None:
+        """How long the slowest of those who answered took."""
+        self._seen.append(max(0.0, seconds))
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for the next ones."""
+        if len(self._seen) < _ENOUGH:
+            return self.ceiling
+        middle = median(self._seen)
+        deviation = _MAD_TO_SIGMA * median(abs(seconds - middle) for seconds in self._seen)
+        return min(self.ceiling, self.floor + max(2 * middle, middle + _K * deviation))

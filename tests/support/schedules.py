@@ -1,0 +1,111 @@
+"""Random schedules of trouble for `World`, each from one seed, and what must hold after every one of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from support.machine_world import World, make_plan
+
+from atoll.node.averaging.round import RoundMachine
+
+TROUBLE_SECONDS = 24.0
+QUIET_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one schedule came to."""
+
+    rounds: int
+    kills: int
+    recovered: str  # why it took an operator to go on; empty: it did not
+
+
+def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine) -> Outcome:
+    """Trouble for a while, then peace. Raises `Violation`, or AssertionError when peace does not bring progress."""
+    size = 1 + seed % 5 if seed % 7 else 3
+    world = World(size, seed, machine)
+    rng = world.rng
+    world.loss, world.duplicate = rng.choice([(0, 0), (0.02, 0.05), (0.15, 0.1)])
+    world.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])
+    world.crash_probability = rng.choice([0.0, 0.0, 0.003, 0.02])
+    world.checkpoint_probability = rng.choice([1.0, 0.5, 0.0])
+    version = 1
+    while world.now < TROUBLE_SECONDS:
+        world.run(rng.uniform(0.05, 3.0))
+        peer = rng.choice(world.peers)
+        match rng.randrange(11):
+            case 0 | 1:
+                world.kill(peer)
+            case 2 | 3:
+                _restart(world, rng.choice(world.peers), rng.random() < 0.85)
+            case 4:
+                world.freeze(peer)
+            case 5:
+                world.thaw(rng.choice(world.peers))
+            case 6:
+                left = rng.sample(world.peers, rng.randrange(size + 1))
+                world.part(left, [other for other in world.peers if other not in left])
+            case 7:
+                world.cut = set()
+            case 8:
+                world.acceptor.up = not world.acceptor.up
+            case 10:
+                world.leave(peer)
+            case 9:
+                version += 1
+                members = [other for other in world.peers if rng.random() < 0.8] or [peer]
+                world.issue(make_plan(members, version, world.plan.base), rng.sample(world.peers, rng.randrange(size + 1)))
+    return _peace(world, version)
+
+
+def _restart(world: World, peer: str, disk: bool) -> None:
+    node = world.nodes[peer]
+    if node.up:
+        return
+    if not disk and world.newest_reachable(peer).round == 0:
+        disk = True  # genesis is fetched from somebody; a node that nobody can help cannot begin again from nothing
+    world.restart(peer, disk=disk)
+
+
+def _peace(world: World, version: int) -> Outcome:
+    """Everyone is back, nothing is lost any more: all must agree and go on, if need be after a recovery."""
+    world.heal()
+    world.delay = (0.01, 0.05)
+    for peer in world.peers:
+        world.thaw(peer)
+        if world.nodes[peer].leaving:
+            world.kill(peer)
+        world.restart(peer)
+    world.issue(make_plan(world.peers, version + 1, world.plan.base))
+    world.run(3.0)
+    before = world.rounds()
+
+    def agreed() -> bool:
+        return world.rounds() >= before + 2 and len(world.heads()) == 1 and len(world.live()) == len(world.peers)
+
+    stuck = ""
+    if not world.run(QUIET_SECONDS, until=agreed):
+        stuck = _why_stuck(world)
+        assert stuck, f"no progress after peace: {_standing(world)}"
+        before = world.recover()
+        assert world.run(QUIET_SECONDS, until=agreed), f"no progress after the recovery: {_standing(world)}"
+    return Outcome(world.rounds(), len(world.killed), stuck)
+
+
+def _standing(world: World) -> str:
+    heads = sorted(node.machine.head.round for node in world.live())
+    return f"heads {heads}, last reports {[report.reason for report in world.reports[-3:]]}"
+
+
+def _why_stuck(world: World) -> str:
+    """Why nothing can go on without an operator; empty when it could."""
+    newest = max((node.machine.head for node in world.live()), key=lambda head: head.round)
+    if newest.round < max(node.disk.known.round for node in world.nodes.values()):
+        return "nobody holds the newest committed round"
+    electorate = world.plan.electorate(newest)
+    voters = {node.peer for node in world.live() if node.machine.head.round != newest.round or node.machine.votes}
+    if not (electorate.decides(voters) or electorate.is_half(voters)):
+        return "too many voters forgot what they voted for"
+    forgot = any(peer not in voters for peer in electorate.members)
+    lost = any(node.machine.in_doubt and not node.staged for node in world.live())
+    return "a result in doubt is lost, and a voter forgot what it voted for" if forgot and lost else ""
