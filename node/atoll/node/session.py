@@ -30,8 +30,9 @@ from atoll.node.averaging.links import RoundLinks
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.state.anchor import AnchorState
-from atoll.node.state.catchup import StateServer, catch_up
+from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.serve import StateServer
 from atoll.node.status import LiveStatus
 from atoll.node.training.trainer import Trainer, TrainerConfig
 from atoll.node.transport import Network
@@ -231,7 +232,9 @@ class TrainingSession:
             self._head = None  # a genesis that the coordinator did not choose
         it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         try:
-            fetched = await catch_up(it.network, plan, self._state, self._head)
+            fetched = await catch_up(
+                it.network, plan, self._state, self._head, operator_key=it.link.credentials.operator_key
+            )
         except Unreachable:
             if self._head is None:
                 raise

@@ -1,0 +1,81 @@
+"""The asking side of `/atoll/state/1`: questions to one member, answered in order."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+
+from atoll.core.errors import NotFound, PeerMisbehaved
+from atoll.core.frames import FrameKind
+from atoll.core.manifest import Head, read_head
+from atoll.node.state.pieces import Kind
+from atoll.node.transport import Network, Stream
+from atoll.v1 import dataplane_pb2 as dp
+
+PROTOCOL = "/atoll/state/1"
+
+
+class Conversation:
+    """A stream to one member. Every answer must come within `timeout`."""
+
+    def __init__(self, stream: Stream, run_id: str, timeout: timedelta) -> None:
+        self._stream = stream
+        self._run_id = run_id
+        self._timeout = timeout
+
+    @classmethod
+    async def begin(cls, network: Network, peer: str, run_id: str, timeout: timedelta) -> Conversation:
+        """Dial. Raises `Unreachable`, `Rejected`."""
+        return cls(await network.open(peer, PROTOCOL, timeout), run_id, timeout)
+
+    async def close(self) -> None:
+        """End it; twice is fine."""
+        await self._stream.close()
+
+    async def manifest(self, number: int | None) -> Head:
+        """The manifest of round `number` (None: the head), its votes verified. Raises `NotFound`."""
+        request = dp.StateRequest(run_id=self._run_id)
+        if number is None:
+            request.head_manifest = True
+        else:
+            request.manifest_round = number
+        await self._stream.send(FrameKind.MESSAGE, request.SerializeToString())
+        reply = await self._reply()
+        if reply.WhichOneof("what") is None:
+            raise NotFound(f"{self._stream.peer_id} does not hold that manifest")
+        if reply.WhichOneof("what") != "manifest":
+            raise PeerMisbehaved(f"{self._stream.peer_id} answered a request for a manifest with something else")
+        head = read_head(reply.manifest, self._run_id)
+        if number is not None and head.round != number:
+            raise PeerMisbehaved(f"{self._stream.peer_id} answered with round {head.round} when asked for {number}")
+        return head
+
+    async def ask(self, kind: Kind, state_hash: bytes, start: int, end: int) -> None:
+        """Ask for some elements; `answer` brings the oldest question's."""
+        piece = dp.StateSlice(manifest_hash=state_hash, start=start, end=end)
+        request = (
+            dp.StateRequest(run_id=self._run_id, anchor=piece)
+            if kind == "anchor"
+            else dp.StateRequest(run_id=self._run_id, momentum=piece)
+        )
+        await self._stream.send(FrameKind.MESSAGE, request.SerializeToString())
+
+    async def answer(self, elements: int) -> bytes | memoryview:
+        """The bytes of `elements` values. Raises `NotFound` when that state is not held (any more), `Busy`."""
+        reply = await self._reply()
+        if reply.body_bytes != 4 * elements:
+            raise PeerMisbehaved(f"{self._stream.peer_id} offers {reply.body_bytes} bytes, not {4 * elements}")
+        frame = await self._stream.receive(self._timeout)
+        if frame.kind is not FrameKind.BODY or len(frame.body) != 4 * elements:
+            raise PeerMisbehaved(f"{self._stream.peer_id} sent {len(frame.body)} bytes, not {4 * elements}")
+        return frame.body
+
+    async def _reply(self) -> dp.StateReply:
+        frame = await self._stream.receive(self._timeout)
+        if frame.kind is not FrameKind.MESSAGE:
+            raise PeerMisbehaved(f"{self._stream.peer_id} sent a frame of kind {frame.kind.name} out of turn")
+        try:
+            return dp.StateReply.FromString(frame.header)
+        except DecodeError as error:
+            raise PeerMisbehaved(f"{self._stream.peer_id} sent a state reply that does not parse") from error

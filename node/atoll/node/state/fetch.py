@@ -1,0 +1,177 @@
+"""Fetching state from many donors at once, every piece verified. The bookkeeping is in `ledger`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, Unreachable
+from atoll.node.state.conversation import Conversation
+from atoll.node.state.ledger import Ledger
+from atoll.node.state.pieces import Piece, Workspace
+from atoll.node.transport import Network
+
+_log = log.get("catchup")
+
+
+@dataclass(frozen=True)
+class FetchPolicy:
+    """How a fetch treats its donors. A donor that delivers less than a chunk per `answer` is given up."""
+
+    chunk_elements: int = 1 << 18  # 1 MiB of fp32
+    pipelined: int = 4  # questions on the wire to one donor
+    patience: timedelta = timedelta(seconds=3)  # then others take over what a silent donor was asked for
+    answer: timedelta = timedelta(seconds=15)  # for every answer
+    failures: int = 8  # in a row and without a chunk between them; a deadline that passed counts three times
+    pause: timedelta = timedelta(milliseconds=50)  # after the first failure; doubles up to a second
+    restarts: int = 6  # when the donors' head moved on meanwhile
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A state by the hash of its manifest's payload."""
+
+    run_id: str
+    hash: bytes
+    pieces: tuple[Piece, ...]
+
+
+class StateMoved(NotFound):
+    """The donors that are left do not hold that state any more: they went on to another."""
+
+
+async def fetch_state(
+    network: Network, donors: Sequence[str], wanted: Wanted, workspace: Workspace, policy: FetchPolicy
+) -> None:
+    """Fill `workspace` with the true bytes of every wanted piece that it does not have.
+
+    Ends by itself: every answer has a deadline, and a donor that lied or failed too often is not asked again. Raises
+    `StateMoved`, or `Unreachable` naming what became of each donor; pieces that were verified stay in `workspace`.
+    """
+    await _Fetch(network, donors, wanted, workspace, policy).run()
+
+
+class _Fetch:
+    def __init__(
+        self, network: Network, donors: Sequence[str], wanted: Wanted, workspace: Workspace, policy: FetchPolicy
+    ) -> None:
+        self._network = network
+        self._donors = donors
+        self._wanted = wanted
+        self._workspace = workspace
+        self._policy = policy
+        self._pieces = [piece for piece in wanted.pieces if not workspace.has(piece)]
+        self._ledger = Ledger(self._pieces, policy.chunk_elements, donors)
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._checks: set[asyncio.Task[None]] = set()
+        self._moved = False
+
+    async def run(self) -> None:
+        workers = [asyncio.create_task(self._ask_while_useful(donor)) for donor in self._donors]
+        try:
+            while not self._ledger.finished:
+                if all(worker.done() for worker in workers) and not self._checks:
+                    break
+                await self._hear(self._policy.patience / 4)
+                if self._ledger.release_slow(self._loop.time(), self._policy.patience.total_seconds()):
+                    self._tell()
+        finally:
+            for task in [*workers, *self._checks]:
+                task.cancel()
+            results = await asyncio.gather(*workers, *self._checks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if self._ledger.finished:
+            return
+        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(self._ledger.reasons.items()))
+        error = StateMoved if self._moved else Unreachable
+        raise error(f"nobody gave the whole state with its true digests ({reasons or 'no donor'})")
+
+    # --- one donor -------------------------------------------------------------------------------------
+
+    async def _ask_while_useful(self, donor: str) -> None:
+        failures = 0
+        while self._ledger.asks(donor):
+            before = self._ledger.delivered(donor)
+            try:
+                await self._converse(donor)
+            except NotFound as error:
+                self._moved = True
+                self._ledger.give_up(donor, str(error))
+            except (Unreachable, Busy) as error:
+                self._ledger.left(donor)
+                failures = 0 if self._ledger.delivered(donor) > before else failures
+                failures += 3 if isinstance(error, DeadlineExceeded) else 1
+                if failures >= self._policy.failures:
+                    self._ledger.give_up(donor, str(error))
+            except AtollError as error:
+                self._ledger.distrust(donor, str(error))
+            self._tell()
+            if self._ledger.asks(donor):
+                await asyncio.sleep(min(1.0, self._policy.pause.total_seconds() * 2**failures))
+        _log.warning("donor given up", peer=donor, reason=self._ledger.reasons[donor])
+
+    async def _converse(self, donor: str) -> None:
+        """Ask for chunk after chunk; returns when the donor is found out to lie."""
+        ledger, policy = self._ledger, self._policy
+        conversation = await Conversation.begin(self._network, donor, self._wanted.run_id, policy.answer)
+        try:
+            ledger.join(donor)
+            while ledger.asks(donor):
+                while ledger.on_wire(donor) < policy.pipelined:
+                    chunk = ledger.take(donor, self._loop.time())
+                    if chunk is None:
+                        break
+                    kind = self._pieces[chunk.piece].kind
+                    await conversation.ask(kind, self._wanted.hash, chunk.start, chunk.end)
+                expected = ledger.expected(donor)
+                if expected is None:
+                    await self._hear(policy.patience)
+                    continue
+                body = await conversation.answer(expected.end - expected.start)
+                if ledger.asks(donor) and ledger.arrived(donor, self._loop.time()):
+                    kind = self._pieces[expected.piece].kind
+                    self._workspace.bytes_of(kind, expected.start, expected.end)[:] = body
+                    self._check_if_whole(expected.piece)
+                self._tell()
+        finally:
+            await conversation.close()
+
+    # --- pieces ------------------------------------------------------------------------------------------
+
+    def _check_if_whole(self, number: int) -> None:
+        if self._ledger.to_check(number):
+            task = asyncio.create_task(self._check(number))
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+
+    async def _check(self, number: int) -> None:
+        piece = self._pieces[number]
+        true = await asyncio.to_thread(self._workspace.digest_of, piece.kind, piece.start, piece.end) == piece.digest
+        chunks = self._ledger.chunks_to_hash(number, true)
+        digests = [
+            await asyncio.to_thread(self._workspace.digest_of, piece.kind, chunk.start, chunk.end) for chunk in chunks
+        ]
+        if true:
+            self._workspace.confirm(piece)
+        self._ledger.checked(number, true, digests)
+        self._tell()
+
+    # --- small words -------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Wake everybody who waits for something to change."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _hear(self, timeout: timedelta) -> None:
+        news = self._news
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout.total_seconds()):
+                await news.wait()

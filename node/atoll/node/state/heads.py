@@ -1,0 +1,188 @@
+"""Which head to believe, among those that the members of a plan offer.
+
+A manifest names its own members, so votes alone prove nothing to who has not followed the run: a liar can sign a
+manifest whose only member it is. A head counts when its votes commit it, given who decides its round, *and* more
+than half of the members that hold anything agree that this is what that round decided. Where an operator set the
+base of a run, its hash stands in the plan and needs nobody's agreement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.errors import AtollError, NotFound, SignatureInvalid, Unreachable
+from atoll.core.manifest import Head, require_quorum
+from atoll.core.plan import Plan
+from atoll.core.quorum import Electorate
+from atoll.node.state.conversation import Conversation
+from atoll.node.transport import Network
+
+_ANSWER = timedelta(seconds=10)
+_STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered
+
+_log = log.get("catchup")
+
+
+@dataclass(frozen=True)
+class Believed:
+    """A head that counts, and the members that hold its state."""
+
+    head: Head
+    holders: tuple[str, ...]
+
+
+async def believe(network: Network, plan: Plan, operator_key: bytes) -> Believed | None:
+    """The newest head that counts; None when no head does yet. Ends within a few answers' deadlines."""
+    inquiry = _Inquiry(network, plan)
+    try:
+        return await _choose(inquiry, plan, operator_key)
+    finally:
+        await inquiry.close()
+
+
+async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes) -> Believed | None:
+    offers = await inquiry.heads()
+    refused = set()
+    for head in {head.hash: head for head in offers.values()}.values():
+        try:
+            await _require_votes(inquiry, plan, head, _offering(offers, head), operator_key)
+        except AtollError as error:
+            refused.add(head.hash)
+            _refuse(offers, head, str(error))
+    offers = {peer: head for peer, head in offers.items() if head.hash not in refused}
+    doubtful: list[tuple[Head, str]] = []
+    for head in sorted({head.hash: head for head in offers.values()}.values(), key=_newest_first):
+        doubt = await _doubt(inquiry, plan, head, offers)
+        if not doubt:
+            for other, reason in doubtful:
+                if other.round > head.round + 1:  # one ahead is what an honest member in front is
+                    _refuse(offers, other, reason)
+            return Believed(head, _offering(offers, head))
+        doubtful.append((head, doubt))
+    for head, reason in doubtful:
+        _refuse(offers, head, reason)
+    return None
+
+
+async def _require_votes(
+    inquiry: _Inquiry, plan: Plan, head: Head, offering: Iterable[str], operator_key: bytes
+) -> None:
+    """Raise `SignatureInvalid` unless the votes on `head` commit it, given what went before.
+
+    Where nobody has the manifest before it any more, a majority of its own present members must have voted for it.
+    """
+    if head.hash != plan.base.manifest_hash:
+        require_quorum(head, await _electorate(inquiry, plan, head, offering), operator_key)
+
+
+async def _electorate(inquiry: _Inquiry, plan: Plan, head: Head, offering: Iterable[str]) -> Electorate:
+    if head.manifest.previous_hash == plan.base.manifest_hash:
+        if head.round != plan.base.round + 1:
+            raise SignatureInvalid(f"round {head.round} cannot follow round {plan.base.round}")
+        return Electorate(frozenset(plan.base.voters))
+    before = await inquiry.previous(head, offering)
+    return head.electorate if before is None else before.electorate
+
+
+async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, Head]) -> str:
+    """Why `head` does not count; empty when it does."""
+    if head.hash == plan.base.manifest_hash:
+        return ""
+    agreeing = set(_offering(offers, head))
+    further = [peer for peer, other in offers.items() if peer not in agreeing and other.round > head.round]
+    agreeing |= {peer for peer, hash_ in (await inquiry.hashes(further, head.round)).items() if hash_ == head.hash}
+    if 2 * len(agreeing) <= len(offers):
+        return f"{len(agreeing)} of {len(offers)} members that hold anything agree"
+    if len(offers) == 1 and not agreeing <= head.signers:
+        return "the one member that holds anything did not vote for it"
+    return ""
+
+
+def _offering(offers: dict[str, Head], head: Head) -> tuple[str, ...]:
+    return tuple(peer for peer, other in offers.items() if other.hash == head.hash)
+
+
+def _newest_first(head: Head) -> tuple[int, bytes]:
+    return -head.round, head.hash
+
+
+def _refuse(offers: dict[str, Head], head: Head, reason: str) -> None:
+    for peer in _offering(offers, head):
+        _log.warning("head not believed", peer=peer, round=head.round, reason=reason)
+
+
+class _Inquiry:
+    """One conversation with every member that can be reached, for as long as heads are compared."""
+
+    def __init__(self, network: Network, plan: Plan) -> None:
+        self._network = network
+        self._plan = plan
+        self._peers = [peer for peer in plan.members if peer != network.peer_id]
+        self._open: dict[str, Conversation] = {}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(conversation.close() for conversation in self._open.values()))
+
+    async def heads(self) -> dict[str, Head]:
+        """The head of every member that answers and holds one that the plan accepts, in the order of the plan."""
+        asking = {peer: asyncio.create_task(self._head_of(peer)) for peer in self._peers}
+        try:
+            await self._most(asking.values())
+            answers = {peer: task.result() for peer, task in asking.items() if task.done()}
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+        return {peer: head for peer, head in answers.items() if head is not None and self._plan.accepts(head)}
+
+    async def hashes(self, peers: Iterable[str], number: int) -> dict[str, bytes]:
+        """What each of `peers` says that round `number` decided, by hash."""
+        heads = await asyncio.gather(*(self._stored_at(peer, number) for peer in peers))
+        return {peer: head.hash for peer, head in heads if head is not None}
+
+    async def previous(self, head: Head, first: Iterable[str]) -> Head | None:
+        """The manifest that `head` builds on, from whoever has it; `first` are asked first."""
+        order = dict.fromkeys([*first, *self._open])
+        for peer in order:
+            _, found = await self._stored_at(peer, head.round - 1)
+            if found is not None and found.hash == head.manifest.previous_hash and self._plan.accepts(found):
+                return found
+        return None
+
+    async def _head_of(self, peer: str) -> Head | None:
+        try:
+            self._open[peer] = await Conversation.begin(self._network, peer, self._plan.run_id, _ANSWER)
+            return await self._open[peer].manifest(None)
+        except (NotFound, Unreachable) as error:
+            _log.debug("no head", peer=peer, reason=str(error))
+        except AtollError as error:
+            _log.warning("head not believed", peer=peer, reason=str(error))
+        return None
+
+    async def _stored_at(self, peer: str, number: int) -> tuple[str, Head | None]:
+        conversation = self._open.get(peer)
+        if conversation is None or number < 0:
+            return peer, None
+        try:
+            return peer, await conversation.manifest(number)
+        except NotFound:
+            return peer, None
+        except AtollError as error:
+            _log.debug("no manifest", peer=peer, round=number, reason=str(error))
+            await self._open.pop(peer).close()  # answers would be out of step from here on
+            return peer, None
+
+    async def _most(self, asking: Iterable[asyncio.Task[Head | None]]) -> None:
+        """Wait until all answered, with less patience once more than half did."""
+        pending = set(asking)
+        members = len(pending)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 2 * _ANSWER.total_seconds()
+        while pending and (left := deadline - loop.time()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if done and 2 * len(pending) < members:
+                deadline = min(deadline, loop.time() + _STRAGGLERS.total_seconds())

@@ -1,0 +1,273 @@
+"""Who fetches what: the book of a fetch from many donors at once. Pure: no I/O, no clock.
+
+A digest vouches for a whole piece, so a donor is first asked for a small piece that nobody else has a hand in: one
+that lies is found out at once, at the price of that piece. Who has proved itself takes larger pieces, and helps
+others with theirs from the tail when nothing is left to begin. A piece that several donors filled and that is
+false is fetched again from one donor alone; then the chunks that differ name the liars.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from atoll.node.state.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one request asks for. Bounds are elements of the vector."""
+
+    piece: int  # index of the piece
+    index: int  # within the piece
+    start: int
+    end: int
+
+
+@dataclass
+class _Work:
+    """How far one piece is."""
+
+    piece: Piece
+    chunks: tuple[Chunk, ...]
+    sources: list[str | None]  # who delivered each chunk
+    wanted: set[int]  # indices to be asked for
+    owner: str | None = None  # the donor that works through it from the front
+    alone: bool = False  # all of it must come from its owner
+    avoid: frozenset[str] = frozenset()  # donors of the false version
+    suspects: tuple[tuple[str, bytes], ...] = ()  # donor and digest of each chunk of the false version
+    checking: bool = False
+    done: bool = False
+
+    @property
+    def open(self) -> bool:
+        return not (self.done or self.checking)
+
+    @property
+    def untouched(self) -> bool:
+        return not any(self.sources)
+
+    def reset(self) -> None:
+        self.sources = [None] * len(self.chunks)
+        self.wanted = set(range(len(self.chunks)))
+        self.owner = None
+
+    def disown(self) -> None:
+        """Its owner is gone or slow: others may go on with it, or begin it anew where it must come from one."""
+        self.owner = None
+        if self.alone:
+            self.reset()
+
+
+@dataclass
+class _Donor:
+    wire: deque[Chunk] = field(default_factory=deque)  # asked for and not answered, in order
+    since: float = 0.0  # of the last answer, or of the first question after a pause
+    longest_wait: float = 0.0
+    slow: bool = False
+    present: bool = False
+    delivered: int = 0  # chunks
+    proven: bool = False
+    gone: str = ""  # why it is not asked any more
+
+
+class Ledger:
+    """Pieces to fetch and donors to fetch them from. Times are seconds of any monotonic clock."""
+
+    def __init__(self, pieces: Sequence[Piece], chunk_elements: int, donors: Sequence[str]) -> None:
+        self._works = [_work(number, piece, chunk_elements) for number, piece in enumerate(pieces)]
+        self._donors = {donor: _Donor() for donor in donors}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every piece is verified."""
+        return all(work.done for work in self._works)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why donors are not asked any more."""
+        return {peer: donor.gone for peer, donor in self._donors.items() if donor.gone}
+
+    def asks(self, peer: str) -> bool:
+        """Whether this donor is still of use."""
+        return not self._donors[peer].gone
+
+    def delivered(self, peer: str) -> int:
+        """How many chunks this donor sent."""
+        return self._donors[peer].delivered
+
+    def on_wire(self, peer: str) -> int:
+        """How many questions to this donor are not answered."""
+        return len(self._donors[peer].wire)
+
+    def expected(self, peer: str) -> Chunk | None:
+        """What this donor must answer with next."""
+        wire = self._donors[peer].wire
+        return wire[0] if wire else None
+
+    # --- questions and answers -------------------------------------------------------------------------
+
+    def join(self, peer: str) -> None:
+        """The donor can be asked, with nothing on the wire."""
+        self._donors[peer].present = True
+
+    def take(self, peer: str, now: float) -> Chunk | None:
+        """The chunk to ask this donor for next; None when it has nothing to do for now."""
+        donor = self._donors[peer]
+        if donor.gone or donor.slow or not donor.present:
+            return None
+        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help(donor)
+        if chunk is None:
+            return None
+        self._works[chunk.piece].wanted.discard(chunk.index)
+        if not donor.wire:
+            donor.since = now
+        donor.wire.append(chunk)
+        return chunk
+
+    def arrived(self, peer: str, now: float) -> bool:
+        """The donor answered its oldest question; whether the bytes are to be kept."""
+        donor = self._donors[peer]
+        chunk = donor.wire.popleft()
+        donor.longest_wait = max(donor.longest_wait, now - donor.since)
+        donor.since, donor.slow = now, False
+        donor.delivered += 1
+        work = self._works[chunk.piece]
+        if not work.open or work.sources[chunk.index] is not None or (work.alone and work.owner != peer):
+            return False
+        work.sources[chunk.index] = peer
+        work.wanted.discard(chunk.index)
+        work.checking = None not in work.sources
+        return True
+
+    def to_check(self, piece: int) -> bool:
+        """Whether all of the piece is there and its digest is to be compared, with `checked` for the answer."""
+        return self._works[piece].checking
+
+    def chunks_to_hash(self, piece: int, true: bool) -> tuple[Chunk, ...]:
+        """The chunks whose digests `checked` needs for naming liars."""
+        work = self._works[piece]
+        mixed = len(set(work.sources)) > 1
+        return work.chunks if (work.suspects if true else mixed) else ()
+
+    def checked(self, piece: int, true: bool, chunk_digests: Sequence[bytes]) -> None:
+        """The piece was compared with its digest; `chunk_digests` are of `chunks_to_hash`."""
+        work = self._works[piece]
+        work.checking = False
+        sources = [peer for peer in work.sources if peer is not None]
+        if true:
+            work.done = True
+            for peer in set(sources):
+                self._donors[peer].proven = True
+            for (peer, claimed), digest in zip(work.suspects, chunk_digests, strict=False):
+                if claimed != digest:
+                    self.distrust(peer, f"a part of {work.piece} was false")
+            return
+        liars = {peer for peer in sources if self._donors[peer].gone}
+        if len(set(sources)) == 1:
+            work.reset()
+            self.distrust(sources[0], f"{work.piece} did not match its digest")
+        elif liars:
+            self._forget(work, liars)
+        else:
+            work.suspects = tuple(zip(sources, chunk_digests, strict=True))
+            work.alone, work.avoid = True, frozenset(sources)
+            work.reset()
+
+    # --- donors that fail ------------------------------------------------------------------------------
+
+    def left(self, peer: str) -> None:
+        """The conversation ended: its questions are open again; it may `join` again."""
+        donor = self._donors[peer]
+        donor.present = donor.slow = False
+        self._release(peer, donor)
+        donor.wire.clear()
+
+    def give_up(self, peer: str, reason: str) -> None:
+        """Do not ask this donor again; what it delivered stays."""
+        self.left(peer)
+        self._donors[peer].gone = reason
+
+    def distrust(self, peer: str, reason: str) -> None:
+        """It lied: do not ask it again, and forget what it delivered to pieces that are not verified."""
+        self.give_up(peer, reason)
+        for work in self._works:
+            if work.open:
+                self._forget(work, {peer})
+
+    def release_slow(self, now: float, patience: float) -> bool:
+        """Let others take over from donors that let us wait for long, by their own measure too; whether there are any.
+
+        A piece that must come from one donor stays with it: the shell's deadline for an answer ends that wait.
+        """
+        found = False
+        for peer, donor in self._donors.items():
+            late = now - donor.since > max(patience, 3 * donor.longest_wait)
+            if donor.wire and late and not donor.slow and self._brisk() - {peer}:
+                donor.slow = found = True
+                self._release(peer, donor, slow_only=True)
+        return found
+
+    # --- choices -----------------------------------------------------------------------------------------
+
+    def _own_chunk(self, peer: str) -> Chunk | None:
+        for work in self._works:
+            if work.owner == peer and work.open and work.wanted:
+                return work.chunks[min(work.wanted)]
+        return None
+
+    def _begin_piece(self, peer: str, donor: _Donor) -> Chunk | None:
+        if not donor.proven and any(work.owner == peer and not work.done for work in self._works):
+            return None  # let it prove itself first
+        free = [work for work in self._works if work.open and work.owner is None and self._may_begin(work, peer)]
+        if not free:
+            return None
+        if donor.proven:
+            work = max(free, key=lambda work: work.piece.elements)
+        else:
+            work = min(free, key=lambda work: (not work.untouched, work.piece.elements))
+        work.owner = peer
+        return work.chunks[min(work.wanted)] if work.wanted else None
+
+    def _may_begin(self, work: _Work, peer: str) -> bool:
+        if not work.wanted:
+            return False
+        return peer not in work.avoid or self._brisk() <= work.avoid
+
+    def _brisk(self) -> set[str]:
+        return {peer for peer, donor in self._donors.items() if donor.present and not donor.slow and not donor.gone}
+
+    def _help(self, donor: _Donor) -> Chunk | None:
+        if not donor.proven:
+            return None
+        shared = [work for work in self._works if work.open and work.wanted and not work.alone]
+        if not shared:
+            return None
+        work = max(shared, key=lambda work: len(work.wanted))
+        return work.chunks[max(work.wanted)]
+
+    def _release(self, peer: str, donor: _Donor, *, slow_only: bool = False) -> None:
+        for work in self._works:
+            if work.owner == peer and work.open and not (slow_only and work.alone):
+                work.disown()
+        for chunk in donor.wire:
+            work = self._works[chunk.piece]
+            if work.open and work.sources[chunk.index] is None and not (slow_only and work.alone):
+                work.wanted.add(chunk.index)
+
+    def _forget(self, work: _Work, peers: set[str]) -> None:
+        for index, source in enumerate(work.sources):
+            if source in peers:
+                work.sources[index] = None
+                work.wanted.add(index)
+        if work.owner in peers:
+            work.owner = None
+
+
+def _work(number: int, piece: Piece, chunk_elements: int) -> _Work:
+    starts = range(piece.start, piece.end, chunk_elements)
+    chunks = tuple(
+        Chunk(number, index, start, min(start + chunk_elements, piece.end)) for index, start in enumerate(starts)
+    )
+    return _Work(piece, chunks, [None] * len(chunks), set(range(len(chunks))))

@@ -1,0 +1,88 @@
+"""What state consists of when it travels: pieces that a digest vouches for, cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointCorrupt
+from atoll.node.averaging.outer import digest
+from atoll.v1 import manifest_pb2
+
+Kind = Literal["anchor", "momentum"]
+
+_EMPTY = sha256(b"").digest()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One layer's part of one vector: the smallest thing that can be verified. Bounds are elements of the vector."""
+
+    kind: Kind
+    layer: int
+    start: int
+    end: int
+    digest: bytes
+
+    @property
+    def elements(self) -> int:
+        """How many fp32 values."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of layer {self.layer}"
+
+
+def pieces_of(layers: Sequence[manifest_pb2.LayerState], offsets: Sequence[int]) -> tuple[Piece, ...]:
+    """Every piece of a state with these digests; layers without parameters have none.
+
+    Raises `CheckpointCorrupt` when the layers are not those of a model with these offsets.
+    """
+    if [item.layer for item in layers] != list(range(len(offsets) - 1)):
+        raise CheckpointCorrupt(f"a manifest lists {len(layers)} layers that are not this model's {len(offsets) - 1}")
+    pieces: list[Piece] = []
+    for item, (start, end) in zip(layers, pairwise(offsets), strict=True):
+        pieces.append(Piece("anchor", item.layer, start, end, item.anchor_digest))
+        pieces.append(Piece("momentum", item.layer, start, end, item.momentum_digest))
+    if any(piece.digest != _EMPTY for piece in pieces if not piece.elements):
+        raise CheckpointCorrupt("a manifest has digests of layers that are empty in this model")
+    return tuple(piece for piece in pieces if piece.elements)
+
+
+class Workspace:
+    """Two vectors that are filled piece by piece, and what of them is known to be true."""
+
+    def __init__(self, elements: int) -> None:
+        self.vectors: dict[Kind, Tensor] = {"anchor": torch.zeros(elements), "momentum": torch.zeros(elements)}
+        self._true: dict[tuple[Kind, int], bytes] = {}
+
+    def take_over(self, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
+        """Copy the pieces that these vectors hold already. Hashes all of both."""
+        sources: dict[Kind, Tensor] = {"anchor": anchor_E, "momentum": momentum_E}
+        for piece in pieces:
+            values_E = sources[piece.kind][piece.start : piece.end]
+            if digest(values_E) == piece.digest:
+                self.vectors[piece.kind][piece.start : piece.end] = values_E
+                self.confirm(piece)
+
+    def has(self, piece: Piece) -> bool:
+        """Whether the piece lies here, verified."""
+        return self._true.get((piece.kind, piece.layer)) == piece.digest
+
+    def confirm(self, piece: Piece) -> None:
+        """The piece was verified."""
+        self._true[piece.kind, piece.layer] = piece.digest
+
+    def bytes_of(self, kind: Kind, start: int, end: int) -> memoryview:
+        """The memory of some elements, to be written or hashed."""
+        return self.vectors[kind][start:end].numpy().data.cast("B")
+
+    def digest_of(self, kind: Kind, start: int, end: int) -> bytes:
+        """SHA-256 of some elements."""
+        return sha256(self.bytes_of(kind, start, end)).digest()

@@ -1,0 +1,131 @@
+"""Serving `/atoll/state/1`: manifests that were committed here, and the state of the head or of a staged result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from atoll.core import log
+from atoll.core.errors import Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.frames import FrameKind
+from atoll.core.manifest import Head
+from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.conversation import PROTOCOL
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.pieces import Kind
+from atoll.node.transport import Network, Stream
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+MAX_SLICE_ELEMENTS = 1 << 20  # 4 MiB of fp32: what one question may make us copy
+STREAMS_PER_PEER = 2  # one that asks for heads, one that fetches
+_IDLE = timedelta(seconds=30)
+
+_log = log.get("state")
+
+
+def nothing_staged(payload_hash: bytes) -> Staged | None:
+    """For a node that stages nothing."""
+    return None
+
+
+class StateServer:
+    """Answers members from what this node holds.
+
+    `current` gives the head and its state, or None while the node has none or is changing it. `staged` gives the
+    result with that payload hash, as long as it is kept. Both are asked before every slice: what is served never
+    mixes two states.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        run_id: str,
+        manifests: ManifestStore,
+        current: Callable[[], tuple[Head, AnchorState] | None],
+        staged: Callable[[bytes], Staged | None] = nothing_staged,
+    ) -> None:
+        self._run_id = run_id
+        self._manifests = manifests
+        self._current = current
+        self._staged = staged
+        self._told: Head | None = None  # the last head that was seen here: still true while the state changes
+        self._streams: Counter[str] = Counter()
+        network.handle(PROTOCOL, self._handle)
+
+    async def _handle(self, stream: Stream) -> None:
+        if self._streams[stream.peer_id] >= STREAMS_PER_PEER:
+            raise PeerMisbehaved(f"a peer may hold {STREAMS_PER_PEER} conversations about state at once")
+        self._streams[stream.peer_id] += 1
+        try:
+            while True:
+                try:
+                    frame = await stream.receive(_IDLE)
+                except Unreachable:
+                    return  # it hung up, or has had no question for long
+                await self._answer(stream, frame.header)
+        finally:
+            self._streams[stream.peer_id] -= 1
+            if not self._streams[stream.peer_id]:
+                del self._streams[stream.peer_id]
+
+    async def _answer(self, stream: Stream, header: bytes) -> None:
+        try:
+            request = dp.StateRequest.FromString(header)
+        except DecodeError as error:
+            raise PeerMisbehaved("a state request does not parse") from error
+        if request.run_id != self._run_id:
+            raise NotFound("that run is not held here")
+        match request.WhichOneof("what"):
+            case "manifest_round":
+                await self._send_manifest(stream, await asyncio.to_thread(self._stored, request.manifest_round))
+            case "head_manifest":
+                head = self._head()
+                await self._send_manifest(stream, head.committed if head else None)
+            case "anchor":
+                await self._send_slice(stream, request.anchor, "anchor")
+            case "momentum":
+                await self._send_slice(stream, request.momentum, "momentum")
+            case _:
+                raise PeerMisbehaved("a state request asks for nothing")
+
+    def _head(self) -> Head | None:
+        current = self._current()
+        if current is not None:
+            self._told = current[0]
+        return self._told
+
+    def _stored(self, number: int) -> manifest_pb2.CommittedManifest | None:
+        try:
+            return self._manifests.get(number)
+        except CheckpointCorrupt as error:
+            _log.warning("cannot serve a manifest", round=number, reason=str(error))
+            return None
+
+    async def _send_manifest(self, stream: Stream, committed: manifest_pb2.CommittedManifest | None) -> None:
+        reply = dp.StateReply() if committed is None else dp.StateReply(manifest=committed)
+        await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
+
+    async def _send_slice(self, stream: Stream, piece: dp.StateSlice, kind: Kind) -> None:
+        vector_E = self._vector(piece.manifest_hash, kind)
+        if not 0 <= piece.start < piece.end <= vector_E.numel() or piece.end - piece.start > MAX_SLICE_ELEMENTS:
+            raise PeerMisbehaved("a state request is outside the vector or over the cap")
+        values_E = vector_E[piece.start : piece.end].clone()  # ours may change while it is sent
+        await stream.send(FrameKind.MESSAGE, dp.StateReply(body_bytes=4 * values_E.numel()).SerializeToString())
+        await stream.send(FrameKind.BODY, b"", values_E.numpy().data.cast("B"))
+
+    def _vector(self, state_hash: bytes, kind: Kind) -> Tensor:
+        current = self._current()
+        if current is not None and current[0].hash == state_hash:
+            return current[1].anchor_E if kind == "anchor" else current[1].momentum_E
+        staged = self._staged(state_hash)
+        if staged is not None:
+            return staged.anchor_E if kind == "anchor" else staged.momentum_E
+        if current is None:
+            raise Busy("the state is changing; ask again")
+        raise NotFound("that state is not the head here, nor staged")

@@ -1,0 +1,203 @@
+"""Members that hold state, and a history that they voted for, without sockets or daemons."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from atoll.core import protocol
+from atoll.core.errors import AtollError, Unreachable
+from atoll.core.frames import Frame, FrameKind
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, sign_tie_break, sign_vote
+from atoll.core.plan import Assignment, Base, Plan
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.fetch import FetchPolicy
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.serve import StateServer
+from atoll.node.transport_memory import MemoryHub, Passage
+from atoll.v1 import manifest_pb2
+
+ANN, BOB, CLEO, DAN, EVE, FAY = (Identity.generate() for _ in range(6))
+OPERATOR = Identity.generate()
+OFFSETS = (0, 40, 100, 100, 164)  # the third layer has no parameters of its own
+QUICK = FetchPolicy(
+    chunk_elements=16,
+    patience=timedelta(milliseconds=40),
+    answer=timedelta(milliseconds=200),
+    failures=3,
+    pause=timedelta(milliseconds=1),
+)
+
+
+def state_of(value: float) -> AnchorState:
+    """Every element differs, so that a chunk in the wrong place is a wrong chunk."""
+    state = AnchorState(torch.arange(float(OFFSETS[-1])) + value, OFFSETS)
+    state.momentum_E = torch.arange(float(OFFSETS[-1])) / 2 + value
+    return state
+
+
+def commit(
+    state: AnchorState,
+    number: int,
+    voters: list[Identity],
+    *,
+    after: Head | None = None,
+    present: list[Identity] | None = None,
+    plan_version: int = 1,
+    tie_break_by: Identity | None = None,
+) -> Head:
+    """A manifest of `state`, signed by `voters`."""
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=RoundId("r", plan_version, 0, number, 0).to_proto(),
+        previous_hash=after.hash if after else b"",
+        contributions=[
+            manifest_pb2.Contribution(peer_id=member.peer_id, present=True)
+            for member in (voters if present is None else present)
+        ],
+        layers=state.layer_states(number),
+    )
+    payload, ballot = manifest.SerializeToString(), Ballot(plan_version, 0)
+    committed = manifest_pb2.CommittedManifest(
+        payload=payload,
+        signatures=[sign_vote(voter, payload, ballot) for voter in voters],
+        ballot_plan_version=plan_version,
+    )
+    if tie_break_by is not None:
+        committed.tie_break.CopyFrom(sign_tie_break(tie_break_by, payload, ballot))
+    return Head(committed)
+
+
+GENESIS = commit(state_of(0.0), 0, [])
+
+
+def history(*rounds: Head) -> list[Head]:
+    return [GENESIS, *rounds]
+
+
+def plan_of(*members: Identity, version: int = 1, base: Head = GENESIS, voters: tuple[Identity, ...] = ()) -> Plan:
+    """A plan whose base is `base`, decided by `voters` (all members unless given)."""
+    peers = sorted(member.peer_id for member in members)
+    since = version if base is not GENESIS or version > 1 else 1
+    return Plan(
+        "r",
+        version,
+        tuple(Assignment(peer, 0, 3, (), 10_000, 1) for peer in peers),
+        tuple((peer,) for peer in peers),
+        Base(base.hash, tuple(sorted(voter.peer_id for voter in voters or members)), base.round, since),
+    )
+
+
+@dataclass
+class Holding:
+    """What one member serves; tests change it while it is served."""
+
+    store: ManifestStore
+    head: Head | None = None
+    state: AnchorState | None = None
+    moving: bool = False
+
+    def hold(self, head: Head | None, state: AnchorState | None) -> None:
+        self.head, self.state = head, state
+        if head is not None:
+            self.store.append(head)
+
+    def current(self) -> tuple[Head, AnchorState] | None:
+        return (self.head, self.state) if self.head and self.state and not self.moving else None
+
+
+Behaviour = Callable[[Frame], Awaitable[Frame | AtollError | None]]
+
+
+@dataclass
+class Reef:
+    """Members in memory. `behaviours` may change every body that a member sends; `bodies` counts them."""
+
+    directory: Path
+    us: Identity = CLEO
+    behaviours: dict[str, Behaviour] = field(default_factory=dict)
+    bodies: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hub = MemoryHub(self._pass)
+        self.network = self.hub.join(self.us.peer_id)
+
+    def serve(
+        self, member: Identity, heads: list[Head], state: AnchorState | None, staged: dict[bytes, object] | None = None
+    ) -> Holding:
+        """Have `member` hold a history, its last head with `state`."""
+        store = ManifestStore(self.directory / member.peer_id, "r")
+        for head in heads:
+            store.append(head)
+        holding = Holding(store, heads[-1] if heads else None, state)
+        network = self.hub.join(member.peer_id)
+        StateServer(network, "r", store, holding.current, (staged or {}).get)
+        return holding
+
+    async def _pass(self, passage: Passage) -> Frame | AtollError | None:
+        if passage.frame.kind is not FrameKind.BODY:
+            return passage.frame
+        self.bodies[passage.sender] = self.bodies.get(passage.sender, 0) + 1
+        behaviour = self.behaviours.get(passage.sender)
+        return await behaviour(passage.frame) if behaviour else passage.frame
+
+
+def wrong(frame: Frame) -> Frame:
+    return Frame(frame.kind, frame.header, bytes(byte ^ 1 for byte in bytes(frame.body)))
+
+
+async def lies(frame: Frame) -> Frame:
+    """Wrong bytes, always."""
+    return wrong(frame)
+
+
+async def cuts_short(frame: Frame) -> Frame:
+    return Frame(frame.kind, frame.header, bytes(frame.body)[:-4])
+
+
+async def is_silent(frame: Frame) -> None:
+    return None
+
+
+def lies_after(count: int) -> Behaviour:
+    """True at first."""
+    left = count
+
+    async def behave(frame: Frame) -> Frame:
+        nonlocal left
+        left -= 1
+        return frame if left >= 0 else wrong(frame)
+
+    return behave
+
+
+def dies_after(count: int) -> Behaviour:
+    """Every stream breaks from then on."""
+    left = count
+
+    async def behave(frame: Frame) -> Frame | AtollError:
+        nonlocal left
+        left -= 1
+        return frame if left >= 0 else Unreachable("gone")
+
+    return behave
+
+
+def freezes_after(count: int) -> Behaviour:
+    """Nothing comes any more, and no stream ends."""
+    left = count
+
+    async def behave(frame: Frame) -> Frame:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            await asyncio.Event().wait()
+        return frame
+
+    return behave

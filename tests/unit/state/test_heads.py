@@ -1,0 +1,188 @@
+"""Which head a newcomer believes: votes that commit it, and the agreement of those who hold anything."""
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from structlog.testing import capture_logs
+from support.donors import (
+    ANN,
+    BOB,
+    CLEO,
+    DAN,
+    EVE,
+    FAY,
+    GENESIS,
+    OPERATOR,
+    QUICK,
+    Reef,
+    commit,
+    history,
+    plan_of,
+    state_of,
+)
+
+from atoll.core.errors import Unreachable
+from atoll.node.state import heads
+from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
+from atoll.node.state.conversation import PROTOCOL
+
+ALL = (ANN, BOB, CLEO, DAN, EVE)
+ONE, TWO = state_of(1.0), state_of(2.0)
+FIRST = commit(ONE, 1, [ANN, BOB, DAN], after=GENESIS)
+SECOND = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, DAN])
+
+
+@pytest.fixture
+async def reef(tmp_path):
+    made = Reef(tmp_path)
+    yield made
+    await made.hub.close()
+
+
+async def believed(reef, plan, held=None, operator=OPERATOR):
+    fetched = await catch_up(reef.network, plan, state_of(9.0), held, operator_key=operator.public_key, policy=QUICK)
+    return fetched.head if fetched else None
+
+
+async def test_a_newcomer_believes_what_a_majority_voted_for(reef):
+    for member in (ANN, BOB, DAN):
+        reef.serve(member, history(FIRST, SECOND), TWO)
+    plan = plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN))
+    assert (await believed(reef, plan)).hash == SECOND.hash
+    assert await believed(reef, plan, held=SECOND) is None
+    assert await newest_round(reef.network, plan, FIRST, operator_key=OPERATOR.public_key) == 2
+
+
+FORGERIES = {
+    "nobody signed": lambda poison: [commit(poison, 10**6, [], after=SECOND)],
+    "only the liar": lambda poison: [commit(poison, 10**6, [EVE], after=SECOND)],
+    "names others": lambda poison: [commit(poison, 10**6, [EVE], after=SECOND, present=[ANN, BOB, EVE])],
+    "follows genesis": lambda poison: [commit(poison, 10**6, [ANN, BOB, DAN, EVE], after=GENESIS)],
+    "a chain of its own": lambda poison: [
+        before := commit(poison, 10**6 - 1, [EVE]),
+        commit(poison, 10**6, [EVE], after=before),
+    ],
+    "another second round": lambda poison: [FIRST, commit(poison, 2, [EVE], after=FIRST)],
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES.keys())
+async def test_one_of_four_cannot_make_others_believe_a_forged_head(reef, forge):
+    poison = state_of(666.0)
+    for member in (ANN, BOB, DAN):
+        reef.serve(member, history(FIRST, SECOND), TWO)
+    reef.serve(EVE, forge(poison), poison)
+    with capture_logs() as logs:
+        head = await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))
+    assert head.hash == SECOND.hash
+    assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [EVE.peer_id]
+
+
+async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(reef):
+    reef.serve(ANN, history(FIRST, SECOND), TWO)
+    for member in (BOB, DAN):
+        reef.serve(member, history(FIRST), ONE)
+    with capture_logs() as logs:
+        head = await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+    assert head.hash == FIRST.hash
+    assert not logs
+
+
+async def test_members_that_went_on_still_agree_on_the_round_before(reef):
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST, SECOND), TWO)
+    for member in (DAN, EVE):
+        reef.serve(member, history(FIRST), ONE)
+    assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+
+
+async def test_newcomers_in_the_round_do_not_make_its_votes_too_few(reef):
+    crowded = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, CLEO, EVE, FAY])
+    for member in (ANN, BOB, EVE):
+        reef.serve(member, history(FIRST, crowded), TWO)
+    assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == crowded.hash
+
+
+async def test_half_of_the_voters_need_the_operators_tie_break(reef):
+    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, voters=(ANN, BOB))
+    half = commit(ONE, 1, [ANN], after=GENESIS)
+    forged = commit(ONE, 1, [ANN], after=GENESIS, tie_break_by=EVE)
+    broken = commit(ONE, 1, [ANN], after=GENESIS, tie_break_by=OPERATOR)
+    for head in (half, forged):
+        for member in (ANN, DAN, EVE):
+            reef.serve(member, history(head), ONE)
+        with pytest.raises(Unreachable):
+            await believed(reef, plan)
+    for member in (ANN, DAN, EVE):
+        reef.serve(member, history(broken), ONE)
+    assert (await believed(reef, plan)).hash == broken.hash
+
+
+async def test_members_that_hold_nothing_are_not_asked_to_agree(reef):
+    reef.serve(ANN, history(FIRST), ONE)
+    for member in (BOB, DAN, EVE):
+        reef.serve(member, [], None)
+    assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+
+
+async def test_a_single_holder_is_believed_only_with_its_own_vote(reef):
+    others = commit(ONE, 1, [BOB, DAN], after=GENESIS, present=[ANN, BOB, DAN])
+    reef.serve(ANN, history(others), ONE)
+    with pytest.raises(Unreachable):
+        await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+
+
+async def test_two_holders_that_contradict_one_another_are_not_believed(reef):
+    other = commit(TWO, 1, [ANN, BOB, DAN], after=GENESIS)
+    reef.serve(ANN, history(FIRST), ONE)
+    reef.serve(BOB, history(other), TWO)
+    with pytest.raises(Unreachable):
+        await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+
+
+async def test_genesis_is_believed_by_the_hash_in_the_plan(reef):
+    reef.serve(ANN, history(), state_of(0.0))
+    reef.serve(EVE, [commit(state_of(666.0), 0, [])], state_of(666.0))
+    assert (await believed(reef, plan_of(ANN, CLEO, EVE))).hash == GENESIS.hash
+
+
+async def test_after_a_recovery_the_void_history_is_left_for_the_base(reef):
+    plan = plan_of(ANN, BOB, CLEO, version=7, base=FIRST)
+    reef.serve(ANN, history(FIRST, SECOND), TWO)  # has not heard of the recovery
+    reef.serve(BOB, history(FIRST), ONE)
+    assert (await believed(reef, plan, held=SECOND)).hash == FIRST.hash
+    assert await believed(reef, plan, held=FIRST) is None
+
+
+async def test_a_private_manifest_at_our_own_round_gives_way(reef):
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST), ONE)
+    private = commit(TWO, 1, [CLEO], after=GENESIS)
+    assert (await believed(reef, plan_of(ANN, BOB, CLEO), held=private)).hash == FIRST.hash
+
+
+async def test_a_newer_head_of_ours_is_kept(reef):
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST), ONE)
+    assert await believed(reef, plan_of(ANN, BOB, CLEO), held=SECOND) is None
+
+
+async def test_members_that_change_their_state_still_say_what_their_head_is(reef):
+    holdings = [reef.serve(member, history(FIRST), ONE) for member in (ANN, BOB)]
+    assert (await fetch_manifest(reef.network, ANN.peer_id, "r", None)).hash == FIRST.hash
+    holdings[0].moving = True
+    assert (await fetch_manifest(reef.network, ANN.peer_id, "r", None)).hash == FIRST.hash
+
+
+async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(reef, monkeypatch):
+    monkeypatch.setattr(heads, "_STRAGGLERS", timedelta(milliseconds=50))
+    for member in (ANN, BOB, DAN):
+        reef.serve(member, history(FIRST), ONE)
+
+    async def freeze(stream):
+        await asyncio.Event().wait()
+
+    reef.hub.join(EVE.peer_id).handle(PROTOCOL, freeze)
+    async with asyncio.timeout(2):
+        assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
