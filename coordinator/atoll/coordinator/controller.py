@@ -17,7 +17,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.state import machine
-from atoll.coordinator.state.records import DenyRow, Event, PlanRow, Record
+from atoll.coordinator.state.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
 from atoll.coordinator.state.store import Store
 from atoll.core import log
@@ -112,7 +112,7 @@ class Controller:
             self.tick_failures += 1
             self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
 
-    def _announce(self, records: Sequence[Record]) -> None:
+    def _announce(self, records: Sequence[Change]) -> None:
         """Wake first: a log that cannot be written must not keep news from anyone."""
         self.notify()
         for item in records:
@@ -123,7 +123,7 @@ class Controller:
         step = operation(self.state, self.moment())
         plans = [PlanRow(plan.run_id, plan.version, self._seal(plan), plan.issued_unix_ms) for plan in step.plans]
         deny = [DenyRow(step.deny.number, self._seal_deny(step.deny))] if step.deny else []
-        rows: list[Record] = [*step.records, *plans, *deny]
+        rows: list[Change] = [*step.records, *plans, *deny]
         if rows:
             self._store(rows)
         for row in plans:
@@ -135,7 +135,7 @@ class Controller:
             loop.call_soon_threadsafe(self._announce, step.records)
         return step
 
-    def _store(self, rows: list[Record]) -> None:
+    def _store(self, rows: list[Change]) -> None:
         try:
             self.store.apply(rows)
         except AtollError as error:
@@ -160,7 +160,7 @@ class Controller:
                 f"the database holds something that this coordinator's key did not sign: {error}",
                 "database and keys must come from the same backup; nothing was changed",
             ) from error
-        return machine.restore(contents, plans, deny, self.moment())
+        return machine.restore(contents, plans, deny, self.moment(), self.operator.public_key)
 
     def _opened_plan(self, row: PlanRow) -> Plan:
         sealed = pb.Signed.FromString(row.sealed)

@@ -75,7 +75,7 @@ PLAN = plan_pb2.Plan(
     version=2,
     assignments=[plan_pb2.Assignment(peer_id=NODE.peer_id, span=plan_pb2.Span(last=3), max_round_tokens=4096)],
     routes=[plan_pb2.Route(peer_ids=[NODE.peer_id])],
-    genesis_manifest_hash=b"\x01\x02",
+    base=plan_pb2.Base(manifest_hash=b"\x01\x02", since_version=1, voters=[NODE.peer_id]),
     issued_unix_ms=1_700_000_000_000,
     reason="basement joins",
 )
@@ -87,6 +87,28 @@ EVENT = wire.Event(
     subject=NODE.peer_id,
     message="basement enrolled",
 )
+
+ROUNDS = [
+    wire.RoundView(
+        round=pb.RoundId(run_id="reef", plan_version=2, number=7, attempt=1),
+        committed=True,
+        tokens=40_000,
+        members=5,
+        present=4,
+        partial=1,
+        parts_zeroed=2,
+        seconds=3.25,
+        unix_ms=1_700_000_000_000,
+        opener=NODE.peer_id,
+    ),
+    wire.RoundView(
+        round=pb.RoundId(run_id="reef", plan_version=2, number=8),
+        reason="no majority: 1 of 4 deciding members voted in time",
+        seconds=15,
+        unix_ms=1_700_000_020_000,
+        opener=NODE.peer_id,
+    ),
+]
 
 ANSWERS = {
     "CreateToken": wire.CreateTokenResponse(token=SECRET, view=TOKEN),
@@ -102,6 +124,7 @@ ANSWERS = {
     "StopRun": RUN,
     "GetRun": RUN,
     "ListRuns": wire.ListRunsResponse(runs=[RUN]),
+    "ListRounds": wire.ListRoundsResponse(rounds=ROUNDS),
     "GetPlan": wire.PlanView(plan=PLAN, signed=pb.Signed(payload=b"\x03")),
     "Events": [EVENT],
 }
@@ -116,6 +139,7 @@ COMMANDS = {
     "run-create": ["run", "create", "-"],
     "run-list": ["run", "list"],
     "run-show": ["run", "show"],
+    "run-rounds": ["run", "rounds", "--after", "6"],
     "run-start": ["run", "start"],
     "run-pause": ["run", "pause"],
     "run-stop": ["run", "stop"],

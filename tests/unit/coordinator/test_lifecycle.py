@@ -147,7 +147,7 @@ def test_plan_one_has_everyone_equal_ranges_and_the_lineage() -> None:
     assert [item.peer_id for item in plan.assignments] == sorted(member.peer_id for member in members)
     assert {(item.first_layer, item.last_layer) for item in plan.assignments} == {(0, 2)}
     genesis = manifest_pb2.CommittedManifest.FromString(world.run.genesis)
-    assert plan.genesis_manifest_hash == manifest_hash(genesis.payload)
+    assert plan.base.manifest_hash == manifest_hash(genesis.payload)
 
 
 def test_when_the_writer_is_lost_another_one_writes() -> None:
@@ -275,7 +275,7 @@ def test_until_a_round_commits_who_stays_keeps_its_samples_and_newcomers_get_the
 def test_once_a_round_has_committed_plans_leave_the_samples_to_manifests() -> None:
     world = World()
     members = world.train("ann", "bob")
-    genesis = world.plans[-1].genesis_manifest_hash
+    genesis = world.plans[-1].base.manifest_hash
     world.say("ann", rounds=[round_report(1, genesis, members)])
     world.join("cid")
     world.wait(2)

@@ -210,7 +210,7 @@ def test_a_draft_leaves_the_state_it_began_from_alone() -> None:
     draft = Draft(before, world.now)
     draft.event("run.created", "reef", "reef", "x")
     lifecycle.create_run(before, world.now, spec_toml(), start=True)
-    assert before == State()
+    assert before == State(operator_key=world.operator.public_key)
 
 
 def test_an_old_stream_may_not_speak_for_the_new_one() -> None:

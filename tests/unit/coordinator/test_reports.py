@@ -11,6 +11,8 @@ from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis
 from atoll.coordinator.state.records import Evaluation, Round
 from atoll.coordinator.state.reports import MAX_ATTEMPT, MAX_GAP
 from atoll.core.identity import Identity
+from atoll.core.manifest import sign_tie_break
+from atoll.core.quorum import Ballot
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -220,6 +222,127 @@ def test_a_member_that_once_was_alone_cannot_go_on_alone(world: World) -> None:
     alone = [world.identities["bob"]]
     world.say("bob", rounds=[round_report(2, hash_of(first), alone, plan_version=2, committed_before=1000)])
     assert (world.run.head_round, world.kinds()[-1]) == (1, "round.rejected")
+
+
+# --- by majority -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def five() -> World:
+    made = World()
+    made.train("ann", "bob", "cid", "dan", "eve")
+    return made
+
+
+def named(world: World, *names: str) -> list[Identity]:
+    return [world.identities[name] for name in names]
+
+
+def head_and_last_event(world: World) -> tuple[int, str]:
+    return world.run.head_round, world.kinds()[-1]
+
+
+def test_a_majority_commits_without_those_who_are_gone(five: World) -> None:
+    some = named(five, "ann", "bob", "cid", "dan")
+    report = round_report(1, genesis_hash(five), some, gone=tuple(named(five, "dan")))
+    five.say("ann", rounds=[report])
+    (row,) = rounds(five)
+    assert (row.members, len(row.present), row.committed_tokens) == (4, 3, 2000)
+    assert head_and_last_event(five) == (1, "round.committed")
+
+
+def test_who_was_present_decides_the_next_round(five: World) -> None:
+    first = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
+    five.say("ann", rounds=[first])
+    three = named(five, "cid", "dan", "eve")  # a majority of all, but one of those three who decide
+    five.say("cid", rounds=[round_report(2, hash_of(first), three, committed_before=1500)])
+    assert head_and_last_event(five) == (1, "round.rejected")
+    two = named(five, "ann", "bob")
+    five.say("ann", rounds=[round_report(2, hash_of(first), two, committed_before=1500)])
+    assert head_and_last_event(five) == (2, "round.committed")
+
+
+def test_half_of_those_who_decide_need_the_coordinators_vote(world: World) -> None:
+    ann = world.identities["ann"]
+    report = round_report(1, genesis_hash(world), [ann])
+    world.say("ann", rounds=[report])
+    assert head_and_last_event(world) == (0, "round.rejected")
+    ballot = Ballot(1, 0)
+    for forger in (ann, world.operator):
+        report.manifest.tie_break.CopyFrom(sign_tie_break(forger, report.manifest.payload, ballot))
+        world.say("ann", rounds=[report])
+    assert head_and_last_event(world) == (1, "round.committed")
+    assert world.kinds().count("round.rejected") == 2
+
+
+def test_a_result_may_be_committed_by_a_later_attempt_under_a_newer_plan(five: World) -> None:
+    five.join("fay")
+    five.wait(2)
+    made_by = named(five, "ann", "bob", "cid")
+    report = round_report(1, genesis_hash(five), made_by, ballot=Ballot(2, 7))
+    five.say("dan", rounds=[report])
+    (row,) = rounds(five)
+    assert (row.plan_version, row.attempt, row.made_under) == (2, 7, 1)
+    assert five.run.head_round == 1
+    five.say("dan", evaluations=[mb.EvaluationReport(round=1, loss=3.0)])  # opened it, and was not part of it
+    assert five.run.loss == 3.0
+
+
+def test_votes_of_an_attempt_do_not_count_in_another(five: World) -> None:
+    report = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
+    report.round.attempt = report.manifest.ballot_attempt = 3
+    five.say("ann", rounds=[report])
+    assert head_and_last_event(five) == (0, "round.rejected")
+
+
+def test_what_is_only_in_some_sums_does_not_count(five: World) -> None:
+    report = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"), gone=tuple(named(five, "cid")))
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    for tokens, verdict in ((500, "round.rejected"), (0, "round.committed")):
+        manifest.contributions[2].partial = True
+        manifest.contributions[2].tokens = tokens
+        manifest.committed_tokens = 1000 + tokens
+        voters = named(five, "ann", "bob", "dan")
+        report.manifest.CopyFrom(commit(manifest.SerializeToString(), voters))
+        five.say("ann", rounds=[report])
+        assert five.kinds()[-1] == verdict
+    assert (rounds(five)[0].partial, five.run.committed_tokens) == (1, 1000)
+
+
+def test_a_round_told_before_the_one_it_follows_needs_a_majority_of_its_own(five: World) -> None:
+    few = named(five, "ann", "bob")  # no majority of anything that is known
+    all_of_them = named(five, "ann", "bob", "cid", "dan", "eve")
+    second = round_report(2, b"x" * 32, all_of_them, committed_before=2500, signers=few)
+    five.say("ann", rounds=[second])
+    assert head_and_last_event(five) == (0, "round.rejected")
+
+
+def test_a_newcomer_does_not_make_the_votes_of_the_others_too_few(five: World) -> None:
+    first = round_report(1, genesis_hash(five), named(five, "ann", "bob"), signers=named(five, "ann", "bob", "cid"))
+    everyone = named(five, "ann", "bob", "cid", "dan", "eve")
+    deciding = named(five, "ann", "bob")
+    second = round_report(2, hash_of(first), everyone, committed_before=1000, signers=deciding)
+    five.say("ann", rounds=[first, second])
+    assert head_and_last_event(five) == (2, "round.committed")
+
+
+def test_a_round_that_comes_late_must_be_the_one_that_the_next_follows(five: World) -> None:
+    everyone = named(five, "ann", "bob", "cid", "dan", "eve")
+    first = round_report(1, genesis_hash(five), everyone)
+    second = round_report(2, hash_of(first), everyone, committed_before=2500)
+    other = round_report(1, genesis_hash(five), everyone, tokens_each=400)
+    five.say("ann", rounds=[second, other])
+    assert head_and_last_event(five) == (2, "round.rejected")
+    five.say("ann", rounds=[first])
+    assert [row.number for row in rounds(five)] == [2, 1]
+
+
+def test_a_restart_remembers_who_decides(five: World) -> None:
+    first = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
+    five.say("ann", rounds=[first])
+    before = five.state.memory[RUN].committed
+    five.restart()
+    assert five.state.memory[RUN].committed == before
 
 
 def test_losses_are_kept_and_the_newest_is_shown(world: World) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.state import admission, lifecycle, machine
-from atoll.coordinator.state.records import Event, Node, Record, Run, Token
+from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.records import Change, Event, Node, Run, Token
 from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
 from atoll.core import protocol
 from atoll.core.identity import Identity
-from atoll.core.manifest import manifest_hash, sign_manifest
+from atoll.core.manifest import manifest_hash, sign_vote
 from atoll.core.plan import Plan
+from atoll.core.quorum import Ballot
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import hash_secret
 from atoll.v1 import common_pb2 as pb
@@ -38,10 +40,16 @@ def layer_states(count: int = len(LAYERS), fill: int = 1) -> list[manifest_pb2.L
     return [manifest_pb2.LayerState(layer=i, anchor_digest=digest, momentum_digest=digest) for i in range(count)]
 
 
-def commit(payload: bytes, signers: list[Identity]) -> manifest_pb2.CommittedManifest:
-    """A manifest with everyone's signature."""
-    signatures = [sign_manifest(signer, payload) for signer in signers]
-    return manifest_pb2.CommittedManifest(payload=payload, signatures=signatures)
+def commit(payload: bytes, signers: list[Identity], ballot: Ballot | None = None) -> manifest_pb2.CommittedManifest:
+    """A manifest with these votes, cast in the attempt that made it or in `ballot`."""
+    made = manifest_pb2.Manifest.FromString(payload).round
+    ballot = ballot or Ballot(made.plan_version, made.attempt)
+    return manifest_pb2.CommittedManifest(
+        payload=payload,
+        signatures=[sign_vote(signer, payload, ballot) for signer in signers],
+        ballot_plan_version=ballot.plan_version,
+        ballot_attempt=ballot.attempt,
+    )
 
 
 def genesis_report(writer: Identity, run_id: str = RUN, corpus: str = CORPUS) -> mb.GenesisReport:
@@ -69,22 +77,36 @@ def round_report(
     attempt: int = 0,
     signers: list[Identity] | None = None,
     layers: int = len(LAYERS),
+    gone: tuple[Identity, ...] = (),
+    ballot: Ballot | None = None,
 ) -> mb.RoundReport:
-    """A committed round of `members`, as its opener reports it."""
+    """A committed round of `members`, as its opener reports it.
+
+    `gone` were not there any more when it was settled; `ballot` is the attempt that committed it, if a later one.
+    """
     name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt)
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=name,
         previous_hash=previous,
         contributions=[
-            manifest_pb2.Contribution(peer_id=member.peer_id, tokens=tokens_each, weight=tokens_each)
+            manifest_pb2.Contribution(
+                peer_id=member.peer_id, tokens=tokens_each, weight=tokens_each, present=member not in gone
+            )
             for member in members
         ],
         layers=layer_states(layers, number % 200),
         committed_tokens=committed_before + tokens_each * len(members),
     )
-    committed = commit(manifest.SerializeToString(), members if signers is None else signers)
-    return mb.RoundReport(round=name, committed=True, manifest=committed, seconds=1.5)
+    voters = [member for member in members if member not in gone] if signers is None else signers
+    committed = commit(manifest.SerializeToString(), voters, ballot)
+    told = pb.RoundId(
+        run_id=run_id,
+        plan_version=committed.ballot_plan_version,
+        number=number,
+        attempt=committed.ballot_attempt,
+    )
+    return mb.RoundReport(round=told, committed=True, manifest=committed, seconds=1.5)
 
 
 def abandoned_report(number: int, *, plan_version: int = 1, attempt: int = 0, run_id: str = RUN) -> mb.RoundReport:
@@ -103,12 +125,16 @@ class World:
     """Drives the machine as the server does, and keeps everything it said."""
 
     policy: Policy = field(default_factory=Policy)
+    operator: Identity = field(default_factory=Identity.generate)
     state: State = field(default_factory=State)
     now: Moment = field(default_factory=lambda: Moment(1_700_000_000_000, 100.0))
-    records: list[Record] = field(default_factory=list)
+    records: list[Change] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)
     sessions: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.state = replace(self.state, operator_key=self.operator.public_key)
 
     def take(self, step: Step[object]) -> object:
         """Make a step the present."""
@@ -116,6 +142,13 @@ class World:
         self.records += step.records
         self.plans += step.plans
         return step.result
+
+    def restart(self) -> None:
+        """The process ends and another takes over from what was made durable."""
+        store = MemoryStore()
+        store.apply(self.records)
+        self.state = machine.restore(store.load(), tuple(self.plans), None, self.now, self.operator.public_key)
+        self.sessions.clear()
 
     def wait(self, seconds: float) -> None:
         """Let time pass, ticking as the server does."""

@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
-from atoll.coordinator.cli.words import count, loss
-from atoll.coordinator.text import enum_word
+from atoll.coordinator.cli.words import count, loss, moment
+from atoll.coordinator.text import clean, enum_word
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
-app = typer.Typer(help="Runs: create, list, show, start, pause, stop.", no_args_is_help=True)
+app = typer.Typer(help="Runs: create, list, show, rounds, start, pause, stop, recover.", no_args_is_help=True)
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not needed when there is only one")]
 _COLUMNS = [
     Column("run", "run_id"),
@@ -29,6 +29,19 @@ _COLUMNS = [
     Column("loss", right=True),
     Column("nodes", right=True),
     Column("plan", right=True),
+]
+_ROUND_COLUMNS = [
+    Column("round", right=True),
+    Column("attempt", right=True),
+    Column("plan", right=True),
+    Column("outcome"),
+    Column("nodes", right=True),
+    Column("present", right=True),
+    Column("partial", right=True),
+    Column("zeroed", right=True),
+    Column("tokens", right=True),
+    Column("seconds", right=True),
+    Column("when"),
 ]
 
 
@@ -77,6 +90,24 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credenti
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
     show_facts(output, {"run": plain(view)}, _facts(view))
+
+
+@app.command()
+def rounds(
+    run: RunArgument = "",
+    after: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, metavar="ROUND", help="only those after this one")] = 0,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Show how rounds ended, the oldest first: who took part, who was there at the end, parts that were lost.
+
+    [bold]Example[/bold]
+
+      atollctl run rounds --after 120
+    """
+    with connect(credentials) as client:
+        found = client.call(client.stub.ListRounds, wire.ListRoundsRequest(run_id=run, after_round=after)).rounds
+    show(output, {"rounds": [plain(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found])
 
 
 @app.command()
@@ -145,6 +176,23 @@ def _row(run: wire.RunView) -> Plain:
         "loss": loss(run.validation_loss),
         "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
         "plan": run.plan_version or "–",
+    }
+
+
+def _round_row(item: wire.RoundView) -> Plain:
+    committed = "void" if item.void else "committed"
+    return {
+        "round": item.round.number,
+        "attempt": item.round.attempt,
+        "plan": item.round.plan_version,
+        "outcome": committed if item.committed else f"abandoned: {clean(item.reason, 60)}",
+        "nodes": item.members or "–",
+        "present": item.present or "–",
+        "partial": item.partial or "–",
+        "zeroed": item.parts_zeroed or "–",
+        "tokens": count(item.tokens),
+        "seconds": f"{item.seconds:.1f}",
+        "when": moment(item.unix_ms),
     }
 
 

@@ -141,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         run_id = find.run(self._controller.state, request.run_id).run_id
         limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
         rows = await self._controller.read(lambda store: store.rounds(run_id, after_round, limit))
-        return wire.ListRoundsResponse(rounds=[views.round_view(row) for row in rows])
+        return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
         """Everything after an id; with `follow` until the caller goes or we stop."""

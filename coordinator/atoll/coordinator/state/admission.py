@@ -164,7 +164,7 @@ def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
     if not node.banned:
         node = replace(node, banned=True)
         draft.put(node)
-        draft.issue_deny(Deny(state.deny.number + 1, state.deny.peer_ids | {node.peer_id}))
+        draft.issue_deny(Deny(max(state.deny.number, state.deny_reserved) + 1, state.deny.peer_ids | {node.peer_id}))
         because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
     return draft.done(node)

@@ -12,14 +12,26 @@ import re
 from dataclasses import replace
 
 from atoll.coordinator.state import find, lifecycle, reports
-from atoll.coordinator.state.records import Node
-from atoll.coordinator.state.snapshot import Commit, Draft, Live, Moment, Policy, RunMemory, State, Step, caps_of
+from atoll.coordinator.state.records import Checkpoint, Node
+from atoll.coordinator.state.snapshot import (
+    Commit,
+    Draft,
+    Live,
+    Moment,
+    Policy,
+    RunMemory,
+    State,
+    Step,
+    caps_of,
+    is_void,
+    with_base,
+)
 from atoll.coordinator.state.store import Contents
 from atoll.coordinator.text import MAX_SENTENCE_CHARACTERS, clean, tidied
 from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.membership import EMPTY_DENY, Deny
-from atoll.core.plan import Plan
+from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -30,7 +42,9 @@ MAX_REPORTS = 256  # of each kind in one heartbeat
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
-def restore(contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now: Moment) -> State:
+def restore(
+    contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now: Moment, operator_key: bytes = b""
+) -> State:
     """The state after a restart. `plans` and `deny` are the stored ones, their signatures checked.
 
     Members of the newest plans get the usual grace to come back, as if their streams had ended just now.
@@ -43,12 +57,15 @@ def restore(contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now:
         for peer in (item.plan.members if item.plan else ())
     }
     return State(
+        operator_key=operator_key,
         tokens={token.token_id: token for token in contents.tokens},
         nodes={node.peer_id: node for node in contents.nodes},
         runs=runs,
         memory=memory,
         live=live,
+        checkpoints=_checkpoints(contents.checkpoints),
         deny=deny or EMPTY_DENY,
+        deny_reserved=contents.deny.number if contents.deny else 0,
         last_event_id=contents.last_event_id,
     )
 
@@ -157,8 +174,14 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> Run
     run = next(item for item in contents.runs if item.run_id == run_id)
     own = sorted((plan for plan in plans if plan.run_id == run_id), key=lambda plan: plan.version)
     rounds = [row for row in contents.rounds if row.run_id == run_id]
-    committed = {
-        row.number: Commit(row.manifest_hash, row.plan_version, row.committed_tokens) for row in rounds if row.committed
+    bases: tuple[Base, ...] = ()
+    for plan in own:
+        bases = with_base(bases, plan.base)
+    committed = {base.round: Commit(base.manifest_hash, committed_tokens=None) for base in bases[-1:]}
+    committed |= {
+        row.number: reports.commit_of(row)
+        for row in rounds
+        if row.committed and not is_void(bases, row.number, row.made_under)
     }
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
@@ -168,7 +191,16 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> Run
         caps={plan.version: caps_of(plan) for plan in own},
         opened=frozenset((row.number, row.plan_version, row.fragment, row.attempt) for row in rounds),
         committed=committed,
+        votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
+        bases=bases,
     )
+
+
+def _checkpoints(rows: tuple[Checkpoint, ...]) -> dict[str, tuple[Checkpoint, ...]]:
+    held: dict[str, tuple[Checkpoint, ...]] = {}
+    for row in sorted(rows, key=lambda row: -row.round):
+        held[row.peer_id] = (*held.get(row.peer_id, ()), row)
+    return held
 
 
 def _genesis_hash(genesis: bytes) -> bytes:

@@ -8,6 +8,9 @@ from typing import TypeVar, cast
 
 from atoll.coordinator.state.records import (
     RECORDS,
+    Change,
+    Checkpoint,
+    Delete,
     DenyRow,
     Evaluation,
     Event,
@@ -17,6 +20,7 @@ from atoll.coordinator.state.records import (
     Round,
     Run,
     Token,
+    Vote,
 )
 from atoll.coordinator.state.store import Contents, Store
 
@@ -40,11 +44,16 @@ class MemoryStore(Store):
             rounds=tuple(replace(row, manifest=b"") for row in self._rows(Round)),
             deny=denied[-1] if denied else None,
             last_event_id=events[-1].event_id if events else 0,
+            votes=self._rows(Vote),
+            checkpoints=self._rows(Checkpoint),
         )
 
-    def apply(self, records: Sequence[Record]) -> None:
-        for row in records:
-            self._tables[type(row)][tuple(getattr(row, name) for name in row.KEY)] = row
+    def apply(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Delete):
+                self._tables[change.record].pop(change.key, None)
+            else:
+                self._tables[type(change)][tuple(getattr(change, name) for name in change.KEY)] = change
 
     def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
         return tuple(row for row in self._rows(Event) if row.event_id > after_id)[:limit]

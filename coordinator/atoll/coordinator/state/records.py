@@ -67,6 +67,7 @@ class Run:
     committed_tokens: int = 0
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
+    plan_floor: int = 0  # after a restore: plans up to here may have been issued and are forgotten
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,44 @@ class Round:
     wire_bytes: int = 0
     tokens: int = 0  # contributed in this round
     committed_tokens: int = 0  # of the whole run, this round included
-    members: int = 0
+    members: int = 0  # that contributed
     parts_zeroed: int = 0
     manifest_hash: bytes = b""
     manifest: bytes = b""  # CommittedManifest, when committed
+    previous_hash: bytes = b""
+    made_under: int = 0  # plan version of the manifest: that of the attempt, or an earlier one's
+    present: tuple[str, ...] = ()  # peer ids of those that decide the next round
+    partial: int = 0  # members that are missing from some of the sums
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What the coordinator promised and voted for as the tie-breaker of one round that it knows no outcome of."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "number")
+
+    run_id: str
+    number: int
+    promised_plan: int  # no votes in earlier attempts: plan version and attempt
+    promised_attempt: int
+    voted_plan: int = 0
+    voted_attempt: int = 0
+    payload: bytes = b""  # the Manifest voted for last; empty: none yet
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that a node said it holds."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("peer_id", "round")
+
+    peer_id: str
+    round: int
+    run_id: str
+    manifest_hash: bytes
+    size_bytes: int  # of all its files
+    written_ms: int
+    committed_tokens: int
 
 
 @dataclass(frozen=True)
@@ -120,7 +155,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class DenyRow:
-    """A deny-list as it was signed; the highest number is in force."""
+    """A deny-list as it was signed; the highest number is in force.
+
+    A restore keeps the list and writes it under a higher number than any that may have been issued and forgotten:
+    the next list is numbered above that.
+    """
 
     KEY: ClassVar[tuple[str, ...]] = ("number",)
 
@@ -142,5 +181,16 @@ class Event:
     message: str
 
 
-Record = Token | Node | Run | PlanRow | Round | Evaluation | DenyRow | Event
-RECORDS: tuple[type[Record], ...] = (Token, Node, Run, PlanRow, Round, Evaluation, DenyRow, Event)
+Record = Token | Node | Run | PlanRow | Round | Vote | Checkpoint | Evaluation | DenyRow | Event
+RECORDS: tuple[type[Record], ...] = (Token, Node, Run, PlanRow, Round, Vote, Checkpoint, Evaluation, DenyRow, Event)
+
+
+@dataclass(frozen=True)
+class Delete:
+    """No row, but the order to remove the one with this key."""
+
+    record: type[Record]
+    key: tuple[str | int, ...]
+
+
+Change = Record | Delete

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from atoll.coordinator.state.records import Evaluation, Event, Node, Record, Round, Run, Token
+from atoll.coordinator.state.records import Change, Checkpoint, Delete, Evaluation, Event, Node, Round, Run, Token, Vote
 from atoll.core.membership import EMPTY_DENY, Deny
-from atoll.core.plan import Plan
+from atoll.core.plan import Base, Plan
+from atoll.core.quorum import Electorate
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
@@ -64,8 +65,14 @@ class Commit:
     """What is remembered of a committed round."""
 
     manifest_hash: bytes
-    plan_version: int = 0  # 0: genesis, before any plan
-    committed_tokens: int = 0  # of the whole run, that round included
+    plan_version: int = 0  # under which it was made; 0: genesis, before any plan
+    committed_tokens: int | None = 0  # of the whole run, that round included; None: nobody told us this round
+    previous_hash: bytes = b""
+    present: frozenset[str] = frozenset()  # peer ids: who decides the next round, unless a base says otherwise
+    opener: str = ""  # peer id
+    members: int = 0  # that contributed
+    partial: int = 0  # of them, in some of the sums only
+    parts_zeroed: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,10 @@ class RunMemory:
     plan: Plan | None = None
     caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
     opened: frozenset[RoundKey] = frozenset()  # every attempt that was reported
-    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number
+    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number; what a recovery made void is out
+    votes: Mapping[int, Vote] = field(default_factory=dict)  # by round number: those that may still matter
+    bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
+    recoverable_since: float | None = None  # when it was first seen that the newest round is lost to all who decide
     writer: str = ""  # who writes genesis
     writer_since: float = 0.0
     passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
@@ -89,12 +99,15 @@ class RunMemory:
 class State:
     """The whole coordinator."""
 
+    operator_key: bytes = b""  # whose tie-breaks count
     tokens: Mapping[str, Token] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
     runs: Mapping[str, Run] = field(default_factory=dict)
     memory: Mapping[str, RunMemory] = field(default_factory=dict)  # by run id
     live: Mapping[str, Live] = field(default_factory=dict)  # by peer id
+    checkpoints: Mapping[str, tuple[Checkpoint, ...]] = field(default_factory=dict)  # by peer id, newest first
     deny: Deny = EMPTY_DENY
+    deny_reserved: int = 0  # numbers up to here may have been issued and forgotten
     last_event_id: int = 0
     last_session: int = 0
 
@@ -109,7 +122,7 @@ class Step(Generic[T]):
 
     state: State
     result: T
-    records: tuple[Record, ...] = ()
+    records: tuple[Change, ...] = ()
     plans: tuple[Plan, ...] = ()  # to be signed
     deny: Deny | None = None  # to be signed
 
@@ -119,13 +132,32 @@ def caps_of(plan: Plan) -> Mapping[str, int]:
     return {item.peer_id: item.max_round_tokens for item in plan.assignments}
 
 
+def with_base(bases: tuple[Base, ...], base: Base) -> tuple[Base, ...]:
+    """The bases of a run once a plan with `base` is known."""
+    return bases if base in bases else (*bases, base)
+
+
+def is_void(bases: tuple[Base, ...], number: int, made_under: int) -> bool:
+    """Whether a recovery went back behind a round that was made under that plan version."""
+    return any(number > base.round and made_under < base.since_version for base in bases)
+
+
+def electorate_after(memory: RunMemory, number: int) -> Electorate | None:
+    """Who decides the round after `number`, in the history that counts; None when that round is not known here."""
+    commit = memory.committed.get(number)
+    if commit is None:
+        return None
+    voters = next((base.voters for base in reversed(memory.bases) if base.manifest_hash == commit.manifest_hash), None)
+    return Electorate(commit.present if voters is None else frozenset(voters))
+
+
 class Draft:
     """Collects one step. Tables are copied when first written, so the state it began from never changes."""
 
     def __init__(self, state: State, now: Moment) -> None:
         self.state = state
         self.now = now
-        self._records: list[Record] = []
+        self._records: list[Change] = []
         self._plans: list[Plan] = []
         self._deny: Deny | None = None
 
@@ -143,6 +175,25 @@ class Draft:
     def log(self, row: Round | Evaluation) -> None:
         """Append to a log that is not kept in memory."""
         self._records.append(row)
+
+    def set_vote(self, vote: Vote) -> None:
+        """What the coordinator is bound by at one round number, durably."""
+        self.remember(vote.run_id, votes={**self.state.memory[vote.run_id].votes, vote.number: vote})
+        self._records.append(vote)
+
+    def forget_votes(self, run_id: str, numbers: list[int]) -> None:
+        """These rounds are decided, or void."""
+        if numbers:
+            votes = self.state.memory[run_id].votes
+            self.remember(run_id, votes={number: vote for number, vote in votes.items() if number not in numbers})
+            self._records += [Delete(Vote, (run_id, number)) for number in numbers]
+
+    def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
+        """All checkpoints that a node holds, the newest first."""
+        before = {item.round: item for item in self.state.checkpoints.get(peer_id, ())}
+        self._records += [item for item in held if before.pop(item.round, None) != item]
+        self._records += [Delete(Checkpoint, (peer_id, number)) for number in before]
+        self._set("checkpoints", peer_id, held)
 
     def remember(self, run_id: str, **changes: Any) -> None:
         """Change fields of a run's memory; `replace` refuses names that it does not have."""
@@ -170,7 +221,13 @@ class Draft:
     def issue_plan(self, plan: Plan) -> None:
         """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
         memory = self.state.memory[plan.run_id]
-        self.remember(plan.run_id, plan=plan, caps={**memory.caps, plan.version: caps_of(plan)}, changed_since=None)
+        self.remember(
+            plan.run_id,
+            plan=plan,
+            caps={**memory.caps, plan.version: caps_of(plan)},
+            bases=with_base(memory.bases, plan.base),
+            changed_since=None,
+        )
         self._plans.append(plan)
 
     def issue_deny(self, deny: Deny) -> None:

@@ -18,7 +18,21 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from atoll.coordinator.state import migrations
-from atoll.coordinator.state.records import DenyRow, Evaluation, Event, Node, PlanRow, Record, Round, Run, Token
+from atoll.coordinator.state.records import (
+    Change,
+    Checkpoint,
+    Delete,
+    DenyRow,
+    Evaluation,
+    Event,
+    Node,
+    PlanRow,
+    Record,
+    Round,
+    Run,
+    Token,
+    Vote,
+)
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DataDirUnusable
@@ -54,14 +68,19 @@ class SqlStore(Store):
                 rounds=_all(connection, Round, _select_rounds()),
                 deny=denied[0] if denied else None,
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
+                votes=_all(connection, Vote, _select(Vote)),
+                checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
             )
 
-    def apply(self, records: Sequence[Record]) -> None:
-        if not records:
+    def apply(self, changes: Sequence[Change]) -> None:
+        if not changes:
             return
         with self._translated(), self._engine.begin() as connection:
-            for row in records:
-                _upsert(connection, row)
+            for change in changes:
+                if isinstance(change, Delete):
+                    _delete(connection, change)
+                else:
+                    _upsert(connection, change)
 
     def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
         table = TABLES[Event]
@@ -181,3 +200,9 @@ def _upsert(connection: Connection, row: Record) -> None:
     same = [table.c[name] == values[name] for name in row.KEY]
     if connection.execute(table.update().where(*same).values(**values)).rowcount == 0:
         connection.execute(table.insert().values(**values))
+
+
+def _delete(connection: Connection, change: Delete) -> None:
+    table = TABLES[change.record]
+    same = [table.c[name] == value for name, value in zip(change.record.KEY, change.key, strict=True)]
+    connection.execute(table.delete().where(*same))

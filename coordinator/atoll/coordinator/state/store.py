@@ -11,7 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.coordinator.state.records import DenyRow, Evaluation, Event, Node, PlanRow, Record, Round, Run, Token
+from atoll.coordinator.state.records import (
+    Change,
+    Checkpoint,
+    DenyRow,
+    Evaluation,
+    Event,
+    Node,
+    PlanRow,
+    Round,
+    Run,
+    Token,
+    Vote,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,8 @@ class Contents:
     rounds: tuple[Round, ...]
     deny: DenyRow | None  # the newest
     last_event_id: int  # 0: none yet
+    votes: tuple[Vote, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 class Store(ABC):
@@ -35,11 +49,11 @@ class Store(ABC):
         """Read what the machine starts from. MUST see everything that an earlier `apply` returned for."""
 
     @abstractmethod
-    def apply(self, records: Sequence[Record]) -> None:
-        """Insert or replace each row by its key.
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Insert or replace each row by its key, or delete it.
 
         MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST keep the order of
-        the sequence where it holds one key twice (the last wins). Raises `StateError`; then nothing changed.
+        the sequence where it names one key twice (the last wins). Raises `StateError`; then nothing changed.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ from sqlalchemy import BigInteger, Boolean, Column, Dialect, Double, LargeBinary
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from atoll.coordinator.state.records import (
+    Checkpoint,
     DenyRow,
     Evaluation,
     Event,
@@ -18,6 +19,7 @@ from atoll.coordinator.state.records import (
     Round,
     Run,
     Token,
+    Vote,
 )
 
 
@@ -41,6 +43,8 @@ _NAMES: dict[type[Record], str] = {
     Run: "runs",
     PlanRow: "plans",
     Round: "rounds",
+    Vote: "votes",
+    Checkpoint: "checkpoints",
     Evaluation: "evaluations",
     DenyRow: "deny_lists",
     Event: "events",

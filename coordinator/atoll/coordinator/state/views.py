@@ -9,7 +9,7 @@ from typing import cast
 
 from atoll.coordinator.state import lifecycle
 from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run, Token
-from atoll.coordinator.state.snapshot import State
+from atoll.coordinator.state.snapshot import State, is_void
 from atoll.core.membership import ROLES
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
@@ -77,7 +77,7 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
     )
 
 
-def round_view(row: Round) -> admin.RoundView:
+def round_view(state: State, row: Round) -> admin.RoundView:
     """A line of the round log."""
     return admin.RoundView(
         round=pb.RoundId(
@@ -95,6 +95,9 @@ def round_view(row: Round) -> admin.RoundView:
         unix_ms=row.reported_ms,
         parts_zeroed=row.parts_zeroed,
         opener=row.opener,
+        present=len(row.present),
+        partial=row.partial,
+        void=row.committed and is_void(state.memory[row.run_id].bases, row.number, row.made_under),
     )
 
 

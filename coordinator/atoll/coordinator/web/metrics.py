@@ -66,6 +66,8 @@ def _runs(state: State) -> Iterator[Metric]:
     head = GaugeMetricFamily("atoll_run_head_round", "Newest committed round", labels=["run"])
     tokens = CounterMetricFamily("atoll_run_committed_tokens", "Tokens in committed rounds", labels=["run"])
     rounds = CounterMetricFamily("atoll_run_rounds", "Reported rounds", labels=["run", "outcome"])
+    members = GaugeMetricFamily("atoll_round_members", "Members of the newest round, by kind", labels=["run", "kind"])
+    zeroed = CounterMetricFamily("atoll_run_parts_zeroed", "Parts of rounds that nobody held", labels=["run"])
     plan = GaugeMetricFamily("atoll_run_plan_version", "Newest plan", labels=["run"])
     loss = GaugeMetricFamily("atoll_run_validation_loss", "Newest validation loss, nats per token", labels=["run"])
     ready = GaugeMetricFamily("atoll_run_nodes_ready", "Nodes that train or could", labels=["run"])
@@ -76,8 +78,14 @@ def _runs(state: State) -> Iterator[Metric]:
         tokens.add_metric([run_id], run.committed_tokens)
         rounds.add_metric([run_id, "committed"], committed)
         rounds.add_metric([run_id, "abandoned"], len(memory.opened) - committed)
+        newest = memory.committed.get(run.head_round) if run.head_round else None
+        if newest is not None:
+            present = len(newest.present)
+            for kind, number in (("contributed", newest.members), ("present", present), ("partial", newest.partial)):
+                members.add_metric([run_id, kind], number)
+        zeroed.add_metric([run_id], sum(commit.parts_zeroed for commit in memory.committed.values()))
         plan.add_metric([run_id], run.plan_version)
         ready.add_metric([run_id], lifecycle.ready_count(state, run_id))
         if run.loss:
             loss.add_metric([run_id], run.loss)
-    yield from (head, tokens, rounds, plan, loss, ready)
+    yield from (head, tokens, rounds, members, zeroed, plan, loss, ready)

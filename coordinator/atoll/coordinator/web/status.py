@@ -75,11 +75,12 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
             {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens}
             for item in thin(evaluations)
         ],
-        "rounds": [_round(row) for row in rounds[-RECENT_ROUNDS:]],
+        "rounds": [_round(state, row) for row in rounds[-RECENT_ROUNDS:]],
     }
 
 
-def _round(row: Round) -> dict[str, object]:
+def _round(state: State, row: Round) -> dict[str, object]:
+    view = views.round_view(state, row)
     return {
         "number": row.number,
         "attempt": row.attempt,
@@ -88,6 +89,9 @@ def _round(row: Round) -> dict[str, object]:
         "reason": row.reason,
         "tokens": row.tokens,
         "members": row.members,
+        "present": view.present,
+        "partial": view.partial,
+        "void": view.void,
         "seconds": row.seconds,
         "unix_ms": row.reported_ms,
         "parts_zeroed": row.parts_zeroed,

@@ -70,7 +70,7 @@ export function roundsChart(box, rounds) {
 
 function story(item) {
   const end = item.committed
-    ? `committed by ${item.members} nodes, ${count(item.tokens)} tokens`
+    ? `committed by ${item.members} nodes, ${count(item.tokens)} tokens${notes(item)}`
     : `abandoned: ${item.reason}`;
   return `round ${item.number}, ${duration(item.seconds)}: ${end}`;
 }
@@ -101,4 +101,14 @@ function ticks(from, to, wanted) {
   const values = [];
   for (let value = Math.ceil(from / step) * step; value <= to; value += step) values.push(Math.abs(value) < step / 1e6 ? 0 : value);
   return values;
+}
+
+function notes(item) {
+  const told = [
+    item.void ? "void: the run was recovered from before it" : "",
+    item.present < item.members ? `${item.members - item.present} gone by then` : "",
+    item.partial ? `${item.partial} only in part` : "",
+    item.parts_zeroed ? `${item.parts_zeroed} parts zeroed` : "",
+  ].filter(Boolean);
+  return told.map((note) => `; ${note}`).join("");
 }
