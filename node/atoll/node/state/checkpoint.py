@@ -1,0 +1,304 @@
+"""Checkpoints: a committed round on disk, whole or not at all.
+
+A directory a round, `checkpoints/NNNNNNNNN/`: anchor and outer momentum (safetensors, one flat fp32 tensor a layer),
+the round's manifest, the run spec, and `SHA256SUMS` over them, which `sha256sum -c` reads. It is written under a
+temporary name, every file synced, then the directory, then renamed, then the parent synced: a power cut leaves the
+checkpoint or none of it. What is read must match its sums and its manifest's digests, or it is set aside.
+
+Everything here blocks: call it in a thread. Errors of the file system become `DataDirUnusable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from atoll.core import log
+from atoll.core.disk import OS_DISK, Bytes, Disk
+from atoll.core.errors import AtollError, CheckpointCorrupt, DataDirUnusable
+from atoll.core.files import make_private_dir, unusable, write_synced
+from atoll.core.manifest import Head, read_head
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.averaging.outer import layer_states
+from atoll.node.state import tensor_file
+from atoll.node.state.tensor_file import Facts, Layers, TensorFile
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+ANCHOR, MOMENTUM = "anchor.safetensors", "momentum.safetensors"
+MANIFEST, SPEC, SUMS = "manifest", "run.toml", "SHA256SUMS"
+SUMMED = (ANCHOR, MOMENTUM, MANIFEST, SPEC)
+
+_NAME = re.compile(r"\d{9,}")
+_LEFTOVER = re.compile(r"\.\d{9,}\.(tmp|old)-[0-9a-f]+")
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # of the checkpoint, not of this process or its rights
+_MAX_SMALL_FILE_BYTES = 64 << 20
+
+_log = log.get("checkpoint")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read, its state matching every digest in the manifest; vectors fp32 [E]."""
+
+    spec: RunSpec
+    head: Head
+    layers: Layers
+    anchor_E: Tensor
+    momentum_E: Tensor
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """What is to be written; vectors fp32 [E] that nobody changes meanwhile."""
+
+    head: Head
+    anchor_E: Tensor
+    momentum_E: Tensor
+
+
+class CheckpointStore:
+    """The checkpoints of one run on this node, in a directory of their own."""
+
+    def __init__(self, directory: Path, spec: RunSpec, layers: Layers, *, keep: int, disk: Disk = OS_DISK) -> None:
+        self._directory = make_private_dir(directory)
+        self._spec = spec
+        self._layers = layers
+        self._keep = keep
+        self._disk = disk
+
+    def path(self, round_number: int) -> Path:
+        """Where the checkpoint of that round lies, if it is held."""
+        return self._directory / f"{round_number:09d}"
+
+    def sweep(self) -> None:
+        """Remove what a cut left half written or half removed. Only for the one daemon that writes here."""
+        for path in self._entries(_LEFTOVER):
+            _log.info("removing a leftover", path=str(path))
+            with contextlib.suppress(OSError):
+                self._remove(path)
+
+    def held(self) -> tuple[mb.CheckpointInfo, ...]:
+        """What is here, newest first, by its manifest; the vectors are not read."""
+        found = []
+        for path in self._newest_first():
+            try:
+                found.append(_describe(path))
+            except (AtollError, DecodeError, OSError) as error:
+                _log.warning("a checkpoint cannot be described", path=str(path), reason=str(error))
+        return tuple(found)
+
+    def write(self, state: CheckpointState, between: Callable[[], None] = lambda: None) -> Path:
+        """Make `state` durable, then drop what is older than the last few; returns the directory.
+
+        `between` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the vectors
+        are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
+        """
+        head = state.head
+        if layer_states(state.anchor_E, state.momentum_E, self._layers.offsets, head.round) != tuple(
+            head.manifest.layers
+        ):
+            raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
+        target = self.path(head.round)
+        if not self._holds(target, head):
+            try:
+                self._place(self._contents(state), target, between)
+            except OSError as error:
+                raise unusable(target, error) from error
+        self._void_later_than(target)
+        self._drop_older()
+        return target
+
+    def newest(self) -> Checkpoint | None:
+        """The newest that is whole and of this model; others newer than it are set aside, with a warning.
+
+        Raises `DataDirUnusable` when the directory cannot be read.
+        """
+        for path in self._newest_first():
+            try:
+                found = read_checkpoint(path)
+                if found.spec.run.name != self._spec.run.name or found.layers != self._layers:
+                    raise CheckpointCorrupt(f"{path} is of another run or model")
+                if path != self.path(found.head.round):
+                    raise CheckpointCorrupt(f"{path} holds round {found.head.round}")
+                return found
+            except CheckpointCorrupt as error:
+                _log.warning("checkpoint not used", path=str(path), reason=str(error))
+                self._set_aside(path, "corrupt")
+        return None
+
+    # --- writing -------------------------------------------------------------------------------------
+
+    def _contents(self, state: CheckpointState) -> dict[str, Iterable[Bytes]]:
+        facts = _facts(state.head)
+        return {
+            ANCHOR: tensor_file.chunks(self._layers, facts, state.anchor_E),
+            MOMENTUM: tensor_file.chunks(self._layers, facts, state.momentum_E),
+            MANIFEST: [state.head.committed.SerializeToString(deterministic=True)],
+            SPEC: [self._spec.resolved_toml().encode()],
+        }
+
+    def _place(self, contents: Mapping[str, Iterable[Bytes]], target: Path, between: Callable[[], None]) -> None:
+        temporary = self._hidden(target, "tmp")
+        try:
+            self._disk.mkdir(temporary, 0o700)
+            sums = ""
+            for name, pieces in contents.items():
+                hasher = hashlib.sha256()
+                write_synced(temporary / name, _observed(pieces, hasher.update, between), disk=self._disk)
+                sums += f"{hasher.hexdigest()}  {name}\n"
+            write_synced(temporary / SUMS, sums.encode(), disk=self._disk)
+            self._disk.sync_directory(temporary)
+            if target.exists():  # of a history that was given up
+                self._set_aside(target, "void")
+            self._disk.rename(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._remove(temporary)
+            raise
+        self._disk.sync_directory(self._directory)
+
+    def _void_later_than(self, target: Path) -> None:
+        """Rounds only grow within a history: what stands above the newest belongs to one that was given up."""
+        for path in self._newest_first():
+            if int(path.name) > int(target.name):
+                self._set_aside(path, "void")
+
+    def _drop_older(self) -> None:
+        for path in self._newest_first()[self._keep :]:
+            try:
+                retired = self._hidden(path, "old")
+                self._disk.rename(path, retired)
+                self._disk.sync_directory(self._directory)  # or a cut could leave its name with half of its files
+                self._remove(retired)
+            except OSError as error:
+                _log.warning("an old checkpoint cannot be removed", path=str(path), reason=str(error))
+
+    def _remove(self, path: Path) -> None:
+        for file in path.iterdir():
+            self._disk.unlink(file)
+        self._disk.rmdir(path)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        aside = path.with_name(f"{path.name}.{why}")
+        if aside.exists():
+            aside = path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
+        try:
+            self._disk.rename(path, aside)
+            self._disk.sync_directory(self._directory)
+        except OSError as error:
+            _log.warning("a checkpoint cannot be set aside", path=str(path), reason=str(error))
+        else:
+            _log.warning("checkpoint set aside; remove it when nobody needs it", path=str(aside))
+
+    def _hidden(self, path: Path, kind: str) -> Path:
+        return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+    # --- looking -------------------------------------------------------------------------------------
+
+    def _newest_first(self) -> list[Path]:
+        return sorted(self._entries(_NAME), key=lambda path: int(path.name), reverse=True)
+
+    def _entries(self, pattern: re.Pattern[str]) -> list[Path]:
+        try:
+            return [path for path in self._directory.iterdir() if pattern.fullmatch(path.name)]
+        except OSError as error:
+            raise unusable(self._directory, error) from error
+
+    def _holds(self, path: Path, head: Head) -> bool:
+        try:
+            return _describe(path).manifest_hash == head.hash
+        except (AtollError, DecodeError, OSError):
+            return False
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """A checkpoint, every byte of it checked. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+    try:
+        sums = read_sums(directory)
+        spec = parse_run_spec(_small(directory, SPEC, sums).decode(), str(directory / SPEC))
+        committed = manifest_pb2.CommittedManifest.FromString(_small(directory, MANIFEST, sums))
+        head = read_head(committed, spec.run.name)
+        anchor, momentum = (tensor_file.read(directory / name) for name in (ANCHOR, MOMENTUM))
+    except OSError as error:
+        if error.errno in _DAMAGE:
+            raise CheckpointCorrupt(f"{directory} is not whole: {error.strerror or error}") from error
+        raise unusable(directory, error) from error
+    except (CheckpointCorrupt, DataDirUnusable):
+        raise
+    except (AtollError, DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointCorrupt(f"{directory}: {error}") from error
+    if (anchor.sha256, momentum.sha256) != (sums[ANCHOR], sums[MOMENTUM]):
+        raise CheckpointCorrupt(f"{directory}: the vectors do not match their sums")
+    _require_true(directory, head, anchor, momentum)
+    return Checkpoint(spec, head, anchor.layers, anchor.vector_E, momentum.vector_E)
+
+
+def read_sums(directory: Path) -> dict[str, str]:
+    """Hex SHA-256 by file name. Raises `CheckpointCorrupt` and `OSError`."""
+    text = _bounded(directory / SUMS)
+    lines = [line.partition(b"  ") for line in text.removesuffix(b"\n").split(b"\n")]
+    try:
+        sums = {name.decode("ascii"): digest.decode("ascii") for digest, _, name in lines}
+    except UnicodeDecodeError as error:
+        raise CheckpointCorrupt(f"{directory / SUMS} is not one of ours") from error
+    canonical = "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
+    if canonical != text or tuple(sums) != SUMMED or not all(re.fullmatch("[0-9a-f]{64}", sums[key]) for key in sums):
+        raise CheckpointCorrupt(f"{directory / SUMS} is not one of ours")
+    return sums
+
+
+def _require_true(directory: Path, head: Head, anchor: TensorFile, momentum: TensorFile) -> None:
+    facts = _facts(head)
+    if anchor.facts != facts or momentum.facts != facts or anchor.layers != momentum.layers:
+        raise CheckpointCorrupt(f"{directory}: the vectors are not of the manifest's round")
+    found = layer_states(anchor.vector_E, momentum.vector_E, anchor.layers.offsets, head.round)
+    if found != tuple(head.manifest.layers):
+        raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
+
+
+def _facts(head: Head) -> Facts:
+    return {"run": head.manifest.round.run_id, "round": head.round, "manifest": head.hash.hex()}
+
+
+def _describe(path: Path) -> mb.CheckpointInfo:
+    manifest_path = path / MANIFEST
+    head = Head(manifest_pb2.CommittedManifest.FromString(_bounded(manifest_path)))
+    return mb.CheckpointInfo(
+        round=head.round,
+        manifest_hash=head.hash,
+        bytes=sum(file.stat().st_size for file in path.iterdir()),
+        written_unix_ms=manifest_path.stat().st_mtime_ns // 1_000_000,
+        committed_tokens=head.committed_tokens,
+    )
+
+
+def _small(directory: Path, name: str, sums: Mapping[str, str]) -> bytes:
+    data = _bounded(directory / name)
+    if hashlib.sha256(data).hexdigest() != sums[name]:
+        raise CheckpointCorrupt(f"{directory / name} does not match its sum")
+    return data
+
+
+def _bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(_MAX_SMALL_FILE_BYTES + 1)
+    if len(data) > _MAX_SMALL_FILE_BYTES:
+        raise CheckpointCorrupt(f"{path} is too large to be one of ours")
+    return data
+
+
+def _observed(pieces: Iterable[Bytes], seen: Callable[[Bytes], None], between: Callable[[], None]) -> Iterator[Bytes]:
+    for piece in pieces:
+        between()
+        seen(piece)
+        yield piece

@@ -1,0 +1,125 @@
+"""One flat fp32 vector as a safetensors file: a tensor a layer, in the order of the model, streamed both ways.
+
+Equal vectors are equal files on every node, so the header is written here: the format's own library orders and
+copies as it likes. Reading is strict. A header must be, byte for byte, the one that writing would make.
+
+Shape suffix: E all elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from atoll.core.disk import Bytes
+from atoll.core.errors import CheckpointCorrupt
+from atoll.v1 import plan_pb2
+
+CHUNK_BYTES = 4 << 20
+_ALIGNMENT = 8
+_MAX_HEADER_BYTES = 16 << 20
+_FP32_BYTES = 4
+_METADATA_KEY = "atoll"  # one key, because the format's library writes several in any order
+
+Facts = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Names of a model's layers, and where each lies in the flat vector (one offset more than names)."""
+
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, table: plan_pb2.LayerTable) -> Layers:
+        """Those of a layer table."""
+        offsets = [0]
+        for row in table.layers:
+            offsets.append(offsets[-1] + row.parameters)
+        return cls(tuple(row.name for row in table.layers), tuple(offsets))
+
+    @property
+    def elements(self) -> int:
+        return self.offsets[-1]
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What a file holds."""
+
+    facts: Facts
+    layers: Layers
+    vector_E: Tensor
+    sha256: str  # hex, of the file
+
+
+def chunks(layers: Layers, facts: Facts, vector_E: Tensor) -> Iterator[Bytes]:
+    """The bytes of the file, in pieces of at most `CHUNK_BYTES`."""
+    yield _header(layers, facts)
+    data = _bytes_of(vector_E)
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
+def read(path: Path) -> TensorFile:
+    """The whole file. Raises `CheckpointCorrupt` unless `chunks` could have written it, and `OSError`."""
+    with path.open("rb") as file:
+        raw = _read_header(file, path)
+        try:
+            layers, facts = _parse(raw)
+            canonical = _header(layers, facts)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
+        if canonical[8:] != raw:
+            raise CheckpointCorrupt(f"{path}: the header is not one of ours")
+        if path.stat().st_size != len(canonical) + _FP32_BYTES * layers.elements:
+            raise CheckpointCorrupt(f"{path} has another size than its header says")
+        vector_E = torch.empty(layers.elements)
+        target = _bytes_of(vector_E)
+        if file.readinto(target) != len(target):
+            raise CheckpointCorrupt(f"{path} ends too early")
+    hasher = hashlib.sha256(canonical)
+    hasher.update(target)
+    return TensorFile(facts, layers, vector_E, hasher.hexdigest())
+
+
+def _read_header(file: BinaryIO, path: Path) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise CheckpointCorrupt(f"{path}: the header is not one of ours")
+    raw = file.read(length)
+    if len(raw) != length:
+        raise CheckpointCorrupt(f"{path} ends too early")
+    return raw
+
+
+def _parse(raw: bytes) -> tuple[Layers, Facts]:
+    entries = json.loads(raw)
+    facts = json.loads(entries.pop("__metadata__")[_METADATA_KEY])
+    offsets = [0]
+    for entry in entries.values():
+        offsets.append(offsets[-1] + int(entry["shape"][0]))
+    return Layers(tuple(entries), tuple(offsets)), facts
+
+
+def _header(layers: Layers, facts: Facts) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {_METADATA_KEY: json.dumps(dict(facts))}}
+    for name, (start, end) in zip(layers.names, pairwise(layers.offsets), strict=True):
+        where = [_FP32_BYTES * start, _FP32_BYTES * end]
+        entries[name] = {"dtype": "F32", "shape": [end - start], "data_offsets": where}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(vector_E: Tensor) -> memoryview:
+    return vector_E.numpy().data.cast("B") if vector_E.numel() else memoryview(bytearray())

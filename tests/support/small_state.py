@@ -1,0 +1,43 @@
+"""A run of a few dozen numbers: heads that are really signed, over states that are told apart by their round."""
+
+from __future__ import annotations
+
+import torch
+
+from atoll.core import protocol
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, sign_vote
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.averaging.outer import layer_states
+from atoll.node.state.checkpoint import CheckpointState
+from atoll.node.state.tensor_file import Layers
+from atoll.v1 import manifest_pb2
+
+SPEC: RunSpec = parse_run_spec(
+    'version = 1\n[run]\nname = "reef"\nstop_tokens = 1000\n[data]\npath = "corpus"\n[sync]\nround_tokens = 100\n'
+)
+LAYERS = Layers(("embedding", "block.0", "head"), (0, 5, 12, 16))
+ANN, BOB = Identity.generate(), Identity.generate()
+
+
+def state_of(number: int, salt: float = 0.0, layers: Layers = LAYERS) -> CheckpointState:
+    """The state of round `number`; another `salt`, another history."""
+    anchor_E = torch.arange(layers.elements, dtype=torch.float32) + number + salt
+    return of_vectors(number, anchor_E, -anchor_E, layers)
+
+
+def of_vectors(
+    number: int, anchor_E: torch.Tensor, momentum_E: torch.Tensor, layers: Layers, run: str = "reef"
+) -> CheckpointState:
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=RoundId(run, 1, 0, number, 0).to_proto(),
+        layers=layer_states(anchor_E, momentum_E, layers.offsets, number),
+        committed_tokens=100 * number,
+    )
+    payload = manifest.SerializeToString(deterministic=True)
+    votes = [sign_vote(member, payload, Ballot(1, 0)) for member in (ANN, BOB)]
+    committed = manifest_pb2.CommittedManifest(payload=payload, signatures=votes, ballot_plan_version=1)
+    return CheckpointState(Head(committed), anchor_E, momentum_E)
