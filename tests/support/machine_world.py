@@ -208,6 +208,7 @@ class World:
         kept = old.disk if disk else Disk()
         # a machine at an older head than the checkpoint would not start: catch-up never goes back
         head = max([self.newest_reachable(peer), kept.checkpoint], key=lambda item: item.round)
+        kept.known = max(kept.known, head, key=lambda item: item.round)  # what is fetched is on disk first
         node = self._born(peer, kept, head, self.plan)
         node.incarnation, node.skew = old.incarnation, old.skew
         self.nodes[peer] = node
@@ -347,9 +348,7 @@ class World:
             case rt.Complete(round_id, settle, _):
                 self._at(self.rng.uniform(0.01, 0.3), self._complete, node, node.incarnation, round_id, settle)
             case rt.Obtain(round_id, payload, holders, _):
-                self._at(
-                    self.rng.uniform(0.05, 1.0), self._obtain, node, node.incarnation, round_id, payload, holders
-                )
+                self._at(self.rng.uniform(0.05, 1.0), self._obtain, node, node.incarnation, round_id, payload, holders)
             case rt.AskCoordinator(round_id, payload):
                 self._at(self._latency(), self._ask, node, node.incarnation, round_id, payload)
             case rt.Release(_, thaw):
@@ -453,6 +452,8 @@ class World:
         if node.frozen:
             node.backlog.append((self._complete, (node, incarnation, round_id, settle)))
             return
+        if round_id not in node.parts:
+            return  # it caught up meanwhile
         holders = {item.part: list(item.peer_ids) for item in settle.repairs}
         mine = node.parts[round_id]
         for part, digest in enumerate(settle.digests):
@@ -506,8 +507,10 @@ class World:
         if counted:
             assert node.snapshot is not None
             node.spent = node.snapshot[1]
-        assert node.peer not in {item.peer_id for item in manifest.contributions if item.weight} or counted or (
-            self._of_earlier_life(node, head)
+        assert (
+            node.peer not in {item.peer_id for item in manifest.contributions if item.weight}
+            or counted
+            or (self._of_earlier_life(node, head))
         ), "a counted contribution must be spent"
         self._moved(node)
         if node.leaving:
@@ -566,11 +569,15 @@ class World:
         self.feed(node.peer, rt.HeadMoved(head))
 
     def newest_reachable(self, peer: str) -> Head:
-        heads = [
-            other.machine.head
-            for other in self.nodes.values()
-            if other.peer != peer and self._reachable(peer, other.peer)
-        ] if hasattr(self, "nodes") else []
+        heads = (
+            [
+                other.machine.head
+                for other in self.nodes.values()
+                if other.peer != peer and self._reachable(peer, other.peer)
+            ]
+            if hasattr(self, "nodes")
+            else []
+        )
         return max(heads, key=lambda head: head.round, default=GENESIS)
 
     def _check_deadline(self, node: Node) -> None:

@@ -54,7 +54,9 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
             case 9:
                 version += 1
                 members = [other for other in world.peers if rng.random() < 0.8] or [peer]
-                world.issue(make_plan(members, version, world.plan.base), rng.sample(world.peers, rng.randrange(size + 1)))
+                world.issue(
+                    make_plan(members, version, world.plan.base), rng.sample(world.peers, rng.randrange(size + 1))
+                )
     return _peace(world, version)
 
 
@@ -108,4 +110,5 @@ def _why_stuck(world: World) -> str:
         return "too many voters forgot what they voted for"
     forgot = any(peer not in voters for peer in electorate.members)
     lost = any(node.machine.in_doubt and not node.staged for node in world.live())
+    lost = lost or newest.round + 1 in world.acceptor.voted
     return "a result in doubt is lost, and a voter forgot what it voted for" if forgot and lost else ""

@@ -1,26 +1,28 @@
 """The shell around the round machine: it carries out actions over network, trainer and disk.
 
-Two queues keep order. Events enter the machine one by one. Orders to the trainer (freeze, discard, apply,
-evaluate) run one after another, so that a round's snapshot never overtakes the commit before it. Everything
-else (exchanges, questions to others) runs beside, and training never waits for any of it.
+Three queues keep order. Events enter the machine one by one. Orders to the trainer (freeze, discard, apply,
+evaluate) run one after another, so that a round's snapshot never overtakes the commit before it. Pledges are on
+disk before they are sent. Everything else (exchanges, repairs, questions to others) runs beside, and training
+never waits for any of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, RoundAbandoned, first_error
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, sign_manifest
+from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
@@ -30,18 +32,24 @@ from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import due_tokens, outer_schedule
 from atoll.node.averaging.round import RoundMachine
+from atoll.node.averaging.seals import IdentitySeals
 from atoll.node.state.anchor import AnchorState, Staged
-from atoll.node.state.catchup import catch_up, find_manifest, newest_round
+from atoll.node.state.catchup import catch_up, fetch_manifest, fetch_staged, newest_round
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.votes import VoteStore
 from atoll.node.training.trainer import Trainer
 from atoll.node.transport import Network
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 _TICK_SECONDS = 0.2
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
-_RESOLVE_TIMEOUT = timedelta(seconds=20)
+_LOOK_TIMEOUT = timedelta(seconds=20)
+_STALL = timedelta(seconds=4)  # without a due frame, after which a peer is given up for this exchange
+_STAGED_KEPT = 2  # results of one head that may still be committed
 
 _log = log.get("rounds")
 
@@ -63,6 +71,9 @@ class Listener:
     committed: Callable[[Head], None]
     report: Callable[[mb.RoundReport], None]
     evaluated: Callable[[mb.EvaluationReport], None]
+    ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.TieBreak]]
+    plan_for: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
+    plan_shared: Callable[[pb.Signed], None]  # by a member: verify and take it
 
 
 class AveragingEngine:
@@ -72,11 +83,13 @@ class AveragingEngine:
         self,
         *,
         identity: Identity,
+        operator_key: bytes,
         spec: RunSpec,
         policy: rt.RoundPolicy,
         trainer: Trainer,
         state: AnchorState,
         manifests: ManifestStore,
+        votes: VoteStore,
         network: Network,
         exchanges: ExchangeServer,
         head: Head,
@@ -91,6 +104,8 @@ class AveragingEngine:
         self._trainer = trainer
         self._state = state
         self._manifests = manifests
+        self._votes = votes
+        self._operator_key = operator_key
         self._network = network
         self._exchanges = exchanges
         self._clock = clock
@@ -98,16 +113,26 @@ class AveragingEngine:
         self._listener = listener
         self._me = identity.peer_id
         self._machine = RoundMachine(
-            self._me, policy, lambda payload: sign_manifest(identity, payload), head, plan, clock.monotonic()
+            self._me,
+            policy,
+            IdentitySeals(identity, policy.run_id, operator_key),
+            head,
+            plan,
+            clock.monotonic(),
+            votes.load(),
+            manifests.newest(),
         )
         self._events: asyncio.Queue[rt.Event] = asyncio.Queue()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._exchange: asyncio.Task[None] | None = None
+        self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
+        self._exchange: _Running | None = None
         self._asides: set[asyncio.Task[None]] = set()
         self._catching_up = False
         self._counted_from = trainer.status.tokens
         self._frozen_tokens = 0
-        self._staged: Staged | None = None  # of the round that is being held
+        self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
+        self._by_payload: dict[bytes, bytes] = {}  # hash of a payload that we voted for → key of `_staged`
+        self._plans_sent: dict[str, int] = {}  # peer → the version that it was told
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="codec")
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
@@ -123,9 +148,19 @@ class AveragingEngine:
         """Whether others are ahead and their state is being fetched."""
         return self._catching_up
 
+    def leave(self) -> None:
+        """The next round is this node's last; it shall open now."""
+        self._events.put_nowait(rt.Leave())
+
+    def staged(self, payload_hash: bytes) -> Staged | None:
+        """The state of a result that this node voted for, while it may still be committed."""
+        return self._staged.get(self._by_payload.get(payload_hash, b""))
+
     def receive(self, peer: str, message: dp.RoundMessage) -> None:
         """A round message from a member."""
-        if not self._catching_up:
+        if message.HasField("plan"):
+            self._listener.plan_shared(message.plan)
+        elif not self._catching_up:
             self._events.put_nowait(rt.Received(peer, message))
 
     def plan_received(self, plan: Plan) -> None:
@@ -140,10 +175,12 @@ class AveragingEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 ordering = tasks.create_task(self._carry_out_orders())
+                pledging = tasks.create_task(self._carry_out_pledges())
                 ticking = tasks.create_task(self._feed())
                 await self.finished.wait()
                 await self._orders.join()
                 ordering.cancel()
+                pledging.cancel()
                 ticking.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
@@ -183,20 +220,53 @@ class AveragingEngine:
         match action:
             case rt.Send(peer, message):
                 self._links.send(peer, message)
+            case rt.Pledge():
+                self._pledges.put_nowait(action)
+            case rt.SharePlan(peer):
+                self._share_plan(peer)
             case rt.Freeze(round_id):
                 self._orders.put_nowait(lambda: self._freeze(round_id))
-            case rt.RunExchange(round_id, start):
-                self._exchange = self._aside(self._run_exchange(round_id, start))
-            case rt.Release(round_id):
-                self._release(round_id)
-            case rt.Install(round_id, head, opened_here):
-                self._orders.put_nowait(lambda: self._install(head, opened_here))
-            case rt.Resolve(round_id, peers):
-                self._aside(self._resolve(round_id, peers))
+            case rt.RunExchange(round_id, start, seconds):
+                self._begin_exchange(round_id, start, seconds)
+            case rt.Complete(round_id, settle, seconds):
+                self._aside(self._complete(round_id, settle, seconds))
+            case rt.Obtain(round_id, payload, holders, seconds):
+                self._aside(self._obtain(round_id, payload, holders, seconds))
+            case rt.AskCoordinator(round_id, payload):
+                self._aside(self._ask_coordinator(round_id, payload))
+            case rt.Release(round_id, thaw):
+                self._release(round_id, thaw)
+            case rt.Install(head, opened_here, counted):
+                self._orders.put_nowait(lambda: self._install(head, opened_here, counted))
             case rt.CatchUp(reason):
                 self._begin_catch_up(reason)
             case rt.Report():
                 self._report(action)
+
+    # --- what binds us: on disk first ------------------------------------------------------------------
+
+    async def _carry_out_pledges(self) -> None:
+        while True:
+            pledge = await self._pledges.get()
+            if pledge.message.HasField("digest"):
+                payload = pledge.message.digest.payload
+                self._by_payload[manifest_hash(payload)] = _key_of_payload(payload)
+            try:
+                await asyncio.to_thread(self._votes.save, pledge.record)
+            except AtollError as error:  # a full disk: the others decide without us
+                _log.error("cannot vote", reason=str(error))
+                continue
+            if pledge.peer == self._me:
+                self._events.put_nowait(rt.Received(self._me, pledge.message))
+            else:
+                self._links.send(pledge.peer, pledge.message)
+
+    def _share_plan(self, peer: str) -> None:
+        version = self._machine.plan.version
+        sealed = self._listener.plan_for(self._plans_sent.get(peer, 0))
+        if sealed is not None:
+            self._plans_sent[peer] = version
+            self._links.send(peer, dp.RoundMessage(plan=sealed))
 
     # --- orders to the trainer, one after another ----------------------------------------------------
 
@@ -213,14 +283,21 @@ class AveragingEngine:
         self._frozen_tokens = snapshot.tokens
         self._events.put_nowait(rt.Frozen(round_id, snapshot.tokens, snapshot.samples))
 
-    async def _install(self, head: Head, opened_here: bool) -> None:
-        assert self._staged is not None, "only a held round is installed"
-        staged, self._staged = self._staged, None
+    async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
+        staged = self._staged.get(_key_of(head.manifest.layers))
+        if staged is None:
+            self._begin_catch_up(f"the state of round {head.round} is not kept here any more")
+            return
         await asyncio.to_thread(self._manifests.append, head)
         await self._move(head, self._state.commit, staged)
-        self._counted_from += self._frozen_tokens
+        self._forget_staged()
         self._counters.committed += 1
-        await self._trainer.apply(ranges=self._ranges(head), committed_tokens=head.committed_tokens)
+        ranges = self._ranges(head)
+        if counted:
+            self._counted_from += self._frozen_tokens
+            await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
+        else:
+            await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         if opened_here:
             await self._evaluate(head)
@@ -250,13 +327,9 @@ class AveragingEngine:
             mb.EvaluationReport(round=head.round, loss=loss, committed_tokens=head.committed_tokens)
         )
 
-    async def _discard(self) -> None:
-        await self._trainer.discard()
-        self._staged = None
-
     # --- beside --------------------------------------------------------------------------------------
 
-    async def _run_exchange(self, round_id: RoundId, start: dp.Start) -> None:
+    def _begin_exchange(self, round_id: RoundId, start: dp.Start, seconds: float) -> None:
         members = len(start.contributions)
         self._counters.joined += 1
         self._counters.bytes_fp32 += 2 * 4 * self._policy.elements * (members - 1) // members
@@ -267,48 +340,80 @@ class AveragingEngine:
             self._trainer.pseudo_gradient,
             average_E,
             self._executor,
-            self._policy.exchange_timeout,
+            timedelta(seconds=seconds),
+            min(_STALL, timedelta(seconds=seconds / 4)),
         )
+        self._end_exchange()
+        self._exchanges.begin(exchange)
+        self._exchange = _Running(exchange, average_E, self._aside(self._run_exchange(exchange)))
+
+    async def _run_exchange(self, exchange: Exchange) -> None:
+        held = await exchange.run()
+        for peer, fault in held.faults.items():
+            _log.warning("a member failed in the exchange", peer=peer, reason=fault, round=str(exchange.round_id))
+        self._events.put_nowait(rt.Parted(exchange.round_id, held.digests, held.partial))
+
+    async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
+        running = self._exchange
+        if running is None or running.exchange.round_id != round_id:
+            return  # released meanwhile
+        holders = {repair.part: tuple(repair.peer_ids) for repair in settle.repairs}
         try:
-            self._exchanges.begin(exchange)
-            await exchange.run()
-            schedule = outer_schedule(self._spec.sync, self.head.committed_tokens)
-            self._staged = await asyncio.get_running_loop().run_in_executor(
-                self._executor,
-                self._state.stage,
-                average_E,
-                *schedule,
-                round_id.number,
-            )
+            await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
         except RoundAbandoned as error:
             self._events.put_nowait(rt.Failed(round_id, str(error)))
-        else:
-            self._events.put_nowait(rt.Exchanged(round_id, self._staged.layers))
-        finally:
-            self._exchanges.end(round_id)
+            return
+        schedule = outer_schedule(self._spec.sync, self.head.committed_tokens)
+        staged = await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._state.stage, running.average_E, *schedule, round_id.number
+        )
+        self._keep_staged(staged)
+        self._events.put_nowait(rt.Staged(round_id, staged.layers))
 
-    def _release(self, round_id: RoundId) -> None:
+    async def _obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
+        """The state of an earlier attempt's result, from those who still have it."""
+        try:
+            async with asyncio.timeout(seconds):
+                staged = await fetch_staged(self._network, holders, payload, self._policy.run_id, self._state)
+        except (AtollError, TimeoutError) as error:
+            self._events.put_nowait(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
+            return
+        self._keep_staged(staged)
+        self._events.put_nowait(rt.Obtained(round_id))
+
+    async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> None:
+        self._events.put_nowait(await self._listener.ask_coordinator(round_id, payload))
+
+    def _keep_staged(self, staged: Staged) -> None:
+        self._staged[_key_of(staged.layers)] = staged
+        while len(self._staged) > _STAGED_KEPT:
+            del self._staged[next(iter(self._staged))]
+
+    def _forget_staged(self) -> None:
+        self._staged.clear()
+        self._by_payload.clear()
+        self._end_exchange()
+
+    def _end_exchange(self) -> None:
+        running, self._exchange = self._exchange, None
+        if running is not None:
+            running.task.cancel()
+            self._exchanges.end(running.exchange.round_id)
+
+    def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1
         _log.warning("round abandoned", round=str(round_id))
-        if self._exchange is not None:
-            self._exchange.cancel()
-            self._exchange = None
-        self._orders.put_nowait(self._discard)
-
-    async def _resolve(self, round_id: RoundId, peers: tuple[str, ...]) -> None:
-        try:
-            async with asyncio.timeout(_RESOLVE_TIMEOUT.total_seconds()):
-                head = await find_manifest(self._network, peers, self._policy.run_id, round_id)
-        except TimeoutError:
-            head = None
-        _log.warning("round in doubt", round=str(round_id), outcome="committed" if head else "nobody has it")
-        self._events.put_nowait(rt.Resolved(round_id, head.committed if head else None))
+        self._end_exchange()
+        if thaw:
+            self._orders.put_nowait(self._trainer.discard)
 
     async def _look_ahead(self) -> None:
         """Nothing was committed for long: perhaps others went on and their words were lost."""
         try:
-            async with asyncio.timeout(_RESOLVE_TIMEOUT.total_seconds()):
-                ahead = await newest_round(self._network, self._machine.plan, self.head)
+            async with asyncio.timeout(_LOOK_TIMEOUT.total_seconds()):
+                ahead = await newest_round(
+                    self._network, self._machine.plan, self.head, operator_key=self._operator_key
+                )
         except TimeoutError:
             return
         if ahead > self.head.round:
@@ -323,14 +428,15 @@ class AveragingEngine:
 
     async def _catch_up(self) -> None:
         try:
-            plan = self._machine.plan
-            fetched = await catch_up(self._network, plan, self._state, self.head)
+            plan, before = self._machine.plan, self.head
+            fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)
             if fetched is not None:
                 head = fetched.head
+                counted = self._machine.exposed and await self._counted_after(before)
                 await asyncio.to_thread(self._manifests.append, head)
                 await self._move(head, self._state.adopt, fetched)
-                await self._trainer.load(ranges=self._ranges(head), committed_tokens=head.committed_tokens)
-                self._counted_from = self._trainer.status.tokens
+                self._forget_staged()
+                await self._keep_progress(head, counted)
                 self._step(rt.HeadMoved(head))
                 if self._machine.finished:
                     self.finished.set()
@@ -339,6 +445,31 @@ class AveragingEngine:
             await asyncio.sleep(_CATCH_UP_PAUSE)  # the next message from ahead tries again
         finally:
             self._catching_up = False
+
+    async def _counted_after(self, before: Head) -> bool | None:
+        """Whether the round after `before` holds our snapshot: only that one can. None when nobody can tell."""
+        for peer in self._machine.plan.members:
+            if peer == self._me:
+                continue
+            try:
+                after = await fetch_manifest(self._network, peer, self._policy.run_id, before.round + 1)
+            except AtollError:
+                continue
+            if after.manifest.previous_hash == before.hash:
+                return self._me in {item.peer_id for item in after.manifest.contributions}
+        return None
+
+    async def _keep_progress(self, head: Head, counted: bool | None) -> None:
+        """What was trained and not counted enters the next round, on the new anchor."""
+        ranges = self._ranges(head)
+        if counted is None:
+            await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
+            self._counted_from = self._trainer.status.tokens
+        elif counted:
+            self._counted_from += self._frozen_tokens
+            await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
+        else:
+            await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(
@@ -368,6 +499,23 @@ class AveragingEngine:
         for task in list(self._asides):
             task.cancel()
         await asyncio.gather(*self._asides, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The exchange of the attempt that this node takes part in; its parts are kept for repair."""
+
+    exchange: Exchange
+    average_E: Tensor
+    task: asyncio.Task[None]
+
+
+def _key_of(layers: Iterable[manifest_pb2.LayerState]) -> bytes:
+    return b"".join(layer.anchor_digest + layer.momentum_digest for layer in layers)
+
+
+def _key_of_payload(payload: bytes) -> bytes:
+    return _key_of(manifest_pb2.Manifest.FromString(payload).layers)
 
 
 def policy_of(spec: RunSpec, *, layers: int, elements: int) -> rt.RoundPolicy:

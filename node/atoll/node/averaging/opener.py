@@ -1,17 +1,31 @@
-"""What the opener of an attempt has collected, and what follows from it. Pure bookkeeping; round.py acts on it."""
+"""One attempt at a round, as its opener leads it: collect answers, decide how to go on, commit or abandon. Pure.
+
+    READY ─promises─▶ PARTS ─Settle─▶ VOTES ─▶ commit
+      └───────── Adopt ───────────────▲          any stage ─▶ abandon
+
+The opener waits for everyone worth waiting for, up to deadlines learnt from earlier rounds, and then goes on with a
+quorum. Whatever it wants said or done it puts into `out`; the round machine takes it from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Electorate, Voted, must_adopt
+from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
+from atoll.node.averaging.decide import build_start
+from atoll.node.averaging.pace import Pace
+from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
+from atoll.node.averaging.settlement import settle
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
+
+TIE_SECONDS = 10.0  # for the coordinator's answer
 
 
 class Stage(Enum):
@@ -23,128 +37,307 @@ class Stage(Enum):
 
 
 @dataclass
-class Leading:
-    """One attempt, as its opener sees it."""
+class Paces:
+    """How long each stage took lately."""
+
+    ready: Pace
+    exchange: Pace
+    decision: Pace
+
+    @classmethod
+    def of(cls, policy: RoundPolicy) -> Paces:
+        """Nothing seen yet."""
+        timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
+        return cls(*(Pace(1.0, timeout.total_seconds()) for timeout in timeouts))
+
+
+@dataclass
+class Opener:
+    """Leads one attempt. Create it, then feed `collect`, `tie_broken` and `tick`, and carry out what is in `out`."""
 
     round_id: RoundId
     plan: Plan
     electorate: Electorate
     expected: frozenset[str]  # heard from lately: worth waiting for
-    opened: float
-    deadline: float
+    head_hash: bytes
+    policy: RoundPolicy
+    paces: Paces
+    seals: Seals
+    now: float
+    unix_ms: int = 0  # dates a Start
+    done: bool = False
+    out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     stage: Stage = Stage.READY
-    stage_began: float = 0.0
-    ready: dict[str, dp.Ready] = field(default_factory=dict)
+    deadline: float = 0.0
     declined: dict[str, str] = field(default_factory=dict)  # peer → why
-    start: dp.Start | None = None
-    parts: dict[str, dp.Parts] = field(default_factory=dict)
-    settle: dp.Settle | None = None
-    votes: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → peer → signature
-    asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty: a promise
-    asking: bool = False  # its answer is awaited
-    tie_promised: bool = False
-    tie_voted: Voted | None = None
-    tie_breaks: dict[bytes, pb.Signed] = field(default_factory=dict)
+    _opened: float = 0.0
+    _stage_began: float = 0.0
+    _ready: dict[str, dp.Ready] = field(default_factory=dict)
+    _start: dp.Start | None = None
+    _parts: dict[str, dp.Parts] = field(default_factory=dict)
+    _votes: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → peer → signature
+    _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
+    _asking: bool = False  # its answer is awaited
+    _tie_promised: bool = False
+    _tie_voted: Voted | None = None
+    _tie_breaks: dict[bytes, pb.Signed] = field(default_factory=dict)
 
-    @property
-    def promised(self) -> dict[str, Voted | None]:
-        """Members of the electorate that promised, with what they voted for last."""
-        return {peer: _voted(ready) for peer, ready in self.ready.items() if ready.voter and peer in self.electorate.members}
+    def __post_init__(self) -> None:
+        self._opened = self.now
+        seconds = self.paces.ready.patience
+        self._enter(Stage.READY, seconds)
+        message = dp.Open(round=self.round_id.to_proto(), head_hash=self.head_hash, deadline_ms=int(seconds * 1000))
+        self._tell(self.plan.members, dp.RoundMessage(open=message))
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Who takes part in the exchange."""
-        return tuple(item.peer_id for item in self.start.contributions) if self.start else tuple(self.ready)
+    # --- what comes in -----------------------------------------------------------------------------
 
-    def has_promises(self) -> bool:
-        """Whether enough members will not vote in earlier attempts any more."""
-        return self.electorate.decides(self.promised.keys(), self.tie_promised)
+    def collect(self, peer: str, kind: str, message: dp.RoundMessage, now: float) -> None:
+        """An answer from a member of the plan."""
+        self.now = now
+        match kind, self.stage:
+            case "ready", Stage.READY:
+                self._ready[peer] = message.ready
+                self._answered()
+            case "parts", Stage.PARTS if peer in self._members:
+                self._parts[peer] = message.parts
+                self._answered()
+            case "digest", Stage.VOTES if peer in self._members:
+                self._take_vote(peer, message.digest)
+            case "decline", _:
+                self.decline(peer, message.decline.reason[:200], now)
 
-    def to_adopt(self) -> bytes | None:
-        """The earlier result that this attempt has to commit. Raises `Undecided`."""
-        return must_adopt(self.electorate, self.promised, self.tie_promised, self.tie_voted)
+    def decline(self, peer: str, reason: str, now: float) -> None:
+        """A member cannot go on."""
+        self.now = now
+        self.declined[peer] = reason
+        self._answered()
 
-    def holders(self, payload: bytes) -> tuple[str, ...]:
-        """Who answered that it still has the state of an earlier result."""
-        return tuple(
-            sorted(
-                peer
-                for peer, ready in self.ready.items()
-                if ready.HasField("accepted") and ready.accepted.held and ready.accepted.payload == payload
-            )
+    def tie_broken(self, answer: TieBreak, now: float) -> None:
+        """The coordinator's answer."""
+        self.now = now
+        if answer.round_id != self.round_id or self.done:
+            return
+        self._asking = False
+        if not answer.granted:
+            self._abandon(f"{self._shortfall()}: {answer.reason}" if answer.reason else self._shortfall())
+        elif not answer.payload:
+            self._tie_promised, self._tie_voted = True, answer.voted
+            if self.stage is Stage.READY:
+                self._begin()
+        elif answer.vote is not None:
+            self._tie_breaks[answer.payload] = answer.vote
+            self._count(final=False)
+
+    def tick(self, now: float) -> None:
+        """Time passed."""
+        self.now = now
+        if now < self.deadline or self.done:
+            return
+        self._push_on()
+        if not self.done and now >= self.deadline:  # the coordinator does not answer either
+            self._abandon(self._shortfall())
+
+    # --- how it goes on ----------------------------------------------------------------------------
+
+    def _answered(self) -> None:
+        if self._waiting_for() or self.done:
+            return
+        if self.stage is Stage.READY and not self._may_commit(self._ready):
+            return  # somebody who was silent may still answer
+        self._push_on()
+
+    def _push_on(self) -> None:
+        """Time is up, or everyone answered: go on with what there is."""
+        match self.stage:
+            case Stage.READY:
+                self._begin()
+            case Stage.PARTS:
+                self._settle()
+            case Stage.VOTES:
+                self._count(final=True)
+
+    def _begin(self) -> None:
+        """Enough answered: start the exchange, or commit what may have been committed already."""
+        promised = self._promised
+        if not self.electorate.decides(promised.keys(), self._tie_promised):
+            if self.electorate.is_half(promised.keys()) and b"" not in self._asked:
+                self._ask(b"")
+            elif not self._asking:
+                self._abandon(self._shortfall())
+            return
+        try:
+            adopting = must_adopt(self.electorate, promised, self._tie_promised, self._tie_voted)
+        except Undecided:
+            self._abandon("two results may have been committed: more members must answer")
+            return
+        if not self._waiting_for():
+            self.paces.ready.observe(self.now - self._stage_began)
+        holders = self._holders(adopting) if adopting is not None else ()
+        if adopting is not None and holders:
+            self._adopt(adopting, holders)
+        elif adopting is not None and not self._everyone_promised():
+            self._abandon("an earlier result may have been committed, but nobody who answered still has its state")
+        elif not any(ready.tokens for ready in self._ready.values()):
+            self._abandon("nobody had trained a token")
+        else:  # nothing to adopt, or its state is lost and nobody has seen it committed
+            self._start_exchange()
+
+    def _start_exchange(self) -> None:
+        seconds = self.paces.exchange.patience
+        self._start = build_start(
+            self.policy, self.plan, self.round_id, self._ready, unix_ms=self.unix_ms, exchange_seconds=seconds
         )
+        self._enter(Stage.PARTS, seconds + self.paces.decision.floor)
+        self._tell(self._ready, dp.RoundMessage(start=self._start))
 
-    def waiting_for(self) -> frozenset[str]:
+    def _adopt(self, payload: bytes, holders: tuple[str, ...]) -> None:
+        seconds = self.paces.exchange.ceiling  # a whole state may have to travel
+        self._enter(Stage.VOTES, seconds)
+        message = dp.Adopt(
+            round=self.round_id.to_proto(), payload=payload, holders=holders, deadline_ms=int(seconds * 1000)
+        )
+        self._tell(self._ready, dp.RoundMessage(adopt=message))
+
+    def _settle(self) -> None:
+        if not self._may_commit(self._parts):
+            self._abandon(self._shortfall())
+            return
+        if not self._waiting_for():
+            self.paces.exchange.observe(self.now - self._stage_began)
+        there = [peer for peer in self._members if peer in self._parts]
+        try:
+            digests, holders, partial = settle(self._parts, there)
+        except PeerMisbehaved as error:
+            self._abandon(str(error))
+            return
+        seconds = self.paces.decision.patience
+        message = dp.Settle(
+            round=self.round_id.to_proto(),
+            present=[peer for peer in there if not self._ready[peer].leaving] or there,
+            partial=[peer for peer in partial if peer in self._members],
+            digests=digests,
+            repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
+            deadline_ms=int(seconds * 1000),
+        )
+        self._enter(Stage.VOTES, seconds)
+        self._tell(self._members, dp.RoundMessage(settle=message))
+
+    def _take_vote(self, peer: str, digest: dp.Digest) -> None:
+        if any(peer in votes for votes in self._votes.values()):
+            return  # one vote an attempt
+        try:
+            self.seals.check_vote(digest.payload, self.round_id.ballot, digest.signature, peer)
+        except AtollError as error:
+            self.declined[peer] = str(error)
+        else:
+            self._votes.setdefault(digest.payload, {})[peer] = digest.signature
+        self._count(final=False)
+
+    def _count(self, *, final: bool) -> None:
+        for payload, votes in self._votes.items():
+            if self.electorate.decides(votes.keys(), payload in self._tie_breaks):
+                if not self._waiting_for():
+                    self.paces.decision.observe(self.now - self._stage_began)
+                self._commit(payload)
+                return
+        if self._waiting_for() and not final:
+            return
+        tied = [payload for payload, votes in self._votes.items() if self.electorate.is_half(votes.keys())]
+        if tied and tied[0] not in self._asked:
+            self._ask(tied[0])
+        elif not self._asking:
+            self._abandon(self._shortfall())
+
+    def _commit(self, payload: bytes) -> None:
+        self.done = True
+        ballot = self.round_id.ballot
+        committed = manifest_pb2.CommittedManifest(
+            payload=payload,
+            signatures=[signature for _, signature in sorted(self._votes[payload].items())],
+            ballot_plan_version=ballot.plan_version,
+            ballot_attempt=ballot.attempt,
+            tie_break=self._tie_breaks.get(payload),
+        )
+        self.out.append(Report(self.round_id, committed, "", self.now - self._opened))
+        commit = dp.Commit(round=self.round_id.to_proto(), manifest=committed)
+        self._tell(self.plan.members, dp.RoundMessage(commit=commit))
+
+    def _abandon(self, reason: str) -> None:
+        self.done = True
+        self.out.append(Report(self.round_id, None, reason, self.now - self._opened))
+        abandon = dp.Abandon(round=self.round_id.to_proto(), reason=reason[:500])
+        self._tell(self.plan.members, dp.RoundMessage(abandon=abandon))
+
+    def _ask(self, payload: bytes) -> None:
+        self._asked.add(payload)
+        self._asking = True
+        self.deadline = max(self.deadline, self.now + TIE_SECONDS)
+        self.out.append(AskCoordinator(self.round_id, payload))
+
+    # --- what was collected ------------------------------------------------------------------------
+
+    @property
+    def _promised(self) -> dict[str, Voted | None]:
+        """Members of the electorate that will not vote in earlier attempts, with what they voted for last."""
+        voters = self.electorate.members
+        return {peer: _voted(ready) for peer, ready in self._ready.items() if ready.voter and peer in voters}
+
+    @property
+    def _members(self) -> tuple[str, ...]:
+        """Who takes part in the exchange, or may adopt."""
+        return tuple(item.peer_id for item in self._start.contributions) if self._start else tuple(self._ready)
+
+    def _waiting_for(self) -> frozenset[str]:
         """Peers whose answer in this stage may still come and is worth waiting for."""
         gone = self.declined.keys()
         match self.stage:
             case Stage.READY:
-                return self.expected - self.ready.keys() - gone
+                return self.expected - self._ready.keys() - gone
             case Stage.PARTS:
-                return frozenset(self.members) - self.parts.keys() - gone
+                return frozenset(self._members) - self._parts.keys() - gone
             case Stage.VOTES:
-                voted = {peer for votes in self.votes.values() for peer in votes}
-                voters = {peer for peer in self.members if peer in self.promised}
-                if self.settle is not None:
-                    voters &= self.parts.keys()
+                voted = {peer for votes in self._votes.values() for peer in votes}
+                voters = self._promised.keys() & (self._parts.keys() if self._start else self._ready.keys())
                 return frozenset(voters) - voted - gone
 
-    def everyone_promised(self) -> bool:
-        """Whether nobody is left, in the plan or the electorate, who could know more than those who answered."""
-        return self.electorate.members <= self.promised.keys() and set(self.plan.members) <= self.ready.keys()
-
-    def may_commit(self, peers: Mapping[str, object] | set[str]) -> bool:
+    def _may_commit(self, peers: Collection[str]) -> bool:
         """Whether these members' votes could commit, with the coordinator's help if need be."""
-        voters = set(peers) & self.promised.keys()
+        voters = set(peers) & self._promised.keys()
         return self.electorate.decides(voters) or self.electorate.is_half(voters)
 
-    def decided(self) -> bytes | None:
-        """The payload with enough votes, if there is one."""
-        for payload, votes in self.votes.items():
-            if self.electorate.decides(votes.keys(), payload in self.tie_breaks):
-                return payload
-        return None
+    def _everyone_promised(self) -> bool:
+        """Whether nobody is left, in the plan or the electorate, who could know more than those who answered."""
+        return self.electorate.members <= self._promised.keys() and set(self.plan.members) <= self._ready.keys()
 
-    def tied(self) -> bytes | None:
-        """A payload that only lacks the coordinator's vote, and for which it was not asked yet."""
-        for payload, votes in self.votes.items():
-            if self.electorate.is_half(votes.keys()) and payload not in self.asked:
-                return payload
-        return None
-
-    def staying(self) -> list[str]:
-        """Who sent Parts and stays, in the order of the sum; all of them when everyone leaves at once."""
-        there = [peer for peer in self.members if peer in self.parts]
-        return [peer for peer in there if not self.ready[peer].leaving] or there
-
-    def committed(self, payload: bytes) -> manifest_pb2.CommittedManifest:
-        """The manifest with its votes."""
-        ballot = self.round_id.ballot
-        return manifest_pb2.CommittedManifest(
-            payload=payload,
-            signatures=[signature for _, signature in sorted(self.votes[payload].items())],
-            ballot_plan_version=ballot.plan_version,
-            ballot_attempt=ballot.attempt,
-            tie_break=self.tie_breaks.get(payload),
+    def _holders(self, payload: bytes) -> tuple[str, ...]:
+        """Who still has the state of an earlier result."""
+        held = (
+            peer for peer, ready in self._ready.items() if ready.accepted.held and ready.accepted.payload == payload
         )
+        return tuple(sorted(held))
 
-    def shortfall(self) -> str:
+    def _shortfall(self) -> str:
         """Why the attempt failed, for people."""
-        voters = len(self.electorate.members)
-        if self.stage is Stage.VOTES and len(self.votes) > 1:
-            odd = sorted(min(self.votes.values(), key=len))
+        if self.stage is Stage.VOTES and len(self._votes) > 1:
+            odd = sorted(min(self._votes.values(), key=lambda votes: len(votes)))
             return f"replicas differ: {', '.join(odd)} voted for another result"
-        got = {
-            Stage.READY: len(self.promised),
-            Stage.PARTS: len(self.promised.keys() & self.parts.keys()),
-            Stage.VOTES: max((len(self.electorate.members & votes.keys()) for votes in self.votes.values()), default=0),
+        voters = self.electorate.members
+        got, what = {
+            Stage.READY: (len(self._promised), "answered"),
+            Stage.PARTS: (len(self._promised.keys() & self._parts.keys()), "finished the exchange"),
+            Stage.VOTES: (max((len(voters & votes.keys()) for votes in self._votes.values()), default=0), "voted"),
         }[self.stage]
-        what = {Stage.READY: "answered", Stage.PARTS: "finished the exchange", Stage.VOTES: "voted"}[self.stage]
-        told = "; ".join(f"{peer}: {why}" for peer, why in sorted(self.declined.items()))
-        reason = f"no majority: {got} of {voters} deciding members {what} in time"
-        if self.asked and 2 * got == voters:
+        reason = f"no majority: {got} of {len(voters)} deciding members {what} in time"
+        if self._asked and 2 * got == len(voters):
             reason += ", and the coordinator did not break the tie"
+        told = "; ".join(f"{peer}: {why}" for peer, why in sorted(self.declined.items()))
         return f"{reason} ({told})" if told else reason
+
+    def _enter(self, stage: Stage, seconds: float) -> None:
+        self.stage, self._stage_began, self.deadline = stage, self.now, self.now + seconds
+
+    def _tell(self, peers: Iterable[str], message: dp.RoundMessage) -> None:
+        self.out.extend((peer, message) for peer in sorted(peers))
 
 
 def _voted(ready: dp.Ready) -> Voted | None:

@@ -1,12 +1,13 @@
 """The outer round as a pure state machine: events in, actions out, no I/O, no clock of its own.
 
-    IDLE ─Open─▶ FREEZING ─Frozen─▶ READY ─Start─▶ EXCHANGING ─Parted─▶ PARTED ─Settle─▶ STAGING ─Staged─▶ VOTED ─Commit─▶ IDLE
-                                      └──────────────────── Adopt ───────────────────────▲
+    IDLE ─Open─▶ FREEZING ─▶ READY ─Start─▶ EXCHANGING ─▶ PARTED ─Settle─▶ STAGING ─▶ VOTED ─Commit─▶ IDLE
+                               └────────────────── Adopt ──────────────────▲
 
-Everyone is a follower; the attempt's number names the one that is also its opener. A round commits with the votes of
-a strict majority of the members that were present in the round before, or of half of them and the coordinator
-(core/quorum.py). Attempts are ballots of Paxos: Ready is the promise, Digest the vote, and an attempt that learns of
-an earlier result which may have been committed commits that one. docs/explain/rounds.md draws it with the failures.
+Everyone is a follower; the attempt's number names the one that is also its opener (opener.py leads, here is followed).
+A round commits with the votes of a strict majority of the members that were present in the round before, or of half
+of them and the coordinator (core/quorum.py). Attempts are ballots of Paxos: Ready is the promise, Digest the vote, and
+an attempt that learns of an earlier result which may have been committed commits that one. docs/explain/rounds.md
+draws it, with the failures.
 
 Training goes on in every phase. At one head at most one snapshot of this node's progress ever leaves it, so no
 contribution can be counted twice whatever becomes of the attempts.
@@ -15,21 +16,18 @@ contribution can be counted twice whatever becomes of the attempts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Electorate, Undecided, Voted
+from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.decide import build_start, check_settle, check_start, manifest_payload
-from atoll.node.averaging.opener import Leading, Stage
-from atoll.node.averaging.pace import Pace
+from atoll.node.averaging.decide import check_settle, check_start, manifest_payload
+from atoll.node.averaging.opener import TIE_SECONDS, Opener, Paces
 from atoll.node.averaging.round_types import (
     Action,
-    AskCoordinator,
     CatchUp,
     Complete,
     Event,
@@ -47,7 +45,6 @@ from atoll.node.averaging.round_types import (
     Progress,
     Received,
     Release,
-    Report,
     RoundPolicy,
     RunExchange,
     Seals,
@@ -58,15 +55,12 @@ from atoll.node.averaging.round_types import (
     TieBreak,
     VoteRecord,
 )
-from atoll.node.averaging.settlement import settle
-from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 NEXT_OPENERS = 3  # the following attempts' openers are told how many tokens there are
 MAX_ATTEMPT_JUMP = 1000  # a peer cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
-_TIE_SECONDS = 10.0  # for the coordinator's answer
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 
 
@@ -110,6 +104,25 @@ class _Following:
 class RoundMachine:
     """One fragment's rounds on one node. Feed `step`; carry out what it returns, in order."""
 
+    # what belongs to the head; `_reset` begins it anew
+    _following: _Following | None
+    _opener: Opener | None
+    _frozen: Frozen | None  # the snapshot
+    _exposed: bool  # the snapshot has left this node
+    _held: set[bytes]  # payloads whose state is staged here
+    _voted: Voted | None  # what we voted for last
+    _promised: Ballot | None
+    _voter: bool  # we know all that we ever promised
+    _told: dict[str, float]  # peers that heard our head from us, and when
+    _failures: int
+    _not_before: float  # back off until then
+    _last_commit: float
+    # what belongs to head and plan; `_fresh_count` begins it anew
+    _heard: dict[str, _Heard]  # what members reported
+    _reported: float
+    _due_since: float | None
+    _settled_in: float
+
     def __init__(
         self,
         me: str,
@@ -134,9 +147,7 @@ class RoundMachine:
         self._tokens = 0
         self._next_plan: Plan | None = None
         self._leaving = False
-        self._ready_pace = Pace(1.0, policy.ready_timeout.total_seconds())
-        self._exchange_pace = Pace(1.0, policy.exchange_timeout.total_seconds())
-        self._decision_pace = Pace(1.0, policy.decision_timeout.total_seconds())
+        self._paces = Paces.of(policy)
         self._inbox: deque[Received] = deque()  # to ourselves
         self._waiting: tuple[float, Received] | None = None  # an Open that came too early, and until when it is good
         self._actions: list[Action] = []
@@ -210,7 +221,9 @@ class RoundMachine:
                 if self._is_following(round_id):
                     self._give_up(reason)
             case TieBreak():
-                self._tie_broken(event)
+                if self._opener is not None:
+                    self._opener.tie_broken(event, self._now)
+                    self._led()
             case PlanReceived(plan):
                 self._plan_received(plan)
             case HeadMoved(head):
@@ -230,8 +243,9 @@ class RoundMachine:
         self._adopt_plan()
 
     def _tick(self) -> None:
-        if self._leading is not None and self._now >= self._leading.deadline:
-            self._push_on(self._leading)
+        if self._opener is not None:
+            self._opener.tick(self._now)
+            self._led()
         if self._following is not None and self._now >= self._following.deadline:
             self._overdue(self._following)
         self._adopt_plan()
@@ -264,7 +278,7 @@ class RoundMachine:
         self._send(peer, dp.RoundMessage(report=report))
 
     def _open_if_due(self) -> None:
-        if self._leading is not None or self._now < self._not_before:
+        if self._opener is not None or self._now < self._not_before:
             return
         if not self._is_due():
             self._due_since = None
@@ -275,13 +289,19 @@ class RoundMachine:
         if self._now - self._due_since < turn * self.policy.open_timeout.total_seconds():
             return
         round_id = replace(self.round_id, attempt=self.attempt + turn)
-        patience = self._ready_pace.patience
-        self._leading = Leading(
-            round_id, self.plan, self.electorate, frozenset(self._lately()), self._now, self._now + patience
+        self._opener = Opener(
+            round_id,
+            self.plan,
+            self.electorate,
+            frozenset(self._lately()),
+            self.head.hash,
+            self.policy,
+            self._paces,
+            self._seals,
+            self._now,
+            self._unix_ms,
         )
-        self._leading.stage_began = self._now
-        message = dp.Open(round=round_id.to_proto(), head_hash=self.head.hash, deadline_ms=int(patience * 1000))
-        self._broadcast(self.plan, dp.RoundMessage(open=message))
+        self._led()
 
     def _lately(self) -> set[str]:
         """Members of the plan that were heard from at this head, lately."""
@@ -297,159 +317,25 @@ class RoundMachine:
         total = sum(self._heard[peer].tokens for peer in lately if peer in self._heard)
         leaving = any(self._heard[peer].leaving for peer in voters if peer in self._heard)
         began = self.head.round > self.plan.base.round
-        patience = _LATELY * self.policy.report_interval.total_seconds() if began else self._ready_pace.ceiling
+        patience = _LATELY * self.policy.report_interval.total_seconds() if began else self._paces.ready.ceiling
         everyone = lately == set(self.plan.members) or self._now - self._settled_in >= patience
         overdue = self._now - self._last_commit >= self.policy.round_max.total_seconds()
         due = self.policy.due_tokens(self.head.committed_tokens, len(lately))
         return total > 0 and ((everyone and total >= due) or overdue or leaving)
 
-    def _push_on(self, leading: Leading) -> None:
-        """Time is up, or everyone answered: go on with what there is."""
-        match leading.stage:
-            case Stage.READY:
-                self._begin(leading)
-            case Stage.PARTS:
-                self._settle(leading)
-            case Stage.VOTES:
-                self._count(leading, final=True)
-        if self._leading is leading and self._now >= leading.deadline:  # the coordinator does not answer either
-            self._abandon_led(leading.shortfall())
-
-    def _answered(self, leading: Leading) -> None:
-        if leading.waiting_for():
+    def _led(self) -> None:
+        """Carry out what the attempt that we lead wants."""
+        opener = self._opener
+        if opener is None:
             return
-        if leading.stage is Stage.READY and not leading.may_commit(leading.ready):
-            return  # somebody who was silent may still answer
-        self._push_on(leading)
-
-    def _begin(self, leading: Leading) -> None:
-        """Enough answered: start the exchange, or commit what may have been committed already."""
-        if not leading.has_promises():
-            if leading.electorate.is_half(set(leading.promised)) and b"" not in leading.asked:
-                self._ask_coordinator(leading, b"")
-            elif not leading.asking:
-                self._abandon_led(leading.shortfall())
-            return
-        try:
-            adopting = leading.to_adopt()
-        except Undecided:
-            self._abandon_led("two results may have been committed: more members must answer")
-            return
-        if leading.stage_began + 1e-9 < self._now and not leading.waiting_for():
-            self._ready_pace.observe(self._now - leading.stage_began)
-        if adopting is not None:
-            self._adopt_earlier(leading, adopting)
-        elif not any(ready.tokens for ready in leading.ready.values()):
-            self._abandon_led("nobody had trained a token")
-        else:
-            self._start(leading)
-
-    def _start(self, leading: Leading) -> None:
-        seconds = self._exchange_pace.patience
-        leading.start = build_start(
-            self.policy,
-            leading.plan,
-            leading.round_id,
-            leading.ready,
-            unix_ms=self._unix_ms,
-            exchange_seconds=seconds,
-        )
-        self._enter(leading, Stage.PARTS, seconds + self._decision_pace.floor)
-        self._broadcast(leading.plan, dp.RoundMessage(start=leading.start), among=leading.ready)
-
-    def _adopt_earlier(self, leading: Leading, payload: bytes) -> None:
-        holders = leading.holders(payload)
-        if not holders and leading.everyone_promised():
-            self._start(leading)  # its state is lost, and nobody has seen it committed
-            return
-        if not holders:
-            self._abandon_led("an earlier result may have been committed, but nobody who answered still has its state")
-            return
-        seconds = self._exchange_pace.ceiling  # a whole state may have to travel
-        self._enter(leading, Stage.VOTES, seconds)
-        message = dp.Adopt(
-            round=leading.round_id.to_proto(), payload=payload, holders=holders, deadline_ms=int(seconds * 1000)
-        )
-        self._broadcast(leading.plan, dp.RoundMessage(adopt=message), among=leading.ready)
-
-    def _settle(self, leading: Leading) -> None:
-        assert leading.start is not None
-        if not leading.may_commit(leading.parts):
-            self._abandon_led(leading.shortfall())
-            return
-        if not leading.waiting_for():
-            self._exchange_pace.observe(self._now - leading.stage_began)
-        order = [peer for peer in leading.members if peer in leading.parts]
-        try:
-            digests, holders, partial = settle(leading.parts, order)
-        except PeerMisbehaved as error:
-            self._abandon_led(str(error))
-            return
-        seconds = self._decision_pace.patience
-        leading.settle = dp.Settle(
-            round=leading.round_id.to_proto(),
-            present=leading.staying(),
-            partial=[peer for peer in partial if peer in leading.members],
-            digests=digests,
-            repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
-            deadline_ms=int(seconds * 1000),
-        )
-        self._enter(leading, Stage.VOTES, seconds)
-        self._broadcast(leading.plan, dp.RoundMessage(settle=leading.settle), among=leading.members)
-
-    def _count(self, leading: Leading, final: bool) -> None:
-        payload = leading.decided()
-        if payload is not None:
-            if not leading.waiting_for():
-                self._decision_pace.observe(self._now - leading.stage_began)
-            self._commit(leading, payload)
-            return
-        if leading.waiting_for() and not final:
-            return
-        tied = leading.tied()
-        if tied is not None:
-            self._ask_coordinator(leading, tied)
-        elif not leading.asking:
-            self._abandon_led(leading.shortfall())
-
-    def _commit(self, leading: Leading, payload: bytes) -> None:
-        self._leading = None
-        committed = leading.committed(payload)
-        self._actions.append(Report(leading.round_id, committed, "", self._now - leading.opened))
-        commit = dp.Commit(round=leading.round_id.to_proto(), manifest=committed)
-        self._broadcast(leading.plan, dp.RoundMessage(commit=commit))
-
-    def _ask_coordinator(self, leading: Leading, payload: bytes) -> None:
-        leading.asked.add(payload)
-        leading.asking = True
-        leading.deadline = max(leading.deadline, self._now + _TIE_SECONDS)
-        self._actions.append(AskCoordinator(leading.round_id, payload))
-
-    def _tie_broken(self, answer: TieBreak) -> None:
-        leading = self._leading
-        if leading is None or leading.round_id != answer.round_id:
-            return
-        leading.asking = False
-        if not answer.granted:
-            self._abandon_led(f"{leading.shortfall()}: {answer.reason}" if answer.reason else leading.shortfall())
-        elif not answer.payload:
-            leading.tie_promised, leading.tie_voted = True, answer.voted
-            if leading.stage is Stage.READY:
-                self._begin(leading)
-        elif answer.vote is not None:
-            leading.tie_breaks[answer.payload] = answer.vote
-            self._count(leading, final=False)
-
-    def _abandon_led(self, reason: str) -> None:
-        leading, self._leading = self._leading, None
-        if leading is None:
-            return
-        self._actions.append(Report(leading.round_id, None, reason, self._now - leading.opened))
-        abandon = dp.Abandon(round=leading.round_id.to_proto(), reason=reason[:500])
-        self._broadcast(leading.plan, dp.RoundMessage(abandon=abandon))
-
-    def _enter(self, leading: Leading, stage: Stage, seconds: float) -> None:
-        leading.stage, leading.stage_began, leading.deadline = stage, self._now, self._now + seconds
+        out, opener.out = opener.out, []
+        if opener.done:
+            self._opener = None
+        for item in out:
+            if isinstance(item, tuple):
+                self._send(*item)
+            else:
+                self._actions.append(item)
 
     # --- messages ----------------------------------------------------------------------------------
 
@@ -470,37 +356,13 @@ class RoundMachine:
             self._token_report(peer, round_id, message.report)
         elif kind == "open":
             self._opened(peer, round_id, message)
-        elif self._leading is not None and self._leading.round_id == round_id and peer in self._leading.plan.members:
-            self._collect(self._leading, peer, kind, message)
+        elif self._opener is not None and self._opener.round_id == round_id and peer in self.plan.members:
+            if kind == "decline":
+                self._reach(message.decline.plan_version, message.decline.attempt)
+            self._opener.collect(peer, kind, message, self._now)
+            self._led()
         if self._is_following(round_id) and self._following is not None and peer == self._following.opener:
             self._obey(self._following, kind, message)
-
-    def _collect(self, leading: Leading, peer: str, kind: str, message: dp.RoundMessage) -> None:
-        """An answer to what we opened."""
-        match kind, leading.stage:
-            case "ready", Stage.READY:
-                leading.ready[peer] = message.ready
-                self._answered(leading)
-            case "parts", Stage.PARTS if peer in leading.members:
-                leading.parts[peer] = message.parts
-                self._answered(leading)
-            case "digest", Stage.VOTES if peer in leading.members:
-                self._take_vote(leading, peer, message.digest)
-            case "decline", _:
-                leading.declined[peer] = message.decline.reason[:200]
-                self._reach(message.decline.plan_version, message.decline.attempt)
-                self._answered(leading)
-
-    def _take_vote(self, leading: Leading, peer: str, digest: dp.Digest) -> None:
-        if any(peer in votes for votes in leading.votes.values()):
-            return  # one vote an attempt
-        try:
-            self._seals.check_vote(digest.payload, leading.round_id.ballot, digest.signature, peer)
-        except AtollError as error:
-            leading.declined[peer] = str(error)
-        else:
-            leading.votes.setdefault(digest.payload, {})[peer] = digest.signature
-        self._count(leading, final=False)
 
     def _obey(self, following: _Following, kind: str, message: dp.RoundMessage) -> None:
         """A word of the opener that we follow."""
@@ -526,7 +388,7 @@ class RoundMachine:
 
     def _reach(self, plan_version: int, attempt: int) -> None:
         """Somebody cannot follow earlier attempts than this one."""
-        if self.phase is Phase.IDLE and self._leading is None and plan_version == self.plan.version:
+        if self.phase is Phase.IDLE and self._opener is None and plan_version == self.plan.version:
             self.attempt = max(self.attempt, min(attempt, self.attempt + MAX_ATTEMPT_JUMP))
 
     def _opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
@@ -558,8 +420,8 @@ class RoundMachine:
             self._behind(f"{peer} builds round {round_id.number} on another manifest than ours")
             return
         self.attempt = round_id.attempt
-        seconds = min(message.open.deadline_ms / 1000, self._ready_pace.ceiling)
-        deadline = self._now + 2 * seconds + _TIE_SECONDS
+        seconds = min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
+        deadline = self._now + 2 * seconds + TIE_SECONDS
         self._following = _Following(round_id, peer, self.plan, deadline)
         if self._frozen is not None:  # seen by others in an earlier attempt: it stays this head's only snapshot
             self._promise(self._following, self._frozen)
@@ -572,7 +434,7 @@ class RoundMachine:
         ballot = RoundId.from_proto(message.open.round).ballot
         if self._waiting is not None and RoundId.from_proto(self._waiting[1].message.open.round).ballot >= ballot:
             return
-        seconds = min(message.open.deadline_ms / 1000, self._ready_pace.ceiling)
+        seconds = min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
         self._waiting = (self._now + seconds, Received(peer, message))
 
     def _heard_from_ahead(self, peer: str, number: int) -> None:
@@ -662,9 +524,9 @@ class RoundMachine:
         except PeerMisbehaved as error:
             self._give_up(str(error))
             return
-        seconds = min(message.deadline_ms / 1000, self._exchange_pace.ceiling)
+        seconds = min(message.deadline_ms / 1000, self._paces.exchange.ceiling)
         following.start = message
-        following.deadline = self._now + seconds + self._decision_pace.ceiling
+        following.deadline = self._now + seconds + self._paces.decision.ceiling
         self.phase = Phase.EXCHANGING
         self._exposed = True
         self._actions.append(RunExchange(following.round_id, message, seconds))
@@ -688,8 +550,8 @@ class RoundMachine:
         except PeerMisbehaved as error:
             self._give_up(str(error))
             return
-        seconds = min(following.settle.deadline_ms / 1000, self._decision_pace.ceiling)
-        following.deadline = self._now + seconds + _TIE_SECONDS
+        seconds = min(following.settle.deadline_ms / 1000, self._paces.decision.ceiling)
+        following.deadline = self._now + seconds + TIE_SECONDS
         self.phase = Phase.STAGING
         self._actions.append(Complete(following.round_id, following.settle, seconds))
 
@@ -713,8 +575,8 @@ class RoundMachine:
         if not self._fits(message.payload):
             self._give_up("the result to adopt does not build on our head")
             return
-        seconds = min(message.deadline_ms / 1000, self._exchange_pace.ceiling)
-        following.deadline = self._now + seconds + _TIE_SECONDS
+        seconds = min(message.deadline_ms / 1000, self._paces.exchange.ceiling)
+        following.deadline = self._now + seconds + TIE_SECONDS
         following.adopting = message.payload
         if message.payload in self._held:
             self._hold(following, message.payload)
@@ -766,9 +628,9 @@ class RoundMachine:
         if following is None:
             return
         self._release()
-        if following.opener == self.me and self._leading is not None:
-            self._leading.declined[self.me] = reason
-            self._answered(self._leading)
+        if following.opener == self.me and self._opener is not None:
+            self._opener.decline(self.me, reason, self._now)
+            self._led()
         elif following.opener != self.me:
             self._decline(following.opener, following.round_id, reason)
 
@@ -799,13 +661,13 @@ class RoundMachine:
             self._known = head
         self.phase = Phase.IDLE
         self.attempt = 0
-        self._following: _Following | None = None
-        self._leading: Leading | None = None
+        self._following = None
+        self._opener = None
         self._tokens = 0
-        self._frozen: Frozen | None = None
-        self._exposed = False  # the snapshot has left this node
-        self._held: set[bytes] = set()  # payloads whose state is staged here
-        self._told: dict[str, float] = {}  # peers that heard our head from us, and when
+        self._frozen = None
+        self._exposed = False
+        self._held = set()
+        self._told = {}
         self._failures = 0
         self._not_before = float("-inf")
         self._last_commit = self._now
@@ -819,8 +681,8 @@ class RoundMachine:
         from the second round after the one it started in. A record of a later round means that we stand at an older
         state than we once did.
         """
-        self._voted: Voted | None = None
-        self._promised: Ballot | None = None
+        self._voted = None
+        self._promised = None
         record, number = self._record, self.head.round + 1
         if record is None:
             at_base = self.head.hash == self.plan.base.manifest_hash
@@ -836,7 +698,7 @@ class RoundMachine:
                     self.attempt = record.promised.attempt + 1
 
     def _adopt_plan(self) -> None:
-        if self._next_plan is None or self._following is not None or self._leading is not None:
+        if self._next_plan is None or self._following is not None or self._opener is not None:
             return
         before, self.plan, self._next_plan = self.plan, self._next_plan, None
         self.attempt = 0
@@ -851,9 +713,9 @@ class RoundMachine:
         self._try_waiting()
 
     def _fresh_count(self) -> None:
-        self._heard: dict[str, _Heard] = {}  # what members reported since the head
+        self._heard = {}
         self._reported = float("-inf")
-        self._due_since: float | None = None
+        self._due_since = None
         self._settled_in = self._now
 
     def _try_waiting(self) -> None:
@@ -880,11 +742,6 @@ class RoundMachine:
             round=round_id.to_proto(), reason=reason[:500], plan_version=self.plan.version, attempt=self.attempt
         )
         self._send(peer, dp.RoundMessage(decline=decline))
-
-    def _broadcast(self, plan: Plan, message: dp.RoundMessage, among: object = None) -> None:
-        for peer in plan.members:
-            if among is None or peer in among:  # type: ignore[operator]
-                self._send(peer, message)
 
     def _send(self, peer: str, message: dp.RoundMessage) -> None:
         if peer == self.me:

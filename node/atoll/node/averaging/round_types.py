@@ -61,8 +61,8 @@ class Seals(Protocol):
         """Raise `AtollError` unless `peer` cast this vote."""
         ...
 
-    def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate | None) -> Head:
-        """The head, if its votes are enough (None: whoever decides). Raises `AtollError`."""
+    def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
+        """The head, if its votes are enough. Raises `AtollError`."""
         ...
 
 

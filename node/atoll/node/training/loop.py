@@ -1,10 +1,10 @@
 """The inner loop of one node: batch → loss → backward → clip → step, and the algebra of outer rounds around it.
 
-    load(anchor) → step() … step() → snapshot() → step() … → apply(new anchor) | discard()
+    load(anchor) → step() … step() → snapshot() → step() … → apply(new anchor) | rebase(new anchor) | discard()
 
 `snapshot` freezes what was trained since the anchor (the pseudo-gradient, anchor − weights); training goes on while
 peers average it; `apply` takes the new anchor plus the progress made meanwhile ("carry"); `discard` forgets a round
-that was abandoned and keeps all progress. AdamW's state persists through all of it (DESIGN §4.2).
+that was abandoned and keeps all progress; `rebase` keeps it on an anchor that others made. AdamW's state persists through all of it (DESIGN §4.2).
 
 The trainer process drives this class by orders of the daemon; benchmarks drive it directly. All vectors are fp32.
 Pseudo-gradient and carry use separately rounded elementwise operations only, like everything that others see.
@@ -149,6 +149,18 @@ class InnerLoop:
             self.set_ranges(ranges)
         if committed_tokens is not None:
             self.set_committed_tokens(committed_tokens)
+
+    def rebase(self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int) -> None:
+        """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
+
+        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor.
+        """
+        self.weights_E.sub_(self._anchor_E)
+        self._anchor_E.copy_(new_anchor_E)
+        self.weights_E.add_(self._anchor_E)
+        self.discard()
+        self.set_ranges(ranges)
+        self.set_committed_tokens(committed_tokens)
 
     def discard(self) -> None:
         """An abandoned round: forget the snapshot, keep all progress."""

@@ -83,6 +83,14 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Rebase:
+    """Take the new anchor, keep all progress."""
+
+    ranges: Ranges
+    committed_tokens: int
+
+
+@dataclass(frozen=True)
 class Discard:
     """Forget the snapshot, keep the progress."""
 
@@ -113,7 +121,7 @@ class Stop:
     """End the process."""
 
 
-Order = Initialise | Load | Train | Pause | TakeSnapshot | Apply | Discard | SetRanges | Evaluate | Generate | Stop
+Order = Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | SetRanges | Evaluate | Generate | Stop
 
 
 # --- child → parent -------------------------------------------------------------------------------------
@@ -176,7 +184,7 @@ Message = TrainerConfig | Order | Answer | TrainerStatus
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Discard, SetRanges),
+        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard, SetRanges),
         *(Evaluate, Generate, Stop, Ready, Refused, Done, Taken, Loss, Text),
     )
 }

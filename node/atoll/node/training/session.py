@@ -171,6 +171,10 @@ class Session:
                 self._require(self._snapped, "apply an anchor without a snapshot")
                 loop.apply(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens)
                 self._snapped = False
+            case ms.Rebase(ranges, committed_tokens):
+                self._require(self._loaded, "rebase before an anchor was loaded")
+                loop.rebase(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens)
+                self._snapped = False
             case ms.Discard():
                 loop.discard()
                 self._snapped = False

@@ -184,6 +184,12 @@ class Trainer:
         """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays."""
         await self._order(ms.Apply(tuple(ranges), committed_tokens), timeout)
 
+    async def rebase(
+        self, *, ranges: Sequence[Range], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
+    ) -> None:
+        """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays."""
+        await self._order(ms.Rebase(tuple(ranges), committed_tokens), timeout)
+
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """An abandoned round: forget the snapshot, keep all progress."""
         await self._order(ms.Discard(), timeout)

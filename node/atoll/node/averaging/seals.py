@@ -1,0 +1,32 @@
+"""Votes and commits with real signatures: what the round machine's `Seals` are in a swarm."""
+
+from __future__ import annotations
+
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, read_head, require_quorum, sign_vote, verify_vote
+from atoll.core.quorum import Ballot, Electorate
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+
+
+class IdentitySeals:
+    """Signs with this node's identity; believes members' keys and the operator's."""
+
+    def __init__(self, identity: Identity, run_id: str, operator_key: bytes) -> None:
+        self._identity = identity
+        self._run_id = run_id
+        self._operator_key = operator_key
+
+    def vote(self, payload: bytes, ballot: Ballot) -> pb.Signed:
+        """Our own vote."""
+        return sign_vote(self._identity, payload, ballot)
+
+    def check_vote(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
+        """Raise `SignatureInvalid` unless `peer` cast this vote."""
+        verify_vote(payload, ballot, signature, peer)
+
+    def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
+        """The head, if its votes are enough. Raises `SignatureInvalid`, `PeerMisbehaved`, `ProtocolMismatch`."""
+        head = read_head(committed, self._run_id)
+        require_quorum(head, electorate, self._operator_key)
+        return head
