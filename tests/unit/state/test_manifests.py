@@ -1,0 +1,98 @@
+"""The chain on disk survives power cuts and damage: what is not whole counts as not held."""
+
+import errno
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.power_cut import FailingDisk, RecordingDisk, leave_after
+from support.small_state import state_of
+
+from atoll.core.disk import OS_DISK
+from atoll.core.errors import DataDirUnusable
+from atoll.node.state.manifests import ManifestStore
+
+
+def open_store(directory, disk=OS_DISK) -> ManifestStore:
+    return ManifestStore(directory, "reef", disk)
+
+
+def test_what_was_appended_is_held(tmp_path):
+    store = open_store(tmp_path)
+    for number in (1, 2, 10):
+        store.append(state_of(number).head)
+    assert store.newest().hash == state_of(10).head.hash
+    assert store.get(2) == state_of(2).head.committed
+    assert store.get(3) is None
+    assert ManifestStore(tmp_path, "lagoon").newest() is None  # another run's
+
+
+@pytest.mark.parametrize("kind", ["killed", "nothing unsynced survives", *range(4)])
+def test_a_cut_at_every_operation_loses_nothing_acknowledged(tmp_path, kind):
+    disk = RecordingDisk(tmp_path / "run")
+    store = open_store(disk.root, disk)
+    acknowledged = []
+    for number in (1, 2, 3):
+        store.append(state_of(number).head)
+        acknowledged.append(len(disk.ops))
+    for cut in range(len(disk.ops) + 1):
+        after = tmp_path / str(cut)
+        after.mkdir()
+        leave_after(
+            disk.ops[:cut],
+            after,
+            random.Random(cut * 100 + kind) if isinstance(kind, int) else None,
+            cut=kind != "killed",
+        )
+        done = sum(number <= cut for number in acknowledged)
+        store = open_store(after)
+        store.sweep()
+        newest = store.newest()
+        assert (newest.round if newest else 0) in (done, done + 1)
+        assert all(store.get(number) == state_of(number).head.committed for number in range(1, done + 1))
+        assert not list(after.glob(".*"))
+
+
+def test_one_cut_at_any_offset_is_skipped_for_the_one_before(tmp_path):
+    store = open_store(tmp_path)
+    store.append(state_of(1).head)
+    store.append(state_of(2).head)
+    path = tmp_path / "000000002.manifest"
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        assert store.get(2) is None
+    assert store.newest().round == 1
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_no_single_byte_may_change(tmp_path, data):
+    store = open_store(tmp_path)
+    path = tmp_path / "000000002.manifest"
+    if not path.exists():
+        store.append(state_of(2).head)
+        (tmp_path / "good").write_bytes(path.read_bytes())
+    good = (tmp_path / "good").read_bytes()
+    offset = data.draw(st.integers(0, len(good) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda value: value != good[offset]))
+    path.write_bytes(good[:offset] + bytes([byte]) + good[offset + 1 :])
+    assert store.newest() is None
+
+
+def test_one_under_another_rounds_name_is_not_held(tmp_path):
+    store = open_store(tmp_path)
+    store.append(state_of(1).head)
+    (tmp_path / "000000001.manifest").rename(tmp_path / "000000005.manifest")
+    assert store.newest() is None
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EMFILE])
+def test_a_failing_disk_is_a_typed_error_and_the_chain_stays(tmp_path, error):
+    open_store(tmp_path).append(state_of(1).head)
+    for fails_at in range(5):
+        with pytest.raises(DataDirUnusable):
+            open_store(tmp_path, FailingDisk(fails_at, error, for_good=True)).append(state_of(2).head)
+        assert open_store(tmp_path).newest().round in (1, 2)
+        assert open_store(tmp_path).get(1) == state_of(1).head.committed
