@@ -1,0 +1,338 @@
+"""State arrives whole and true from donors that lie, break off or fall silent, or it does not arrive."""
+
+import asyncio
+import tempfile
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from support.donors import (
+    ANN,
+    BOB,
+    CLEO,
+    DAN,
+    EVE,
+    FAY,
+    GENESIS,
+    OFFSETS,
+    OPERATOR,
+    QUICK,
+    Reef,
+    commit,
+    cuts_short,
+    dies_after,
+    freezes_after,
+    history,
+    is_silent,
+    lies,
+    lies_after,
+    plan_of,
+    state_of,
+)
+
+from atoll.core.errors import AtollError, Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.catchup import catch_up, fetch_staged
+from atoll.node.state.conversation import Conversation
+
+STATE = state_of(3.0)
+DONORS = (ANN, BOB, DAN, EVE)
+HEAD = commit(STATE, 1, list(DONORS), after=GENESIS)
+PLAN = plan_of(*DONORS, CLEO, voters=DONORS)
+CHUNKS = 2 * (3 + 4 + 4)  # of sixteen elements, in layers of 40, 60, 0 and 64
+
+
+@pytest.fixture
+async def reef(tmp_path):
+    made = Reef(tmp_path)
+    yield made
+    await made.hub.close()
+
+
+async def fetch(reef, ours=None, held=None, plan=PLAN, policy=QUICK):
+    return await catch_up(
+        reef.network, plan, ours or state_of(9.0), held, operator_key=OPERATOR.public_key, policy=policy
+    )
+
+
+def is_true(fetched, state=STATE) -> bool:
+    return torch.equal(fetched.anchor_E, state.anchor_E) and torch.equal(fetched.momentum_E, state.momentum_E)
+
+
+async def test_every_donor_does_a_share(reef):
+    for member in DONORS:
+        reef.serve(member, history(HEAD), STATE)
+    assert is_true(await fetch(reef))
+    assert set(reef.bodies) == {member.peer_id for member in DONORS}
+    assert sum(reef.bodies.values()) == CHUNKS
+
+
+@pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies_after(0), dies_after(2), freezes_after(1)])
+async def test_one_true_donor_among_four_is_enough(reef, fault):
+    for member in DONORS:
+        reef.serve(member, history(HEAD), STATE)
+    for member in DONORS[1:]:
+        reef.behaviours[member.peer_id] = fault
+    assert is_true(await fetch(reef))
+
+
+async def test_liars_are_found_out_at_the_price_of_one_piece_each_and_named(reef):
+    for member in DONORS:
+        reef.serve(member, history(HEAD), STATE)
+    liars = {member.peer_id for member in DONORS[1:]}
+    reef.behaviours = dict.fromkeys(liars, lies)
+    with capture_logs() as logs:
+        assert is_true(await fetch(reef))
+    assert {line["peer"] for line in logs if line["event"] == "donor given up"} <= liars
+    assert all(reef.bodies.get(liar, 0) <= 4 for liar in liars)
+
+
+async def test_bytes_that_nobody_has_right_are_an_error_that_names_the_donors(reef):
+    for member in DONORS:
+        reef.serve(member, history(HEAD), STATE)
+        reef.behaviours[member.peer_id] = lies
+    with pytest.raises(Unreachable, match=ANN.peer_id):
+        await fetch(reef)
+
+
+async def test_a_stream_that_breaks_costs_what_was_under_way(reef):
+    reef.serve(ANN, history(HEAD), STATE)
+    calls = 0
+
+    async def breaks_once(frame):
+        nonlocal calls
+        calls += 1
+        return Unreachable("reset") if calls == 10 else frame
+
+    reef.behaviours[ANN.peer_id] = breaks_once
+    assert is_true(await fetch(reef))
+    assert reef.bodies[ANN.peer_id] <= CHUNKS + 2 * QUICK.pipelined
+
+
+async def test_a_node_back_from_sleep_fetches_only_what_changed(reef):
+    anchor_E, momentum_E = STATE.anchor_E.clone(), STATE.momentum_E.clone()
+    momentum_E[OFFSETS[1] : OFFSETS[2]] += 1.0  # four chunks
+    later = AnchorState(anchor_E, OFFSETS)
+    later.momentum_E = momentum_E
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    for member in DONORS:
+        reef.serve(member, history(HEAD, head), later)
+    assert is_true(await fetch(reef, ours=STATE, held=HEAD), later)
+    assert sum(reef.bodies.values()) == 4
+
+
+async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(reef):
+    later = AnchorState(STATE.anchor_E, OFFSETS)
+    later.momentum_E = STATE.momentum_E + 1.0
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    holding = reef.serve(ANN, history(HEAD), STATE)
+    plan = plan_of(ANN, CLEO, voters=DONORS)
+    anchor_chunks = 0
+
+    async def moves_on(frame):
+        nonlocal anchor_chunks
+        if (frame.body == b"") is False and holding.head.hash == HEAD.hash:
+            anchor_chunks += 1
+            if anchor_chunks == CHUNKS - 2:
+                holding.hold(head, later)
+        return frame
+
+    reef.behaviours[ANN.peer_id] = moves_on
+    assert is_true(await fetch(reef, plan=plan), later)
+    assert reef.bodies[ANN.peer_id] < 2 * CHUNKS - 5
+
+
+async def test_a_head_that_never_stands_still_is_an_error(reef):
+    holding = reef.serve(ANN, history(HEAD), STATE)
+    plan = plan_of(ANN, CLEO, voters=DONORS)
+    number = 1
+
+    async def runs_away(frame):
+        nonlocal number
+        number += 1
+        holding.hold(commit(STATE, number, list(DONORS), after=holding.head), STATE)
+        return frame
+
+    reef.behaviours[ANN.peer_id] = runs_away
+    with pytest.raises(Unreachable, match="moved on"):
+        await fetch(reef, plan=plan, policy=replace(QUICK, restarts=2))
+
+
+async def test_a_donor_that_changes_its_state_is_asked_again(reef):
+    holding = reef.serve(ANN, history(HEAD), STATE)
+    count = 0
+
+    async def moves_for_a_while(frame):
+        nonlocal count
+        count += 1
+        if count == 5:
+            holding.moving = True
+            asyncio.get_running_loop().call_later(0.005, setattr, holding, "moving", False)
+        return frame
+
+    reef.behaviours[ANN.peer_id] = moves_for_a_while
+    patient = replace(QUICK, failures=8)
+    assert is_true(await fetch(reef, plan=plan_of(ANN, CLEO, voters=DONORS), policy=patient))
+
+
+async def test_a_head_of_another_model_is_an_error_not_a_crash(reef):
+    odd = AnchorState(torch.ones(164), (0, 10, 20, 100, 164))
+    head = commit(odd, 1, list(DONORS), after=GENESIS)
+    for member in DONORS:
+        reef.serve(member, history(head), STATE)
+    with pytest.raises(CheckpointCorrupt):
+        await fetch(reef)
+
+
+# --- staged results ------------------------------------------------------------------------------------
+
+
+async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
+    staged = STATE.stage(torch.ones(164), 0.7, 0.9, 2)
+    state = AnchorState(staged.anchor_E, OFFSETS)
+    state.momentum_E = staged.momentum_E
+    result = commit(state, 2, [ANN], after=HEAD)
+    for member in (ANN, BOB):
+        reef.serve(member, history(HEAD), STATE, {result.hash: staged})
+    reef.serve(DAN, history(HEAD), STATE)  # does not keep it
+    reef.behaviours[ANN.peer_id] = lies
+    holders = [member.peer_id for member in (ANN, BOB, DAN, CLEO)]
+    payload = result.committed.payload
+    found = await fetch_staged(reef.network, holders, payload, "r", STATE, policy=QUICK)
+    assert torch.equal(found.anchor_E, staged.anchor_E)
+    assert torch.equal(found.momentum_E, staged.momentum_E)
+    assert found.layers == staged.layers
+    with pytest.raises(Unreachable):
+        await fetch_staged(reef.network, [DAN.peer_id], payload, "r", STATE, policy=QUICK)
+    with pytest.raises(PeerMisbehaved):
+        await fetch_staged(reef.network, holders, b"\xff", "r", STATE, policy=QUICK)
+    with pytest.raises(PeerMisbehaved):
+        await fetch_staged(reef.network, holders, payload, "another run", STATE, policy=QUICK)
+
+
+# --- what one peer may ask -------------------------------------------------------------------------------
+
+
+async def talk(reef, run_id="r"):
+    return await Conversation.begin(reef.network, ANN.peer_id, run_id, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 165), (5, 5), (6, 5), (2**63, 2**63 + 1), (0, 2**64 - 1)])
+async def test_nothing_outside_the_vector_is_served(reef, start, end):
+    reef.serve(ANN, history(HEAD), STATE)
+    conversation = await talk(reef)
+    await conversation.ask("anchor", HEAD.hash, start, end)
+    with pytest.raises(PeerMisbehaved):
+        await conversation.answer(1)
+
+
+async def test_no_more_than_the_cap_is_served_at_once(reef):
+    big = AnchorState(torch.zeros((1 << 20) + 1), (0, (1 << 20) + 1))
+    head = commit(big, 1, list(DONORS), after=GENESIS)
+    reef.serve(ANN, history(head), big)
+    conversation = await talk(reef)
+    await conversation.ask("momentum", head.hash, 0, 1 << 20)
+    assert len(await conversation.answer(1 << 20)) == 4 << 20
+    await conversation.ask("momentum", head.hash, 0, (1 << 20) + 1)
+    with pytest.raises(PeerMisbehaved):
+        await conversation.answer((1 << 20) + 1)
+
+
+async def test_two_conversations_at_once_and_not_three(reef):
+    reef.serve(ANN, history(HEAD), STATE)
+    talks = [await talk(reef) for _ in range(2)]
+    for conversation in talks:
+        assert (await conversation.manifest(None)).hash == HEAD.hash
+    with pytest.raises(PeerMisbehaved):
+        await (await talk(reef)).manifest(None)
+    await talks[0].close()
+    async with asyncio.timeout(1):
+        while True:
+            again = await talk(reef)
+            try:
+                assert (await again.manifest(None)).hash == HEAD.hash
+                return
+            except PeerMisbehaved:
+                await asyncio.sleep(0)  # it has not noticed yet
+
+
+async def test_what_is_not_held_is_refused_by_name(reef):
+    holding = reef.serve(ANN, history(HEAD), STATE)
+    with pytest.raises(NotFound):
+        await (await talk(reef)).manifest(17)
+    with pytest.raises(NotFound):
+        await (await talk(reef, "another run")).manifest(None)
+    for state_hash, moving, error in ((GENESIS.hash, False, NotFound), (HEAD.hash, True, Busy)):
+        holding.moving = moving
+        conversation = await talk(reef)
+        await conversation.ask("anchor", state_hash, 0, 1)
+        with pytest.raises(error):
+            await conversation.answer(1)
+        await conversation.close()
+
+
+# --- any mixture of donors -------------------------------------------------------------------------------
+
+COUNTS = st.integers(0, 12)
+FAULTS = st.one_of(
+    st.just(None),
+    st.just(lies),
+    st.just(cuts_short),
+    st.just(is_silent),
+    COUNTS.map(lies_after),
+    COUNTS.map(dies_after),
+    COUNTS.map(freezes_after),
+    st.just("moves"),
+    st.just("forges"),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(FAULTS, min_size=1, max_size=5), st.booleans())
+def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(faults, local):
+    async def once(directory: Path) -> None:
+        reef = Reef(directory)
+        members = (ANN, BOB, DAN, EVE, FAY)[: len(faults)]
+        later = state_of(5.0)
+        head = commit(STATE, 1, list(members), after=GENESIS)
+        next_head = commit(later, 2, list(members), after=head)
+        for member, fault in zip(members, faults, strict=True):
+            poison = state_of(666.0)
+            if fault == "forges":
+                reef.serve(member, history(head, commit(poison, 50, [member], after=head)), poison)
+                continue
+            holding = reef.serve(member, history(head), STATE)
+            if fault == "moves":
+
+                async def moves(frame, holding=holding):
+                    holding.hold(next_head, later)
+                    return frame
+
+                reef.behaviours[member.peer_id] = moves
+            elif fault is not None:
+                reef.behaviours[member.peer_id] = fault
+        plan = plan_of(*members, CLEO, voters=members)
+        ours = state_of(3.0) if local else state_of(9.0)
+        ours.momentum_E += 1.0
+        started = time.monotonic()
+        try:
+            fetched = await fetch(reef, ours=ours, held=GENESIS if local else None, plan=plan)
+            expected = {head.hash: STATE, next_head.hash: later}.get(fetched.head.hash)
+            if expected is None:  # only where forgers are all there is
+                assert faults == ["forges"]
+            else:
+                assert is_true(fetched, expected)
+        except AtollError:
+            honest = sum(fault is None for fault in faults)
+            assert 2 * honest <= len(faults)
+        assert time.monotonic() - started < 10
+        await reef.hub.close()
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(once(Path(directory)))

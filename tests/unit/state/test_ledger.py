@@ -1,0 +1,164 @@
+"""Who fetches what: every mixture of donors ends, and only liars are called liars."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.node.state.ledger import Ledger
+from atoll.node.state.pieces import Piece
+
+TRUE = b"true"
+
+
+def pieces_of(sizes: list[int]) -> list[Piece]:
+    bounds = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    return [Piece("anchor", i, start, end, TRUE) for i, (start, end) in enumerate(pairwise(bounds))]
+
+
+class Simulation:
+    """Donors whose lies are told by a function; every answer is applied as the shell would."""
+
+    def __init__(self, sizes: list[int], donors: dict, chunk_elements: int = 4) -> None:
+        self.pieces = pieces_of(sizes)
+        self.donors = donors  # name -> whether its k-th chunk is true
+        self.ledger = Ledger(self.pieces, chunk_elements, list(donors))
+        self.answers = dict.fromkeys(donors, 0)
+        self.bytes: dict[tuple[int, int], bytes] = {}
+        self.now = 0.0
+        for donor in donors:
+            self.ledger.join(donor)
+
+    def ask(self, donor: str, depth: int = 3) -> bool:
+        asked = False
+        while self.ledger.asks(donor) and self.ledger.on_wire(donor) < depth:
+            if self.ledger.take(donor, self.now) is None:
+                break
+            asked = True
+        return asked
+
+    def answer(self, donor: str) -> bool:
+        chunk = self.ledger.expected(donor) if self.ledger.asks(donor) else None
+        if chunk is None:
+            return False
+        self.now += 1.0
+        honest = self.donors[donor](self.answers[donor])
+        self.answers[donor] += 1
+        if self.ledger.arrived(donor, self.now):
+            self.bytes[chunk.piece, chunk.index] = TRUE if honest else donor.encode()
+            if self.ledger.to_check(chunk.piece):
+                self.check(chunk.piece)
+        return True
+
+    def check(self, piece: int) -> None:
+        values = [value for (number, _), value in sorted(self.bytes.items()) if number == piece]
+        true = all(value == TRUE for value in values)
+        digests = [self.bytes[chunk.piece, chunk.index] for chunk in self.ledger.chunks_to_hash(piece, true)]
+        self.ledger.checked(piece, true, digests)
+
+    def run(self) -> None:
+        while not self.ledger.finished and self._everyone_once():
+            pass
+
+    def _everyone_once(self) -> bool:
+        moved = [self.ask(donor) | self.answer(donor) for donor in self.donors]
+        return any(moved)
+
+
+def always(true: bool):
+    return lambda count: true
+
+
+def until(limit: int):
+    return lambda count: count < limit
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=1, max_size=6),
+    st.data(),
+)
+def test_one_honest_donor_is_enough_and_only_liars_are_distrusted(sizes, limits, data):
+    donors = {f"d{i}": always(True) if limit is None else until(limit) for i, limit in enumerate(limits)}
+    world = Simulation(sizes, donors)
+    for _ in range(data.draw(st.integers(0, 60))):
+        name = data.draw(st.sampled_from(sorted(donors)))
+        match data.draw(st.sampled_from(["ask", "answer", "answer", "break", "slow"])):
+            case "ask":
+                world.ask(name)
+            case "answer":
+                world.answer(name)
+            case "break":
+                if world.ledger.asks(name):
+                    world.ledger.left(name)
+                    world.ledger.join(name)
+            case "slow":
+                world.now += data.draw(st.floats(0, 20))
+                world.ledger.release_slow(world.now, 5.0)
+    world.run()
+    honest = {f"d{i}" for i, limit in enumerate(limits) if limit is None}
+    assert not honest & set(world.ledger.reasons)
+    if honest:
+        assert world.ledger.finished
+    if world.ledger.finished:
+        assert all(value == TRUE for value in world.bytes.values())
+    else:
+        assert set(world.ledger.reasons) == set(donors)
+
+
+def test_a_liar_costs_the_smallest_piece_only():
+    world = Simulation([400, 8, 400], {"liar": always(False), "honest": always(True)})
+    world.ask("liar")
+    world.run()
+    assert world.ledger.finished
+    assert world.answers["liar"] == 2
+    assert world.answers["honest"] == 202
+
+
+def test_who_has_proved_itself_helps_with_what_another_has_begun():
+    world = Simulation([4, 4, 400], {"a": always(True), "b": always(True)})
+    world.run()
+    assert world.ledger.finished
+    assert min(world.answers.values()) >= 50
+    assert sum(world.answers.values()) == 102
+
+
+def test_a_donor_that_turned_liar_is_named_by_the_chunks_that_differ():
+    world = Simulation([4, 4, 400], {"turns": until(20), "honest": always(True)})
+    world.run()
+    assert world.ledger.finished
+    assert set(world.ledger.reasons) == {"turns"}
+    assert sum(world.answers.values()) <= 2 + 100 + 2 * 100  # both had a hand in it: each is asked for all of it
+
+
+def test_a_silent_donors_questions_go_to_others_and_its_late_answer_is_not_needed():
+    world = Simulation([40, 40], {"silent": always(True), "brisk": always(True)})
+    world.ask("silent")
+    world.ask("brisk")
+    while world.answer("brisk"):
+        world.ask("brisk")
+    assert not world.ledger.finished
+    assert not world.ledger.release_slow(world.now, 1000.0)
+    assert world.ledger.release_slow(world.now + 1000, 10.0)
+    while world.ask("brisk") | world.answer("brisk"):
+        pass
+    assert world.ledger.finished
+    assert world.answer("silent")
+    assert world.ledger.asks("silent")
+
+
+def test_the_only_donor_is_never_too_slow():
+    world = Simulation([40], {"slow": always(True)})
+    world.ask("slow")
+    assert not world.ledger.release_slow(1e9, 1.0)
+    world.run()
+    assert world.ledger.finished
+
+
+@pytest.mark.parametrize("donors", [{}, {"liar": always(False)}])
+def test_nobody_to_ask_is_not_finished(donors):
+    world = Simulation([4], donors)
+    world.run()
+    assert not world.ledger.finished
