@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Change, Event, Node, Run, Token
-from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
+from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.core import protocol
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash, sign_vote
@@ -142,6 +142,12 @@ class World:
         self.records += step.records
         self.plans += step.plans
         return step.result
+
+    def put(self, row: Run) -> None:
+        """Change a row as another program would: a restore."""
+        draft = Draft(self.state, self.now)
+        draft.put(row)
+        self.take(draft.done(None))
 
     def restart(self) -> None:
         """The process ends and another takes over from what was made durable."""

@@ -1,4 +1,4 @@
-"""The service of members: renew, heartbeat, leave. Thin; the rules are in `state/machine.py`.
+"""The service of members: renew, heartbeat, vote, leave. Thin; the rules are in `state/`.
 
 A heartbeat stream is two tasks. One takes what the node sends, step by step, and counts what is durable.
 The other says something whenever a request is owed an answer or the run has something new for this node.
@@ -17,9 +17,11 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE, caller
 from atoll.coordinator.services.conversation import Conversation
 from atoll.coordinator.services.enrolment import membership_of
-from atoll.coordinator.state import admission, find, machine
+from atoll.coordinator.state import admission, find, machine, views, votes
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify
+from atoll.core.manifest import sign_tie_break
+from atoll.core.round_id import RoundId
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -27,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
-    """`Renew`, `Heartbeat`, `Leave`."""
+    """`Renew`, `Heartbeat`, `Vote`, `Leave`."""
 
     def __init__(self, controller: Controller, keys: Keys, stopping: asyncio.Event) -> None:
         self._controller = controller
@@ -54,6 +56,18 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         peer_id = caller(context, NODE)
         await self._controller.do(lambda state, now: admission.leave(state, now, peer_id, request.reason))
         return mb.LeaveResponse()
+
+    async def Vote(self, request: mb.VoteRequest, context: Context) -> mb.VoteResponse:  # noqa: N802
+        """A promise or a vote, signed once it is durable."""
+        peer_id, round_id = caller(context, NODE), RoundId.from_proto(request.round)
+        given = await self._controller.do(
+            lambda state, now: votes.answer(state, now, peer_id, round_id, request.payload)
+        )
+        response = views.vote_answer(round_id, given)
+        if given.granted and request.payload:
+            vote = sign_tie_break(self._controller.operator, request.payload, round_id.ballot)
+            response.vote.CopyFrom(vote)
+        return response
 
     async def Heartbeat(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, which gRPC also takes
         self, request_iterator: AsyncIterator[mb.HeartbeatRequest], context: Context

@@ -210,14 +210,17 @@ def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
     if memory.plan is None or now < memory.hold_until:
         return
     members = _members(draft.state, run_id, now)
-    if not members or tuple(members) == memory.plan.members:
+    run = draft.state.runs[run_id]
+    forgotten = run.plan_floor >= memory.plan.version  # by a restore: nodes may follow a newer plan than ours
+    if not members or (tuple(members) == memory.plan.members and not forgotten):
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
         return
     if memory.changed_since is None:
         draft.remember(run_id, changed_since=now)
     elif now - memory.changed_since >= policy.debounce_seconds:
-        _issue(draft, run_id, members, _difference(draft.state, memory.plan.members, members))
+        reason = _difference(draft.state, memory.plan.members, members)
+        _issue(draft, run_id, members, reason or "the coordinator was restored from a backup")
 
 
 def _members(state: State, run_id: str, now: float) -> list[str]:
@@ -259,7 +262,7 @@ def _issue(draft: Draft, run_id: str, members: list[str], reason: str) -> None:
     genesis = manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload)
     plan = replicate(
         memory.spec,
-        version=run.plan_version + 1,
+        version=max(run.plan_version, run.plan_floor) + 1,
         members=members,
         previous=memory.plan,
         head_round=run.head_round,

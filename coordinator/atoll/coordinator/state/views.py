@@ -5,12 +5,15 @@ Pure. Nodes' figures were made finite when they came in, so every front end may 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.state import lifecycle
 from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run, Token
 from atoll.coordinator.state.snapshot import State, is_void
+from atoll.coordinator.state.votes import Answer
 from atoll.core.membership import ROLES
+from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -99,6 +102,19 @@ def round_view(state: State, row: Round) -> admin.RoundView:
         partial=row.partial,
         void=row.committed and is_void(state.memory[row.run_id].bases, row.number, row.made_under),
     )
+
+
+def vote_answer(round_id: RoundId, given: Answer) -> mb.VoteResponse:
+    """What the coordinator promised and voted for, to be signed."""
+    response = mb.VoteResponse(granted=given.granted, reason=given.reason)
+    if given.vote is not None:
+        response.promised_plan_version = given.vote.promised_plan
+        response.promised_attempt = given.vote.promised_attempt
+        if given.vote.payload:
+            voted = replace(round_id, plan_version=given.vote.voted_plan, attempt=given.vote.voted_attempt)
+            response.accepted_ballot.CopyFrom(voted.to_proto())
+            response.accepted_payload = given.vote.payload
+    return response
 
 
 def event_view(row: Event) -> admin.Event:

@@ -1,0 +1,145 @@
+"""The coordinator as a tie-breaker: one acceptor of Paxos for every round that it knows no outcome of. Pure.
+
+Where exactly half of the members that decide a round are left, the coordinator's vote decides (core/quorum.py). It
+promises not to vote in attempts before the asker's, tells what it voted for last, and never votes for two results
+in one attempt. What it said is a row, durable before the answer leaves, until the round is known to be decided.
+
+A coordinator that was restored from a backup has forgotten votes. Whoever commits a round first made *under a plan
+issued since the restore* shows that no earlier vote can reach beyond it; until then the coordinator abstains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import DecodeError
+
+from atoll.coordinator.state import find
+from atoll.coordinator.state.records import Run, Vote
+from atoll.coordinator.state.reports import MAX_GAP
+from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
+from atoll.core.errors import Banned, InvalidRequest
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.v1 import manifest_pb2
+
+MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
+MAX_OPEN_ROUNDS = 64  # of a run, for which votes are kept
+_UINT32 = 2**32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the opener is told. Refusals carry `reason`, and what was promised, if anything."""
+
+    granted: bool
+    vote: Vote | None
+    reason: str = ""
+
+
+def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> Answer:
+    """Not to vote in attempts before `ballot`, unless a later one was promised already."""
+    if known is not None and ballot < _promised(known):
+        return Answer(False, known, _overtaken(known))
+    if known is None:
+        return Answer(True, Vote(run_id, number, *ballot))
+    return Answer(True, replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt))
+
+
+def cast(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: bytes) -> Answer:
+    """A vote for `payload` in `ballot`, unless a later attempt was promised or another payload has the vote."""
+    promised = promise(known, run_id, number, ballot)
+    if not promised.granted or promised.vote is None:
+        return promised
+    vote = promised.vote
+    if vote.payload and Ballot(vote.voted_plan, vote.voted_attempt) == ballot and vote.payload != payload:
+        return Answer(False, known, "the coordinator voted for another result in this attempt")
+    voted = replace(vote, voted_plan=ballot.plan_version, voted_attempt=ballot.attempt, payload=payload)
+    return Answer(True, voted)
+
+
+def answer(state: State, now: Moment, peer_id: str, round_id: RoundId, payload: bytes) -> Step[Answer]:
+    """What `peer_id` gets that opened `round_id`: a promise, or with a payload a vote for it.
+
+    Raises `InvalidRequest` for what no correct opener sends, `Banned`, `CertificateInvalid`.
+    """
+    draft = Draft(state, now)
+    node = find.caller(state, peer_id)
+    if node.banned:
+        raise Banned(f"peer {peer_id} was banned by the operator")
+    run = state.runs[node.run_id]
+    memory = state.memory[run.run_id]
+    _check(run, memory, peer_id, round_id)
+    if payload:
+        _check_payload(memory, round_id, payload)
+    known = memory.votes.get(round_id.number)
+    refusal = _refusal(run, memory, round_id.number)
+    if refusal:
+        return draft.done(Answer(False, known, refusal))
+    if payload:
+        given = cast(known, run.run_id, round_id.number, round_id.ballot, payload)
+    else:
+        given = promise(known, run.run_id, round_id.number, round_id.ballot)
+    if given.granted and given.vote is not None and given.vote != known:
+        draft.set_vote(given.vote)
+        if payload:
+            told = f"the coordinator broke the tie of round {round_id} for {node.name}"
+            draft.event("round.tie-broken", run.run_id, str(round_id.number), told)
+    return draft.done(given)
+
+
+def abstains(run: Run, memory: RunMemory) -> bool:
+    """Whether forgotten votes may still matter: after a restore, until a round of a plan issued since has committed."""
+    since_restore = max((commit.plan_version for commit in memory.committed.values()), default=0)
+    recovered = memory.bases[-1].since_version if memory.bases else 0
+    return max(since_restore, recovered) <= run.plan_floor and run.plan_floor > 0
+
+
+def _refusal(run: Run, memory: RunMemory, number: int) -> str:
+    if run.state not in ("TRAINING", "PAUSED"):
+        return f"the run is {run.state.lower()}"
+    if number <= run.head_round:
+        return f"round {number} is committed; the newest known is {run.head_round}"
+    if abstains(run, memory):
+        return "the coordinator was restored from a backup and does not vote until a round has committed without it"
+    if number not in memory.votes and len(memory.votes) >= MAX_OPEN_ROUNDS:
+        return f"votes are kept for {MAX_OPEN_ROUNDS} rounds that nobody told the end of"
+    return ""
+
+
+def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None:
+    members = memory.caps.get(round_id.plan_version, {})
+    current = memory.plan.members if memory.plan else ()
+    if round_id.run_id != run.run_id or round_id.fragment or peer_id not in current or peer_id not in members:
+        raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
+    if not 0 < round_id.number <= run.head_round + MAX_GAP or round_id.attempt >= _UINT32:
+        raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
+    if round_id.opener(members) != peer_id:
+        raise InvalidRequest("a vote is asked for by the opener of the attempt")
+    if is_void(memory.bases, round_id.number, round_id.plan_version):
+        raise InvalidRequest(f"round {round_id.number} under plan {round_id.plan_version} is void")
+
+
+def _check_payload(memory: RunMemory, round_id: RoundId, payload: bytes) -> None:
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest(f"a manifest has at most {MAX_PAYLOAD_BYTES} bytes")
+    try:
+        manifest = manifest_pb2.Manifest.FromString(payload)
+    except DecodeError as error:
+        raise InvalidRequest("a vote is asked for something that is no manifest") from error
+    made = RoundId.from_proto(manifest.round)
+    if (made.run_id, made.number, made.fragment) != (round_id.run_id, round_id.number, round_id.fragment):
+        raise InvalidRequest("a vote is asked for the manifest of another round")
+    if made.ballot > round_id.ballot or is_void(memory.bases, made.number, made.plan_version):
+        raise InvalidRequest("a vote is asked for a manifest of a later attempt, or of a void one")
+    before = memory.committed.get(round_id.number - 1)
+    if before is not None and manifest.previous_hash != before.manifest_hash:
+        raise InvalidRequest(f"a vote is asked for a manifest that does not follow the round {round_id.number - 1}")
+
+
+def _promised(vote: Vote) -> Ballot:
+    return Ballot(vote.promised_plan, vote.promised_attempt)
+
+
+def _overtaken(vote: Vote) -> str:
+    return f"attempt {vote.promised_attempt} under plan {vote.promised_plan} was promised already"

@@ -1,0 +1,256 @@
+"""The tie-breaker keeps its word, whatever is asked, in any order, with restarts between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from unit.coordinator.world import RUN, World, hash_of, round_report
+
+from atoll.coordinator.state import votes
+from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.records import Delete, Vote
+from atoll.core.errors import AtollError, Banned, InvalidRequest
+from atoll.core.identity import Identity
+from atoll.core.manifest import manifest_hash
+from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
+from atoll.core.round_id import RoundId
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+BALLOTS = st.builds(Ballot, st.integers(1, 3), st.integers(0, 4))
+ASKED = st.tuples(BALLOTS, st.sampled_from([b"", b"one", b"two", b"three"]))
+
+
+@given(st.lists(ASKED, max_size=40))
+def test_no_vote_below_a_promise_and_no_two_in_one_attempt(asked: list[tuple[Ballot, bytes]]) -> None:
+    store = MemoryStore()
+    promised, voted = Ballot(0, 0), {}  # what was told, kept beside the machine
+    for ballot, payload in asked:
+        known = next(iter(store.load().votes), None)  # a restart before every call
+        answer = votes.cast(known, RUN, 5, ballot, payload) if payload else votes.promise(known, RUN, 5, ballot)
+        if not answer.granted:
+            assert ballot < promised or voted[ballot] != payload
+            assert answer.reason
+            continue
+        assert ballot >= promised
+        promised = ballot
+        assert voted.setdefault(ballot, payload) == payload if payload else True
+        assert answer.vote is not None
+        store.apply([answer.vote])
+        newest = max(voted, default=None)
+        told = (Ballot(answer.vote.voted_plan, answer.vote.voted_attempt), answer.vote.payload)
+        assert told == ((newest, voted[newest]) if newest else (Ballot(0, 0), b""))
+
+
+MEMBERS = ("a", "b", "c", "d")
+TIE_BREAKER = "coordinator"
+STEPS = st.lists(
+    st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from([*MEMBERS, TIE_BREAKER])), min_size=10, max_size=60
+)
+
+
+@settings(max_examples=400)
+@given(STEPS)
+def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tuple[int, bool, str]]) -> None:
+    """Four openers at once; every step one of them gets a promise or a vote from somebody, in any order."""
+    electorate = Electorate(frozenset(MEMBERS))
+    kept: dict[str, Vote] = {}
+    promises: dict[int, dict[str, Voted | None]] = {number: {} for number in range(4)}
+    chosen: dict[int, bytes] = {}
+    voters: dict[int, set[str]] = {number: set() for number in range(4)}
+    for number, voting, name in steps:
+        ballot = Ballot(1, number)
+        if not voting and number not in chosen:
+            answer = votes.promise(kept.get(name), RUN, 1, ballot)
+            if answer.granted and answer.vote is not None:
+                kept[name] = answer.vote
+                promises[number][name] = last(answer.vote)
+        elif voting and (number in chosen or choose(electorate, number, promises[number], chosen)):
+            answer = votes.cast(kept.get(name), RUN, 1, ballot, chosen[number])
+            if answer.granted and answer.vote is not None:
+                kept[name] = answer.vote
+                voters[number].add(name)
+    committed = {chosen[number] for number, by in voters.items() if electorate.decides(by, TIE_BREAKER in by)}
+    event(f"{sum(electorate.decides(by, TIE_BREAKER in by) for by in voters.values())} attempts committed")
+    assert len(committed) <= 1
+
+
+def choose(electorate: Electorate, number: int, promised: dict[str, Voted | None], chosen: dict[int, bytes]) -> bool:
+    """What this opener puts to the vote, once it has enough promises."""
+    members = {name: vote for name, vote in promised.items() if name != TIE_BREAKER}
+    asked = TIE_BREAKER in promised
+    if not electorate.decides(members.keys(), asked):
+        return False
+    try:
+        chosen[number] = must_adopt(electorate, members, asked, promised.get(TIE_BREAKER)) or b"result %d" % number
+    except Undecided:
+        return False
+    return True
+
+
+def last(vote: Vote) -> Voted | None:
+    return Voted(Ballot(vote.voted_plan, vote.voted_attempt), vote.payload) if vote.payload else None
+
+
+# --- in a run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.train("ann", "bob")
+    return made
+
+
+def attempt(world: World, *, number: int = 1, plan: int = 1, by: str = "ann") -> RoundId:
+    """The first attempt that this node opens."""
+    members = world.state.memory[RUN].caps[plan]
+    peer = world.identities[by].peer_id
+    tries = (RoundId(RUN, plan, 0, number, count) for count in range(9))
+    return next(item for item in tries if item.opener(members) == peer)
+
+
+def payload(world: World, round_id: RoundId, *, previous: bytes | None = None) -> bytes:
+    before = world.state.memory[RUN].committed.get(round_id.number - 1)
+    previous = previous or (before.manifest_hash if before else b"x" * 32)
+    manifest = manifest_pb2.Manifest(round=round_id.to_proto(), previous_hash=previous)
+    return manifest.SerializeToString(deterministic=True)
+
+
+def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> votes.Answer:
+    peer = world.identities[by].peer_id
+    answer = world.take(votes.answer(world.state, world.now, peer, round_id, text))
+    assert isinstance(answer, votes.Answer)
+    return answer
+
+
+def both(world: World) -> list[Identity]:
+    return [world.identities["ann"], world.identities["bob"]]
+
+
+def first_round(world: World, plan: int = 1) -> mb.RoundReport:
+    genesis = world.state.memory[RUN].committed[0].manifest_hash
+    return round_report(1, genesis, both(world), plan_version=plan)
+
+
+def test_a_vote_is_remembered_over_a_restart(world: World) -> None:
+    mine, theirs = sorted([attempt(world), attempt(world, by="bob")], key=lambda item: item.ballot)
+    openers = {attempt(world): "ann", attempt(world, by="bob"): "bob"}
+    text = payload(world, mine)
+    assert ask(world, mine, by=openers[mine]).granted
+    assert ask(world, mine, text, by=openers[mine]).granted
+    world.restart()
+    later = ask(world, theirs, by=openers[theirs])
+    assert later.granted
+    assert later.vote is not None
+    assert (later.vote.payload, later.vote.voted_attempt) == (text, mine.attempt)
+    world.restart()
+    assert not ask(world, mine, text, by=openers[mine]).granted
+    assert ask(world, theirs, text, by=openers[theirs]).granted
+    assert world.kinds().count("round.tie-broken") == 2
+
+
+def test_asking_again_gets_the_same_answer_and_no_second_event(world: World) -> None:
+    mine = attempt(world)
+    text = payload(world, mine)
+    assert ask(world, mine, text) == ask(world, mine, text)
+    assert world.kinds().count("round.tie-broken") == 1
+    other = manifest_pb2.Manifest.FromString(text)
+    other.committed_tokens = 1
+    refused = ask(world, mine, other.SerializeToString())
+    assert not refused.granted
+    assert "another result" in refused.reason
+
+
+def test_a_round_known_to_be_committed_is_answered_and_its_vote_forgotten(world: World) -> None:
+    mine = attempt(world)
+    ask(world, mine)
+    world.say("bob", rounds=[first_round(world)])
+    assert Delete(Vote, (RUN, 1)) in world.records
+    assert world.state.memory[RUN].votes == {}
+    answer = ask(world, mine)
+    assert (answer.granted, answer.vote) == (False, None)
+    assert "committed" in answer.reason
+
+
+@pytest.mark.parametrize(("state", "granted"), [("PAUSED", True), ("STOPPED", False)])
+def test_the_runs_state_matters(world: World, state: str, granted: bool) -> None:
+    world.state = replace(world.state, runs={RUN: replace(world.run, state=state)})
+    assert ask(world, attempt(world)).granted is granted
+
+
+def test_who_may_not_ask(world: World) -> None:
+    mine = attempt(world)
+    for wrong in (
+        replace(mine, attempt=mine.attempt + 1),  # the other one's
+        replace(mine, plan_version=2),
+        replace(mine, run_id="other"),
+        replace(mine, fragment=1),
+        replace(mine, number=0),
+        replace(mine, number=2**60),
+    ):
+        with pytest.raises(InvalidRequest):
+            ask(world, wrong)
+    world.join("cid")  # not in a plan yet
+    with pytest.raises(InvalidRequest):
+        ask(world, mine, by="cid")
+    world.take(votes.answer(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
+    world.state = replace(
+        world.state,
+        nodes={key: replace(node, banned=node.name == "ann") for key, node in world.state.nodes.items()},
+    )
+    with pytest.raises(Banned):
+        ask(world, mine)
+
+
+@pytest.mark.parametrize("spoil", ["number", "attempt", "previous", "rubbish", "size"])
+def test_what_is_not_voted_for(world: World, spoil: str) -> None:
+    mine = attempt(world)
+    text = {
+        "number": payload(world, replace(mine, number=2)),
+        "attempt": payload(world, replace(mine, attempt=mine.attempt + 1)),
+        "previous": payload(world, mine, previous=b"y" * 32),
+        "rubbish": b"\xff" * 40,
+        "size": b"\0" * (votes.MAX_PAYLOAD_BYTES + 1),
+    }[spoil]
+    with pytest.raises(InvalidRequest):
+        ask(world, mine, text)
+    assert world.state.memory[RUN].votes == {}
+
+
+def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
+    for number in range(1, votes.MAX_OPEN_ROUNDS + 1):
+        assert ask(world, attempt(world, number=number)).granted
+    assert not ask(world, attempt(world, number=votes.MAX_OPEN_ROUNDS + 1)).granted
+    assert ask(world, attempt(world, number=1)).granted
+
+
+# --- after a restore -----------------------------------------------------------------------------------
+
+
+def test_a_restored_coordinator_abstains_until_a_round_of_a_plan_since_has_committed(world: World) -> None:
+    world.say("ann", rounds=[first_round(world)])
+    world.put(replace(world.run, plan_floor=1000))
+    told = hash_of(first_round(world))
+    late = round_report(2, told, both(world), committed_before=1000)  # made before the restore, told after it
+    world.say("ann", rounds=[late])
+    assert world.run.head_round == 2
+    refused = ask(world, attempt(world, number=3))
+    assert not refused.granted
+    assert "restored" in refused.reason
+    world.wait(8)  # a plan above all that may have been issued comes by itself
+    assert world.plans[-1].version == 1001
+    third = round_report(3, hash_of(late), both(world), plan_version=1001, committed_before=2000)
+    world.say("ann", rounds=[third])
+    assert ask(world, attempt(world, number=4, plan=1001)).granted
+    world.restart()
+    assert ask(world, attempt(world, number=4, plan=1001)).granted
+    assert manifest_hash(third.manifest.payload) == world.state.memory[RUN].committed[3].manifest_hash
+
+
+def test_errors_are_ours(world: World) -> None:
+    with pytest.raises(AtollError):
+        world.take(votes.answer(world.state, world.now, Identity.generate().peer_id, attempt(world), b""))
