@@ -40,4 +40,4 @@ def of_vectors(
     payload = manifest.SerializeToString(deterministic=True)
     votes = [sign_vote(member, payload, Ballot(1, 0)) for member in (ANN, BOB)]
     committed = manifest_pb2.CommittedManifest(payload=payload, signatures=votes, ballot_plan_version=1)
-    return CheckpointState(Head(committed), anchor_E, momentum_E)
+    return CheckpointState(Head(committed), layers, anchor_E, momentum_E)

@@ -34,8 +34,8 @@ from atoll.node.state.tensor_file import Layers
 FILES = (ANCHOR, MOMENTUM, MANIFEST, SPEC_FILE, SUMS)
 
 
-def open_store(directory, *, keep=2, disk=OS_DISK, layers=LAYERS) -> CheckpointStore:
-    return CheckpointStore(directory, SPEC, layers, keep=keep, disk=disk)
+def open_store(directory, *, keep=2, disk=OS_DISK) -> CheckpointStore:
+    return CheckpointStore(directory, SPEC, keep=keep, disk=disk)
 
 
 def assert_is(found, number: int, salt: float = 0.0) -> None:
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_and_the_last_few_are_kept(tmp_path):
     for number in (1, 4, 9):
         assert store.write(state_of(number)) == store.path(number)
     assert names(tmp_path) == ["000000004", "000000009"]
-    assert_is(store.newest(), 9)
+    assert_is(store.newest(LAYERS), 9)
     newest, older = store.held()
     assert (newest.round, newest.committed_tokens, older.round) == (9, 900, 4)
     assert newest.bytes == sum(path.stat().st_size for path in store.path(9).iterdir())
@@ -87,9 +87,9 @@ def test_equal_states_are_equal_files(tmp_path):
 def test_a_model_of_real_size_takes_several_pieces(tmp_path):
     layers = Layers(("embedding", "head"), (0, 3_000_000, 3_000_001))
     anchor_E = torch.rand(layers.elements)
-    store = open_store(tmp_path, layers=layers)
+    store = open_store(tmp_path)
     store.write(of_vectors(1, anchor_E, anchor_E * 2, layers))
-    assert torch.equal(store.newest().momentum_E, anchor_E * 2)
+    assert torch.equal(store.newest(layers).momentum_E, anchor_E * 2)
 
 
 def test_a_state_that_is_not_its_manifests_is_never_written(tmp_path):
@@ -109,7 +109,7 @@ def test_writing_again_changes_nothing_and_another_history_replaces_it(tmp_path)
     store.write(state_of(3))
     assert store.path(3).stat() == before
     store.write(state_of(2, salt=0.5))  # the run was taken back to round 1 and went on from there
-    assert_is(store.newest(), 2, salt=0.5)
+    assert_is(store.newest(LAYERS), 2, salt=0.5)
     assert names(tmp_path) == ["000000001", "000000002", "000000002.void", "000000003.void"]
 
 
@@ -143,7 +143,7 @@ def test_a_cut_at_every_operation_leaves_the_old_or_the_new(story, tmp_path, kin
         allowed = [state_of(*item).head.hash for item in written[max(0, done - 1) : done + 1]]
         store = open_store(after)
         store.sweep()
-        found = store.newest()
+        found = store.newest(LAYERS)
         if found is None:
             assert done == 0, f"{ops[cut - 1]} lost what was acknowledged"
         else:
@@ -158,7 +158,7 @@ def test_a_cut_at_every_operation_leaves_the_old_or_the_new(story, tmp_path, kin
                 assert_whole(after / name)
         if cut % 10 == 0:  # and life goes on
             store.write(state_of(9))
-            assert_is(store.newest(), 9)
+            assert_is(store.newest(LAYERS), 9)
         shutil.rmtree(after)
 
 
@@ -173,8 +173,8 @@ def test_a_cut_while_another_history_takes_the_newest_ones_place_leaves_one_or_t
         after = tmp_path / str(cut)
         after.mkdir()
         leave_after(disk.ops[:cut], after, None)
-        assert open_store(after).newest() is not None
-    assert_is(open_store(after).newest(), 2, salt=0.5)
+        assert open_store(after).newest(LAYERS) is not None
+    assert_is(open_store(after).newest(LAYERS), 2, salt=0.5)
 
 
 # --- disks that fail -----------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_failing_disk_is_a_typed_error_and_costs_no_good_checkpoint(tmp_path, 
             failures += 1
         if disk.seen <= fails_at:
             break
-        assert open_store(directory).newest().head.round in (1, 2)
+        assert open_store(directory).newest(LAYERS).head.round in (1, 2)
         store = open_store(directory, keep=1)
         store.sweep()
         store.write(state_of(3))
@@ -220,11 +220,11 @@ def test_out_of_file_descriptors(tmp_path):
         with pytest.raises(DataDirUnusable):
             store.write(state_of(2))
         with pytest.raises(DataDirUnusable):
-            store.newest()  # which must not take a whole checkpoint for a corrupt one
+            store.newest(LAYERS)  # which must not take a whole checkpoint for a corrupt one
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.closerange(taken, taken + 1)
-    assert_is(store.newest(), 1)
+    assert_is(store.newest(LAYERS), 1)
 
 
 def test_giving_up_between_two_pieces_leaves_nothing(tmp_path):
@@ -253,7 +253,7 @@ def test_a_file_cut_at_any_offset_is_not_loaded_and_the_one_before_is(tmp_path, 
         damaged.write_bytes(data[:length])
         with pytest.raises(CheckpointCorrupt):
             read_checkpoint(damaged.parent)
-    assert_is(store.newest(), 1)
+    assert_is(store.newest(LAYERS), 1)
     assert names(tmp_path / "run") == ["000000001", "000000002.corrupt"]
 
 
@@ -267,7 +267,7 @@ def test_a_missing_file_a_directory_in_its_place_and_a_longer_one(tmp_path, name
     swapped.mkdir()
     longer = store.write(state_of(4)) / name
     longer.write_bytes(longer.read_bytes() + b"\0")
-    assert_is(store.newest(), 1)
+    assert_is(store.newest(LAYERS), 1)
     assert names(tmp_path) == ["000000001", *(f"00000000{number}.corrupt" for number in (2, 3, 4))]
 
 
@@ -310,7 +310,7 @@ def test_junk_in_a_file_is_a_typed_error_even_with_a_true_sum(tmp_path, name, ju
 def test_another_models_checkpoint_and_one_under_a_wrong_name_are_not_loaded(tmp_path):
     open_store(tmp_path).write(state_of(1))
     other = Layers(("embedding", "block.0", "tail"), LAYERS.offsets)
-    open_store(tmp_path, layers=other).write(state_of(2, layers=other))
+    open_store(tmp_path).write(state_of(2, layers=other))
     shutil.copytree(tmp_path / "000000001", tmp_path / "000000007")
-    assert_is(open_store(tmp_path).newest(), 1)
+    assert_is(open_store(tmp_path).newest(LAYERS), 1)
     assert names(tmp_path) == ["000000001", "000000002.corrupt", "000000007.corrupt"]

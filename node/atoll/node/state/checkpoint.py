@@ -15,6 +15,7 @@ import errno
 import hashlib
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class CheckpointState:
     """What is to be written; vectors fp32 [E] that nobody changes meanwhile."""
 
     head: Head
+    layers: Layers
     anchor_E: Tensor
     momentum_E: Tensor
 
@@ -69,12 +71,12 @@ class CheckpointState:
 class CheckpointStore:
     """The checkpoints of one run on this node, in a directory of their own."""
 
-    def __init__(self, directory: Path, spec: RunSpec, layers: Layers, *, keep: int, disk: Disk = OS_DISK) -> None:
+    def __init__(self, directory: Path, spec: RunSpec, *, keep: int, disk: Disk = OS_DISK) -> None:
         self._directory = make_private_dir(directory)
         self._spec = spec
-        self._layers = layers
-        self._keep = keep
+        self._keep = keep  # at least one
         self._disk = disk
+        self._writing = threading.Lock()
 
     def path(self, round_number: int) -> Path:
         """Where the checkpoint of that round lies, if it is held."""
@@ -104,21 +106,21 @@ class CheckpointStore:
         are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
         """
         head = state.head
-        if layer_states(state.anchor_E, state.momentum_E, self._layers.offsets, head.round) != tuple(
-            head.manifest.layers
-        ):
+        found = layer_states(state.anchor_E, state.momentum_E, state.layers.offsets, head.round)
+        if found != tuple(head.manifest.layers):
             raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
         target = self.path(head.round)
-        if not self._holds(target, head):
-            try:
-                self._place(self._contents(state), target, between)
-            except OSError as error:
-                raise unusable(target, error) from error
-        self._void_later_than(target)
-        self._drop_older()
+        with self._writing:
+            if not self._holds(target, head):
+                try:
+                    self._place(self._contents(state), target, between)
+                except OSError as error:
+                    raise unusable(target, error) from error
+            self._void_later_than(target)
+            self._drop_older()
         return target
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, layers: Layers) -> Checkpoint | None:
         """The newest that is whole and of this model; others newer than it are set aside, with a warning.
 
         Raises `DataDirUnusable` when the directory cannot be read.
@@ -126,7 +128,7 @@ class CheckpointStore:
         for path in self._newest_first():
             try:
                 found = read_checkpoint(path)
-                if found.spec.run.name != self._spec.run.name or found.layers != self._layers:
+                if found.spec.run.name != self._spec.run.name or found.layers != layers:
                     raise CheckpointCorrupt(f"{path} is of another run or model")
                 if path != self.path(found.head.round):
                     raise CheckpointCorrupt(f"{path} holds round {found.head.round}")
@@ -141,8 +143,8 @@ class CheckpointStore:
     def _contents(self, state: CheckpointState) -> dict[str, Iterable[Bytes]]:
         facts = _facts(state.head)
         return {
-            ANCHOR: tensor_file.chunks(self._layers, facts, state.anchor_E),
-            MOMENTUM: tensor_file.chunks(self._layers, facts, state.momentum_E),
+            ANCHOR: tensor_file.chunks(state.layers, facts, state.anchor_E),
+            MOMENTUM: tensor_file.chunks(state.layers, facts, state.momentum_E),
             MANIFEST: [state.head.committed.SerializeToString(deterministic=True)],
             SPEC: [self._spec.resolved_toml().encode()],
         }

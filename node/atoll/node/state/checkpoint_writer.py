@@ -1,0 +1,110 @@
+"""When checkpoints are written: now and then while training, and once more on leaving.
+
+Rounds never wait for the disk. A due state is copied and written in a thread; if a round commits into it during the
+copy, the digests tell, and the next round is offered anyway. A disk that fails is a warning and another try later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError, CheckpointCorrupt, DeadlineExceeded
+from atoll.node.state.checkpoint import Checkpoint, CheckpointState, CheckpointStore
+from atoll.node.state.tensor_file import Layers
+from atoll.v1 import membership_pb2 as mb
+
+_log = log.get("checkpoint")
+
+
+class CheckpointWriter:
+    """Writes the states that a session offers; one at a time."""
+
+    def __init__(self, store: CheckpointStore, interval: timedelta, clock: Clock) -> None:
+        self.store = store
+        self.problem = ""  # why the last one could not be written, for people
+        self._interval = interval
+        self._clock = clock
+        self._held: tuple[mb.CheckpointInfo, ...] = ()
+        self._next = clock.monotonic()
+        self._background: asyncio.Task[None] | None = None
+
+    def held(self) -> tuple[mb.CheckpointInfo, ...]:
+        """What is on disk, newest first; another object whenever that changed."""
+        return self._held
+
+    async def restore(self, layers: Layers) -> Checkpoint | None:
+        """Tidy up after the last process and read its newest checkpoint of this model. Raises `DataDirUnusable`."""
+        await asyncio.to_thread(self.store.sweep)
+        found = await asyncio.to_thread(self.store.newest, layers)
+        self._held = await asyncio.to_thread(self.store.held)
+        if found is not None:
+            _log.info("checkpoint read", round=found.head.round, path=str(self.store.path(found.head.round)))
+        return found
+
+    def offer(self, state: CheckpointState) -> None:
+        """A round was committed. Writes it if one is due and none is being written; returns at once."""
+        if self._background is None and self._clock.monotonic() >= self._next:
+            self._next = self._clock.monotonic() + self._interval.total_seconds()
+            self._background = asyncio.create_task(self._write_copy(state))
+
+    async def flush(self, state: CheckpointState, timeout: timedelta) -> Path:
+        """Make `state`, which nobody changes any more, durable; returns its directory.
+
+        Raises `DeadlineExceeded`, `DataDirUnusable`, `CheckpointCorrupt`.
+        """
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                if self._background is not None:
+                    await asyncio.wait([self._background])
+                return await self._write(state)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"round {state.head.round} was not on disk within {timeout.total_seconds():g} s"
+            ) from error
+
+    async def close(self) -> None:
+        """Give up what is being written."""
+        if self._background is not None:
+            self._background.cancel()
+            await asyncio.wait([self._background])
+
+    async def _write_copy(self, state: CheckpointState) -> None:
+        try:
+            # the anchor is changed in place by the next commit; the momentum is replaced
+            copy_E = await asyncio.to_thread(state.anchor_E.clone)
+            await self._write(replace(state, anchor_E=copy_E))
+        except CheckpointCorrupt as error:
+            self._next = self._clock.monotonic()
+            _log.warning("checkpoint skipped", reason=str(error))
+        except AtollError as error:
+            self.problem = str(error)
+            _log.warning("checkpoint not written", reason=str(error), retry_seconds=self._interval.total_seconds())
+        finally:
+            self._background = None
+
+    async def _write(self, state: CheckpointState) -> Path:
+        given_up = threading.Event()
+        try:
+            path = await asyncio.to_thread(self.store.write, state, _unless(given_up))
+        except asyncio.CancelledError:
+            given_up.set()  # the thread stops at its next piece
+            raise
+        self.problem = ""
+        self._held = await asyncio.to_thread(self.store.held)
+        _log.info("checkpoint written", round=state.head.round, path=str(path))
+        return path
+
+
+def _unless(given_up: threading.Event) -> Callable[[], None]:
+    def check() -> None:
+        if given_up.is_set():
+            raise DeadlineExceeded("given up")
+
+    return check

@@ -1,0 +1,146 @@
+"""Checkpoints are written beside the rounds, now and then, and on leaving within a deadline."""
+
+import asyncio
+import errno
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from support.power_cut import FailingDisk
+from support.small_state import LAYERS, SPEC, state_of
+
+from atoll.core.disk import OsDisk
+from atoll.core.errors import DataDirUnusable, DeadlineExceeded
+from atoll.node.state.checkpoint import CheckpointStore
+from atoll.node.state.checkpoint_writer import CheckpointWriter
+
+SOON = timedelta(seconds=10)
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def unix(self) -> float:
+        return self.now
+
+
+class GatedDisk(OsDisk):
+    """Makes no directory until the gate is open."""
+
+    def __init__(self) -> None:
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def mkdir(self, path: Path, mode: int = 0o755) -> None:
+        self.reached.set()
+        assert self.gate.wait(10)
+        super().mkdir(path, mode)
+
+
+@pytest.fixture
+def clock():
+    return HandClock()
+
+
+def make(directory, clock, **more) -> CheckpointWriter:
+    return CheckpointWriter(CheckpointStore(directory, SPEC, keep=3, **more), timedelta(seconds=60), clock)
+
+
+async def written(writer: CheckpointWriter, *rounds: int) -> None:
+    async with asyncio.timeout(10):
+        while tuple(info.round for info in writer.held()) != rounds:
+            await asyncio.sleep(0.005)
+
+
+async def test_the_first_is_written_and_then_one_an_interval(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    assert await writer.restore(LAYERS) is None
+    writer.offer(state_of(1))
+    await written(writer, 1)
+    clock.now += 59
+    writer.offer(state_of(2))
+    clock.now += 1
+    writer.offer(state_of(3))
+    await written(writer, 3, 1)
+    again = make(tmp_path, clock)
+    found = await again.restore(LAYERS)
+    assert found.head.round == 3
+    assert [info.round for info in again.held()] == [3, 1]
+
+
+async def test_rounds_go_on_while_one_is_written_and_change_nothing_in_it(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    state = state_of(1)
+    writer.offer(state)
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    state.anchor_E.fill_(666.0)  # the next commit, in place
+    clock.now += 1000
+    writer.offer(state_of(2))  # one is being written: nothing happens
+    disk.gate.set()
+    await written(writer, 1)
+    assert torch.equal((await writer.restore(LAYERS)).anchor_E, state_of(1).anchor_E)
+
+
+async def test_a_state_that_moved_during_the_copy_is_not_written_and_the_next_one_is(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    torn = state_of(1)
+    torn.anchor_E[3] += 1
+    writer.offer(torn)
+    async with asyncio.timeout(10):
+        while not writer.held():
+            writer.offer(state_of(2))  # at once, not an interval later
+            await asyncio.sleep(0.005)
+    assert [info.round for info in writer.held()] == [2]
+
+
+async def test_a_full_disk_is_a_problem_and_another_try_an_interval_later(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    writer.offer(state_of(1))
+    await written(writer, 1)
+    full = make(tmp_path, clock, disk=FailingDisk(3, errno.ENOSPC))
+    full.offer(state_of(2))
+    async with asyncio.timeout(10):
+        while not full.problem:
+            await asyncio.sleep(0.005)
+    full.offer(state_of(3))
+    assert full.problem
+    clock.now += 60
+    full.offer(state_of(4))  # by now there is room
+    await written(full, 4, 1)
+    assert full.problem == ""
+
+
+async def test_leaving_writes_the_newest_state_even_when_none_is_due(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    writer.offer(state_of(1))
+    path = await writer.flush(state_of(2), SOON)
+    assert path == tmp_path / "000000002"
+    assert [info.round for info in writer.held()] == [2, 1]
+    assert await writer.flush(state_of(2), SOON) == path  # which it has
+
+
+async def test_leaving_has_a_deadline_and_says_what_is_wrong(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    with pytest.raises(DeadlineExceeded):
+        await writer.flush(state_of(1), timedelta(milliseconds=50))
+    disk.gate.set()
+    with pytest.raises(DataDirUnusable):
+        await make(tmp_path, clock, disk=FailingDisk(0, errno.EROFS)).flush(state_of(2), SOON)
+
+
+async def test_closing_gives_up_and_leaves_no_half(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    writer.offer(state_of(1))
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    closing = asyncio.create_task(writer.close())
+    await asyncio.wait_for(closing, 10)
+    disk.gate.set()
+    assert await make(tmp_path, clock).restore(LAYERS) is None
