@@ -1,4 +1,4 @@
-"""The butterfly: equal bits on every member, whatever the codec loses; all or nothing when a part is bad."""
+"""The butterfly: equal bits on every member, whatever the codec loses; what is no part touches no sum."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -6,74 +6,27 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.exchange_swarm import ELEMENTS, ROUND, TIMEOUT, Swarm, part_frames, reheaded
+from support.virtual_time import run_virtually
 
-from atoll.core.errors import RoundAbandoned
+from atoll.core.errors import PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
-from atoll.core.round_id import RoundId
-from atoll.node.averaging.allreduce import PROTOCOL, Exchange, ExchangeServer
+from atoll.node.averaging.allreduce import PROTOCOL
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.partition import partition
-from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import dataplane_pb2 as dp
-from atoll.v1 import manifest_pb2
-
-ELEMENTS, PART = 5_000, 512
-TIMEOUT = timedelta(seconds=3)
-ROUND = RoundId("r", 1, 0, 1, 0)
-
-
-def start_message(weights: dict[str, int], codec: str, bandwidth=None) -> dp.Start:
-    pieces = partition(ELEMENTS, list(weights), bandwidth or {})
-    return dp.Start(
-        round=ROUND.to_proto(),
-        contributions=[manifest_pb2.Contribution(peer_id=p, tokens=w, weight=w) for p, w in weights.items()],
-        partition=[dp.PartRange(reducer=r.reducer, start=r.start, end=r.end) for r in pieces],
-        codec=CODECS[codec].number,
-        elements=ELEMENTS,
-        part_elements=PART,
-    )
-
-
-class Swarm:
-    def __init__(self, weights, codec="int4", bandwidth=None, fault=None, timeout=TIMEOUT):
-        self.hub = MemoryHub(fault) if fault else MemoryHub()
-        self.start = start_message(weights, codec, bandwidth)
-        self.vectors = {
-            p: torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(weights)
-        }
-        self.averages = {p: torch.full((ELEMENTS,), float("nan")) for p in weights}
-        self.executor = ThreadPoolExecutor(2)
-        self.networks = {p: self.hub.join(p) for p in weights}
-        self.servers = {p: ExchangeServer(n, timeout) for p, n in self.networks.items()}
-        self.timeout = timeout
-
-    def exchange(self, peer):
-        return Exchange(
-            self.start, self.networks[peer], self.vectors[peer], self.averages[peer], self.executor, self.timeout
-        )
-
-    async def run(self, peers=None, stagger=0.0):
-        async def one(i, peer):
-            await asyncio.sleep(stagger * i)  # Start reaches members at different moments
-            exchange = self.exchange(peer)
-            self.servers[peer].begin(exchange)
-            await exchange.run()
-            return exchange.bytes_sent
-
-        tasks = [one(i, peer) for i, peer in enumerate(peers or self.networks)]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        await self.hub.close()
-        self.executor.shutdown()
-        return results
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 async def test_everyone_ends_with_the_same_bits_near_the_weighted_mean(codec, size):
     weights = {f"p{i}": 10 * (i + 1) for i in range(size)}
-    swarm = Swarm(weights, codec)
-    results = await swarm.run(stagger=0.02)
-    assert all(isinstance(sent, int) for sent in results), results
+    with ThreadPoolExecutor(2) as executor:
+        swarm = Swarm(weights, codec, executor=executor)
+        await swarm.run()
+        assert all(held.digests == swarm.held["p0"].digests for held in swarm.held.values())
+        assert all(swarm.held["p0"].digests)
+        assert not any(held.partial or held.faults for held in swarm.held.values())
+        await swarm.close()
     first = next(iter(swarm.averages.values()))
     for average in swarm.averages.values():
         assert torch.equal(average, first)
@@ -82,87 +35,185 @@ async def test_everyone_ends_with_the_same_bits_near_the_weighted_mean(codec, si
     assert float((first - exact).abs().max()) < tolerance
 
 
-async def test_a_member_of_weight_zero_receives_without_contributing():
-    swarm = Swarm({"a": 5, "b": 0, "c": 5}, "fp32")
-    await swarm.run()
-    exact = (swarm.vectors["a"] + swarm.vectors["c"]) / 2
-    for average in swarm.averages.values():
-        assert torch.allclose(average, exact, atol=1e-6)
+def test_start_may_reach_members_at_different_moments():
+    async def scene():
+        swarm = Swarm({"a": 1, "b": 1, "c": 1})
+        await swarm.run(delays={"b": 0.7, "c": 0.9})
+        assert all(all(held.digests) and not held.partial for held in swarm.held.values())
+        await swarm.close()
+
+    run_virtually(scene())
 
 
-async def test_a_member_without_upload_reduces_nothing():
-    swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32", bandwidth={"a": 10, "b": 10, "c": 0})
-    results = await swarm.run()
-    assert all(isinstance(sent, int) for sent in results)
-    assert results[2] < results[0]
+def test_a_member_of_weight_zero_receives_without_contributing():
+    async def scene():
+        swarm = Swarm({"a": 5, "b": 0, "c": 5}, "fp32")
+        await swarm.run()
+        exact = (swarm.vectors["a"] + swarm.vectors["c"]) / 2
+        for peer, average in swarm.averages.items():
+            assert torch.allclose(average, exact, atol=1e-6)
+            assert swarm.held[peer].partial == ()
+        await swarm.close()
+
+    run_virtually(scene())
 
 
-def damage(change):
-    """A fault that changes the first part frame that "b" sends."""
-    done = []
+def test_a_member_without_upload_reduces_nothing():
+    async def scene():
+        swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32", bandwidth={"a": 10, "b": 10, "c": 0})
+        await swarm.run()
+        assert all(all(held.digests) for held in swarm.held.values())
+        assert swarm.exchanges["c"].bytes_sent < swarm.exchanges["a"].bytes_sent
+        await swarm.close()
 
-    async def fault(passage):
-        if passage.sender == "b" and passage.frame.kind is FrameKind.PART and not done:
-            done.append(True)
-            return change(passage.frame)
-        return passage.frame
-
-    return fault
+    run_virtually(scene())
 
 
-def reheaded(frame, **changes):
-    header = dp.PartHeader.FromString(frame.header)
-    for key, value in changes.items():
-        setattr(header, key, value)
-    return Frame(frame.kind, header.SerializeToString(), frame.body)
+BAD_PARTS = {
+    "short": lambda f: Frame(f.kind, f.header, bytes(f.body)[:-1]),
+    "long": lambda f: Frame(f.kind, f.header, bytes(f.body) + b"\0"),
+    "nan": lambda f: Frame(f.kind, f.header, b"\xff" * len(f.body)),
+    "no header": lambda f: Frame(f.kind, b"\xff\xff\xff", f.body),
+    "other kind": lambda f: Frame(FrameKind.BODY, f.header, f.body),
+    "out of turn": lambda f: reheaded(f, index=3),
+    "broadcast": lambda f: reheaded(f, elements=1),
+    "other codec": lambda f: reheaded(f, codec=1),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda f: Frame(f.kind, f.header, bytes(f.body)[:-1]),
-        lambda f: Frame(f.kind, f.header, bytes(f.body) + b"\0"),
-        lambda f: Frame(f.kind, f.header, b"\xff" * len(f.body)),
-        lambda f: Frame(f.kind, b"\xff\xff\xff", f.body),
-        lambda f: Frame(FrameKind.BODY, f.header, f.body),
-        lambda f: reheaded(f, index=3),
-        lambda f: reheaded(f, elements=1),
-        lambda f: reheaded(f, codec=1),
-    ],
-    ids=["short", "long", "nan", "no header", "other kind", "out of turn", "broadcast", "other codec"],
-)
-async def test_a_bad_part_fails_the_round_for_its_receiver(change):
-    swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp16", fault=damage(change), timeout=timedelta(seconds=1))
-    results = await swarm.run()
-    assert any(isinstance(result, RoundAbandoned) for result in results)
+@pytest.mark.parametrize("change", BAD_PARTS.values(), ids=BAD_PARTS.keys())
+@pytest.mark.parametrize("nth", [0, 2])
+def test_what_a_contributor_sends_instead_of_a_part_never_touches_a_sum(change, nth):
+    async def scene():
+        weights, bandwidth = {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 1}  # b only contributes
+        swarm = Swarm(weights, "fp16", bandwidth, fault=part_frames("b", "a", nth, change))
+        await swarm.run()
+        assert list(swarm.held["a"].faults) == ["b"]
+        assert swarm.held["a"].partial == ("b",)
+        assert swarm.held["c"].faults == {}
+        assert swarm.held["c"].partial == ()
+        await swarm.settle_and_repair(["a", "c"])
+        counted = swarm.assert_true(["a", "c"])
+        mine = swarm.parts_of("a")
+        assert [("b" in counted[i]) for i in mine] == [i < nth for i in range(len(mine))]
+        assert swarm.seconds < TIMEOUT.total_seconds() / 10  # nobody waited for anything
+        await swarm.close()
+
+    run_virtually(scene())
 
 
-async def test_a_member_that_never_comes_ends_in_time():
-    swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32", timeout=timedelta(seconds=0.5))
-    async with asyncio.timeout(5):
-        results = await swarm.run(peers=["a", "b"])
-    assert all(isinstance(result, RoundAbandoned) for result in results)
+@pytest.mark.parametrize("change", BAD_PARTS.values(), ids=BAD_PARTS.keys())
+def test_what_a_reducer_sends_instead_of_an_average_is_repaired_from_others(change):
+    async def scene():
+        bandwidth = {"b": 1}  # b reduces everything
+        swarm = Swarm({"a": 1, "b": 2, "c": 3}, "fp16", bandwidth, fault=part_frames("b", "a", 2, change))
+        await swarm.run()
+        assert list(swarm.held["a"].faults) == ["b"]
+        assert [bool(digest) for digest in swarm.held["a"].digests] == [i < 2 for i in range(swarm.total)]
+        assert all(swarm.held["c"].digests)
+        await swarm.settle_and_repair(["a", "c"])
+        swarm.assert_true(["a", "c"])
+        await swarm.close()
+
+    run_virtually(scene())
 
 
-async def test_a_second_stream_of_one_sender_is_refused_and_outsiders_too():
-    swarm = Swarm({"a": 1, "b": 1}, "fp32", timeout=timedelta(seconds=1))
-    outsider = swarm.hub.join("x")
-    header = dp.ExchangeHeader(round=ROUND.to_proto()).SerializeToString()
+def test_a_reducer_that_sends_different_averages_is_outvoted():
+    def turn(frame):  # the last code of the part
+        return Frame(frame.kind, frame.header, frame.body[:-1] + bytes([frame.body[-1] ^ 1]))
 
-    async def intrude(network):
-        stream = await network.open("a", PROTOCOL, TIMEOUT)
-        await stream.send(FrameKind.MESSAGE, header)
-        return await stream.receive(TIMEOUT)
+    async def scene():
+        swarm = Swarm({"a": 1, "b": 2, "c": 3, "d": 4}, "int8", {"b": 1}, part_frames("b", "a", 1, turn))
+        await swarm.run()
+        assert all(all(held.digests) for held in swarm.held.values())
+        assert swarm.held["a"].digests[1] != swarm.held["c"].digests[1]
+        await swarm.settle_and_repair(list(swarm.held))
+        swarm.assert_true(list(swarm.held))
+        await swarm.close()
 
-    exchange = swarm.exchange("a")
-    swarm.servers["a"].begin(exchange)
-    first = await swarm.networks["b"].open("a", PROTOCOL, TIMEOUT)
-    await first.send(FrameKind.MESSAGE, header)
-    running = asyncio.create_task(exchange.run())
-    refused = await asyncio.gather(intrude(swarm.networks["b"]), intrude(outsider), return_exceptions=True)
-    assert "second stream" in str(refused[0])
-    assert "no part" in str(refused[1])
-    with pytest.raises(RoundAbandoned):
-        await running
-    await swarm.hub.close()
-    swarm.executor.shutdown()
+    run_virtually(scene())
+
+
+def test_too_many_parts_and_parts_without_weight_are_faults_that_change_nothing():
+    async def scene():
+        swarm = Swarm({"a": 1, "b": 0, "c": 1, "d": 1}, "fp32", {"a": 1})
+        await swarm.begin(["a", "c"])
+        part = dp.PartHeader(index=0, elements=512, codec=CODECS["fp32"].number).SerializeToString()
+
+        async def flood(peer, frames):
+            stream = await swarm.networks[peer].open("a", PROTOCOL, TIMEOUT)
+            await stream.send(FrameKind.MESSAGE, dp.ExchangeHeader(round=ROUND.to_proto()).SerializeToString())
+            for header, body in frames:
+                await stream.send(FrameKind.PART, header, body)
+            return stream
+
+        ours = [
+            (
+                dp.PartHeader(index=i, elements=e, codec=CODECS["fp32"].number).SerializeToString(),
+                CODECS["fp32"].encode(torch.ones(e)),
+            )
+            for i, e in swarm.frames_of("a")
+        ]
+        await flood("b", [(part, CODECS["fp32"].encode(torch.ones(512)))])
+        await flood("d", [*ours, ours[-1]])
+        await swarm.finish()
+        assert sorted(swarm.held["a"].faults) == ["b", "d"]
+        assert swarm.held["a"].partial == ()
+        exact = (swarm.vectors["a"] + swarm.vectors["c"] + 1) / 3  # what d gave before it broke the rules counts
+        assert torch.allclose(swarm.averages["a"], exact, atol=1e-6)
+        assert torch.equal(swarm.averages["a"], swarm.averages["c"])
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_second_streams_and_outsiders_are_refused_and_named():
+    async def scene():
+        swarm = Swarm({"a": 1, "b": 1}, "fp32")
+        outsider = swarm.hub.join("x")
+
+        async def intrude(network):
+            stream = await network.open("a", PROTOCOL, TIMEOUT)
+            await stream.send(FrameKind.MESSAGE, dp.ExchangeHeader(round=ROUND.to_proto()).SerializeToString())
+            return await stream.receive(TIMEOUT)
+
+        await swarm.begin(["a", "b"])
+        await asyncio.sleep(1.0)  # b's own stream came
+        refused = await asyncio.gather(intrude(swarm.networks["b"]), intrude(outsider), return_exceptions=True)
+        assert all(isinstance(error, PeerMisbehaved) for error in refused)
+        assert "second stream" in str(refused[0])
+        assert "no part" in str(refused[1])
+        await swarm.finish()
+        assert sorted(swarm.exchanges["a"].faults) == ["b", "x"]
+        assert all(all(held.digests) and not held.partial for held in swarm.held.values())
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_our_own_numbers_that_are_not_finite_are_our_own_fault(value):
+    async def scene():
+        swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32")
+        swarm.vectors["a"][ELEMENTS - 1] = value
+        await swarm.begin(["a", "b", "c"])
+        with pytest.raises(RoundAbandoned, match="own update"):
+            await swarm.tasks.pop("a")
+        swarm.servers["a"].end(ROUND)
+        await swarm.finish()
+        assert all(held.faults == {} for held in swarm.held.values())
+        await swarm.settle_and_repair(["b", "c"])
+        counted = swarm.assert_true(["b", "c"])
+        assert all("a" not in peers for peers in counted)
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+async def test_streams_of_a_round_that_is_not_running_are_refused():
+    swarm = Swarm({"a": 1, "b": 1}, patience=timedelta(milliseconds=20))
+    stream = await swarm.networks["b"].open("a", PROTOCOL, TIMEOUT)
+    await stream.send(FrameKind.MESSAGE, dp.ExchangeHeader(round=ROUND.to_proto()).SerializeToString())
+    with pytest.raises(RoundAbandoned, match="not running"):
+        await stream.receive(TIMEOUT)
+    await swarm.close()

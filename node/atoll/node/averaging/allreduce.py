@@ -1,43 +1,61 @@
 """Butterfly all-reduce: every member reduces its share of the vector and sends the average back to all.
 
-For every other reducer this node opens one stream: it sends its encoded parts and reads the averaged parts
-from the same stream. As a reducer it serves one such stream per other member. The average of a part is
-encoded *once*; the same bytes go to everyone, and everyone, the reducer too, applies the decoded bytes: so
-replicas end equal bit for bit whatever the codec loses. Sums run in the order of the members, in fp32.
+For every other reducer this node opens one stream: it sends its encoded parts and reads the averaged parts from the
+same stream. As a reducer it serves one such stream per other member (reducer.py). The average of a part is encoded
+*once*; the same bytes go to everyone, and everyone, the reducer too, applies the decoded bytes: so replicas end equal
+bit for bit whatever the codec loses. Sums run in the order of the members, in fp32.
 
-Everything overlaps: parts are encoded, sent, received, decoded, summed and returned by separate tasks, with
-codecs and sums in a thread pool (torch releases the GIL). Any failure fails the exchange as a whole; nobody
-applies half an average.
+No member can make the exchange fail. One that dies, falls silent or lies is given up in the role in which it did:
+as a contributor, sums go on without it; as a reducer, its remaining parts are missing here. Then `run` says what there
+is, the members settle on what the average is (settlement.py), and `repair` makes it so (repair.py).
+
+Patience: a reducer gives a contributor `stall` for its next frame. It may itself be silent that long while it waits,
+and after that its frame has to travel, so contributors give a reducer two and a half times as much.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from atoll.core.errors import PartInvalid, PeerMisbehaved, RoundAbandoned, first_error
-from atoll.core.frames import Frame, FrameKind
+from atoll.core import log
+from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, first_error
+from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.codecs import BY_NUMBER
-from atoll.node.averaging.outer import weighted_mean
-from atoll.node.averaging.partition import Part, ReduceRange, parts
+from atoll.node.averaging.average import Average
+from atoll.node.averaging.partition import Share
+from atoll.node.averaging.patience import next_frame
+from atoll.node.averaging.reducer import Reducer
+from atoll.node.averaging.repair import PROTOCOL, RepairDesk, Repairer
 from atoll.node.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
-PROTOCOL = "/atoll/average/1"
-_EARLY_PER_PEER = 4
-_READ_AHEAD = 2  # parts buffered per sender while earlier ones are summed
+__all__ = ["PROTOCOL", "Exchange", "ExchangeServer", "PartsHeld"]
 
-T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
+_EARLY_PER_PEER = 4
+_REDUCER_PATIENCE = 2.5  # stalls
+_REPAIR_TURNS = 4  # holders that may be tried one after another before the time is up
+
+_log = log.get("exchange")
+
+
+@dataclass(frozen=True)
+class PartsHeld:
+    """What an exchange came to on one member."""
+
+    digests: tuple[bytes, ...]  # SHA-256 of each part's encoded bytes, in the order of the vector; empty: missing
+    partial: tuple[str, ...]  # contributors that one of our own sums lacks, sorted
+    faults: Mapping[str, str]  # who broke the rules, and how
 
 
 class Exchange:
@@ -51,160 +69,183 @@ class Exchange:
         average_E: Tensor,
         executor: Executor,
         timeout: timedelta,
+        stall: timedelta,
     ) -> None:
         self.round_id = RoundId.from_proto(start.round)
+        self.faults: dict[str, str] = {}  # peer → a sentence
         self._me = network.peer_id
         self._network = network
         self._contribution_E = contribution_E  # fp32 [E], read only
-        self._average_E = average_E  # fp32 [E], filled by `run`
-        self._executor = executor
         self._timeout = timeout
-        self._codec = BY_NUMBER[start.codec]
+        self._stall = stall
         self._weights = {item.peer_id: item.weight for item in start.contributions}  # in the order of the sum
-        self._ranges = [ReduceRange(piece.reducer, piece.start, piece.end) for piece in start.partition]
-        self._part_elements = start.part_elements
-        self._mine = next(
-            (piece for piece in self._ranges if piece.reducer == self._me and piece.end > piece.start), None
-        )
-        loop = asyncio.get_running_loop()
-        senders = [peer for peer in self._weights if peer != self._me] if self._mine else []
-        self._arrived: dict[str, asyncio.Future[Stream]] = {peer: loop.create_future() for peer in senders}
-        self._opened: list[Stream] = []
-        self._done = asyncio.Event()
+        self._average = Average(start, average_E, executor)
+        self._reducer: Reducer | None = None
+        for share in self._average.shares:
+            if share.reducer == self._me:
+                self._reducer = Reducer(self._me, self._weights, share, contribution_E, self._average, stall)
+        self._desk = RepairDesk(self._average)
+        self._came: set[str] = set()  # members whose stream to us as a reducer came
+        self._serving: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._streams: list[Stream] = []  # open ones
+        self._bytes_sent = 0  # on closed ones
 
     @property
     def bytes_sent(self) -> int:
         """Socket bytes of this exchange's streams so far, in this node's sending direction."""
-        served = [future.result() for future in self._arrived.values() if future.done() and not future.cancelled()]
-        return sum(stream.bytes_sent for stream in [*self._opened, *served])
+        return self._bytes_sent + sum(stream.bytes_sent for stream in self._streams)
 
-    async def run(self) -> None:
-        """Fill the average. Raises `RoundAbandoned` with the first failure; the deadline is the round's."""
+    async def run(self) -> PartsHeld:
+        """Fill the average as far as the others let us, in time.
+
+        Returns when every part is here or belongs to somebody who failed, or when the time is up. Other members are
+        served until `end`. Raises `RoundAbandoned` only if our own contribution is not finite.
+        """
+        if self._weights[self._me] and not await self._average.compute(_finite, self._contribution_E):
+            raise RoundAbandoned("this node's own update holds values that are not finite; it was not sent")
         try:
             async with asyncio.timeout(self._timeout.total_seconds()), asyncio.TaskGroup() as tasks:
-                if self._mine is not None:
-                    tasks.create_task(self._reduce(self._mine))
-                for piece in self._ranges:
-                    if piece.reducer != self._me and piece.end > piece.start:
-                        tasks.create_task(self._contribute(piece))
-        except TimeoutError as error:
-            raise RoundAbandoned("the exchange did not finish in time") from error
+                if self._reducer is not None:
+                    tasks.create_task(self._reducer.run(self._timeout))
+                for share in self._average.shares:
+                    if share.reducer != self._me:
+                        tasks.create_task(self._contribute(share))
+        except TimeoutError:
+            _log.info("exchange out of time", round=str(self.round_id))
         except ExceptionGroup as group:
-            first = first_error(group)
-            raise RoundAbandoned(f"the exchange failed: {first}") from first
+            raise first_error(group) from group
         finally:
-            self._done.set()
-            await asyncio.gather(*(stream.close() for stream in self._opened))
+            if self._reducer is not None:
+                self._reducer.close()
+        partial = self._reducer.partial if self._reducer is not None else ()
+        return PartsHeld(self._average.digests, tuple(sorted(partial)), dict(self.faults))
+
+    async def repair(self, digests: Sequence[bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta) -> None:
+        """After `run`: make the average what was settled; empty digests become a zero update.
+
+        `holders` names who can give a part, by its index. Raises `RoundAbandoned` when no holder gave true bytes in
+        time.
+        """
+        await self._average.zero([index for index, digest in enumerate(digests) if not digest])
+        have = self._average.digests
+        wanted = {index: digest for index, digest in enumerate(digests) if digest and digest != have[index]}
+        patience = min(self._stall, timeout / _REPAIR_TURNS)
+        repairer = Repairer(self.round_id, self._network, self._average, patience, self._counted, self._fault)
+        await repairer.fetch(wanted, holders, timeout)
+
+    def end(self) -> None:
+        """The round is over: serve nobody any more, forget the encoded bytes."""
+        for task in self._serving:
+            task.cancel()
+        self._average.release()
+
+    # --- others' streams -----------------------------------------------------------------------------
 
     async def serve(self, stream: Stream) -> None:
-        """Hand over a stream that another member opened for this round; returns when the round is over."""
-        waiting = self._arrived.get(stream.peer_id)
-        if stream.peer_id not in self._weights or waiting is None:
-            raise PeerMisbehaved(f"{stream.peer_id} has no part in round {self.round_id}")
-        if waiting.done():
-            raise PeerMisbehaved(f"{stream.peer_id} opened a second stream for round {self.round_id}")
-        waiting.set_result(stream)
-        await self._done.wait()
+        """Reduce for a member that opened its stream to us. Raises `PeerMisbehaved`."""
+        peer = stream.peer_id
+        if peer not in self._weights or self._reducer is None or peer == self._me:
+            raise self._misbehaved(peer, f"{peer} has no part in round {self.round_id}")
+        if peer in self._came:
+            raise self._misbehaved(peer, f"{peer} opened a second stream for round {self.round_id}")
+        self._came.add(peer)
+        await self._until_ended(stream, self._reducer.converse(stream))
 
-    # --- our share of everyone's vector --------------------------------------------------------------
+    async def serve_repair(self, stream: Stream, indices: Sequence[int]) -> None:
+        """Give a member the parts that it lacks. Raises `PeerMisbehaved`."""
+        if stream.peer_id not in self._weights:
+            raise self._misbehaved(stream.peer_id, f"{stream.peer_id} has no part in round {self.round_id}")
+        await self._until_ended(stream, self._desk.answer(stream, indices))
 
-    async def _reduce(self, piece: ReduceRange) -> None:
-        pieces = parts(piece, self._part_elements)
-        received: dict[str, asyncio.Queue[Frame]] = {}
-        averaged: dict[str, asyncio.Queue[tuple[Part, bytes]]] = {}
-        async with asyncio.TaskGroup() as tasks:
-            for peer in self._arrived:
-                received[peer] = asyncio.Queue(_READ_AHEAD)
-                averaged[peer] = asyncio.Queue()
-                tasks.create_task(self._serve_member(peer, pieces, received[peer], averaged[peer]))
-            for part in pieces:
-                frames = {peer: await received[peer].get() for peer in self._arrived if self._weights[peer]}
-                body = await self._compute(self._average_part, part, frames)
-                for queue in averaged.values():
-                    queue.put_nowait((part, body))
-
-    async def _serve_member(
-        self,
-        peer: str,
-        pieces: tuple[Part, ...],
-        received: asyncio.Queue[Frame],
-        averaged: asyncio.Queue[tuple[Part, bytes]],
-    ) -> None:
-        stream = await self._arrived[peer]
-
-        async def take() -> None:
-            for _ in pieces if self._weights[peer] else ():
-                await received.put(await stream.receive(self._timeout))
-
-        async def give() -> None:
-            for _ in pieces:
-                part, body = await averaged.get()
-                await stream.send(FrameKind.PART, self._header(part), body)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(take())
-            tasks.create_task(give())
-
-    def _average_part(self, part: Part, frames: dict[str, Frame]) -> bytes:
-        """Decode, check and sum in member order; encode once; apply the decoded bytes here too."""
-        values = []
-        for peer, weight in self._weights.items():
-            if not weight:
-                values.append(torch.empty(0))
-            elif peer == self._me:
-                values.append(self._contribution_E[part.start : part.end])
-            else:
-                values.append(self._decode(part, frames[peer], peer))
-        body = self._codec.encode(weighted_mean(values, list(self._weights.values())))
-        self._average_E[part.start : part.end] = self._codec.decode(body, part.elements)
-        return body
+    async def _until_ended(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` for the other side of `stream` to its end or to ours."""
+        task = asyncio.create_task(work)
+        self._serving.add(task)
+        self._streams.append(stream)
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            self._serving.discard(task)
+            self._forget(stream)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, PeerMisbehaved):
+            self._fault(stream.peer_id, str(error))
+        if error is not None:
+            raise error
 
     # --- our vector to the other reducers ------------------------------------------------------------
 
-    async def _contribute(self, piece: ReduceRange) -> None:
-        stream = await self._network.open(piece.reducer, PROTOCOL, self._timeout)
-        self._opened.append(stream)
+    async def _contribute(self, share: Share) -> None:
+        """Whatever happens to the reducer, it ends quietly with that reducer's remaining parts missing."""
+        try:
+            stream = await self._network.open(share.reducer, PROTOCOL, self._stall * _REDUCER_PATIENCE)
+            with self._counted(stream):
+                async with asyncio.TaskGroup() as tasks:
+                    giving = tasks.create_task(self._give(stream, share))
+                    await self._take(stream, share)
+                    giving.cancel()
+        except AtollError as error:
+            self._reducer_lost(share, error)
+        except ExceptionGroup as group:
+            first = first_error(group)
+            if not isinstance(first, AtollError):
+                raise
+            self._reducer_lost(share, first)
+
+    async def _give(self, stream: Stream, share: Share) -> None:
         header = dp.ExchangeHeader(round=self.round_id.to_proto())
         await stream.send(FrameKind.MESSAGE, header.SerializeToString())
-        pieces = parts(piece, self._part_elements)
+        for part in share.parts if self._weights[self._me] else ():
+            body = await self._average.compute(self._average.codec.encode, self._contribution_E[part.start : part.end])
+            await stream.send(FrameKind.PART, self._average.header(share.first + part.index, part.index), body)
 
-        async def give() -> None:
-            for part in pieces if self._weights[self._me] else ():
-                values_E = self._contribution_E[part.start : part.end]
-                body = await self._compute(self._codec.encode, values_E)
-                await stream.send(FrameKind.PART, self._header(part), body)
+    async def _take(self, stream: Stream, share: Share) -> None:
+        for part in share.parts:
+            frame = await next_frame(stream, self._stall * _REDUCER_PATIENCE)
+            index = share.first + part.index
+            self._average.check(frame, index, share.reducer, named=part.index)
+            if frame.body:  # else nobody contributed to it
+                await self._average.put(index, frame.body)
 
-        async def take() -> None:
-            for part in pieces:
-                frame = await stream.receive(self._timeout)
-                await self._compute(self._store, part, frame, piece.reducer)
+    def _reducer_lost(self, share: Share, error: AtollError) -> None:
+        _log.info("reducer given up", peer=share.reducer, reason=str(error))
+        if isinstance(error, PeerMisbehaved):
+            self._fault(share.reducer, str(error))
 
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(give())
-            tasks.create_task(take())
+    # --- small words ---------------------------------------------------------------------------------
 
-    def _store(self, part: Part, frame: Frame, reducer: str) -> None:
-        self._average_E[part.start : part.end] = self._decode(part, frame, reducer)
-
-    # --- frames ------------------------------------------------------------------------------------
-
-    def _header(self, part: Part) -> bytes:
-        return dp.PartHeader(index=part.index, elements=part.elements, codec=self._codec.number).SerializeToString()
-
-    def _decode(self, part: Part, frame: Frame, peer: str) -> Tensor:
-        """Check a part against the plan before anything is done with it. Raises `PartInvalid`."""
-        if frame.kind is not FrameKind.PART:
-            raise PartInvalid(f"{peer} sent a {frame.kind.name} frame where a part was due")
+    @contextmanager
+    def _counted(self, stream: Stream) -> Iterator[None]:
+        """Count the bytes of a stream that we opened, and close it, without waiting for who may be dead."""
+        self._streams.append(stream)
         try:
-            header = dp.PartHeader.FromString(frame.header)
-        except DecodeError as error:
-            raise PartInvalid(f"{peer} sent a part without a header") from error
-        if (header.index, header.elements, header.codec) != (part.index, part.elements, self._codec.number):
-            raise PartInvalid(f"{peer} sent part {header.index} with {header.elements} elements out of turn")
-        return self._codec.decode(frame.body, part.elements)
+            yield
+        finally:
+            self._forget(stream)
+            closing = asyncio.create_task(stream.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
-    async def _compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+    def _forget(self, stream: Stream) -> None:
+        self._streams.remove(stream)
+        self._bytes_sent += stream.bytes_sent
+
+    def _fault(self, peer: str, what: str) -> None:
+        self.faults.setdefault(peer, what)
+        _log.warning("peer misbehaved", peer=peer, reason=what)
+
+    def _misbehaved(self, peer: str, what: str) -> PeerMisbehaved:
+        self._fault(peer, what)
+        return PeerMisbehaved(what)
+
+
+def _finite(values_E: Tensor) -> bool:
+    low, high = torch.aminmax(values_E)  # not-a-number propagates; no temporary of E elements
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 class ExchangeServer:
@@ -224,17 +265,24 @@ class ExchangeServer:
         begun.set()
 
     def end(self, round_id: RoundId) -> None:
-        """The round is over; late streams are refused."""
-        self._exchanges.pop(round_id, None)
+        """The round is over; its streams end, and late ones are refused."""
+        exchange = self._exchanges.pop(round_id, None)
+        if exchange is not None:
+            exchange.end()
 
     async def _handle(self, stream: Stream) -> None:
         frame = await stream.receive(self._timeout)
         try:
-            round_id = RoundId.from_proto(dp.ExchangeHeader.FromString(frame.header).round)
+            header = dp.ExchangeHeader.FromString(frame.header)
         except DecodeError as error:
             raise PeerMisbehaved("an averaging stream must begin with an ExchangeHeader") from error
-        exchange = await self._soon(stream.peer_id, round_id)
-        await exchange.serve(stream)
+        round_id = RoundId.from_proto(header.round)
+        if header.repair:
+            if round_id not in self._exchanges:
+                raise RoundAbandoned(f"round {round_id} is not kept here")
+            await self._exchanges[round_id].serve_repair(stream, header.repair)
+        else:
+            await (await self._soon(stream.peer_id, round_id)).serve(stream)
 
     async def _soon(self, peer: str, round_id: RoundId) -> Exchange:
         """The exchange of that round; waits a little, because Start may reach others before us."""

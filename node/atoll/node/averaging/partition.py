@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BLOCK = 128  # of the block codecs; ranges start on whole blocks
@@ -31,6 +31,15 @@ class Part:
         return self.end - self.start
 
 
+@dataclass(frozen=True)
+class Share:
+    """The parts that one reducer sums; its part i is part `first` + i in the order of the vector."""
+
+    reducer: str
+    first: int
+    parts: tuple[Part, ...]
+
+
 def partition(elements: int, members: Sequence[str], bandwidth: Mapping[str, int]) -> tuple[ReduceRange, ...]:
     """Cut [0, elements) among `members` in their order, in proportion to `bandwidth` (bytes per second).
 
@@ -57,3 +66,15 @@ def parts(piece: ReduceRange, part_elements: int) -> tuple[Part, ...]:
     """Cut one reducer's range into parts of `part_elements` (the last may be shorter)."""
     starts = range(piece.start, piece.end, part_elements)
     return tuple(Part(i, start, min(start + part_elements, piece.end)) for i, start in enumerate(starts))
+
+
+def shares(ranges: Iterable[ReduceRange], part_elements: int) -> tuple[Share, ...]:
+    """Every reducer's parts, numbered through the vector; reducers of nothing are left out."""
+    found: list[Share] = []
+    first = 0
+    for piece in ranges:
+        cut = parts(piece, part_elements)
+        if cut:
+            found.append(Share(piece.reducer, first, cut))
+        first += len(cut)
+    return tuple(found)

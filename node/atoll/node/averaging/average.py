@@ -1,0 +1,107 @@
+"""The average as one member has it: encoded parts, the very bytes that others have, and what they decode to.
+
+The encoded bytes are kept because they are what is digested, compared, and given to members that lack them. The
+decoded vector always follows from them: `put` and `zero` are the only ways to change either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor
+from typing import TypeVar, TypeVarTuple, Unpack
+
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from atoll.core.errors import PartInvalid
+from atoll.core.frames import Buffer, Frame, FrameKind
+from atoll.node.averaging.codecs import BY_NUMBER, Codec
+from atoll.node.averaging.partition import Part, ReduceRange, shares
+from atoll.v1 import dataplane_pb2 as dp
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+
+class Average:
+    """The parts of one round's average, by their index in the order of the vector."""
+
+    def __init__(self, start: dp.Start, average_E: Tensor, executor: Executor) -> None:
+        ranges = [ReduceRange(piece.reducer, piece.start, piece.end) for piece in start.partition]
+        self.codec: Codec = BY_NUMBER[start.codec]
+        self.shares = shares(ranges, start.part_elements)
+        self._parts = [part for share in self.shares for part in share.parts]
+        self._average_E = average_E  # fp32 [E]
+        self._executor = executor
+        self._bodies: list[bytes | None] = [None] * len(self._parts)
+        self._digests = [b""] * len(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """SHA-256 of each part's encoded bytes; empty for what is missing."""
+        return tuple(self._digests)
+
+    def body(self, index: int) -> bytes | None:
+        """A part's encoded bytes, if they are here."""
+        return self._bodies[index]
+
+    def header(self, index: int, named: int | None = None) -> bytes:
+        """The `PartHeader` of a part, which one stream may number otherwise (`named`) than the vector does."""
+        elements = self._parts[index].elements
+        number = index if named is None else named
+        return dp.PartHeader(index=number, elements=elements, codec=self.codec.number).SerializeToString()
+
+    def check(self, frame: Frame, index: int, peer: str, named: int | None = None) -> None:
+        """Compare a frame with what is due before anything is done with its body. Raises `PartInvalid`."""
+        if frame.kind is not FrameKind.PART:
+            raise PartInvalid(f"{peer} sent a {frame.kind.name} frame where a part was due")
+        try:
+            header = dp.PartHeader.FromString(frame.header)
+        except DecodeError as error:
+            raise PartInvalid(f"{peer} sent a part without a header") from error
+        due = (index if named is None else named, self._parts[index].elements, self.codec.number)
+        if (header.index, header.elements, header.codec) != due:
+            raise PartInvalid(f"{peer} sent part {header.index} with {header.elements} elements out of turn")
+
+    async def decode(self, body: Buffer, part: Part) -> Tensor:
+        """Somebody's values for a part, fp32. Raises `PartInvalid`."""
+        return await self.compute(self.codec.decode, body, part.elements)
+
+    async def put(self, index: int, body: Buffer, digest: bytes | None = None) -> None:
+        """Take a part's encoded bytes. Raises `PartInvalid` if they do not decode, or do not have that digest."""
+        self._bodies[index], self._digests[index] = await self.compute(self._apply, self._parts[index], body, digest)
+
+    async def zero(self, indices: Collection[int]) -> None:
+        """Make these parts a zero update."""
+        for index in indices:
+            self._bodies[index], self._digests[index] = None, b""
+        await self.compute(self._clear, [self._parts[index] for index in indices])
+
+    def release(self) -> None:
+        """Forget the encoded bytes; the decoded vector stays."""
+        self._bodies = [None] * len(self._parts)
+
+    async def compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
+        """Run `work` in the executor. When cancelled, it still waits: nothing writes to the vector behind our back."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+    def _apply(self, part: Part, body: Buffer, digest: bytes | None) -> tuple[bytes, bytes]:
+        found = hashlib.sha256(body).digest()
+        if digest is not None and found != digest:
+            raise PartInvalid("the bytes of a part do not have the digest that was settled")
+        self._average_E[part.start : part.end] = self.codec.decode(body, part.elements)
+        return bytes(body), found
+
+    def _clear(self, cleared: list[Part]) -> None:
+        for part in cleared:
+            self._average_E[part.start : part.end] = 0.0

@@ -1,0 +1,44 @@
+"""Waiting for a peer's next frame, fairly: it is the peer that must have been silent, not this node asleep.
+
+A wait is cut into slices. When this process stood still (SIGSTOP, a suspended laptop, a busy machine) only the slice
+that it stood still in is lost; what arrived meanwhile is taken in the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreachable
+from atoll.core.frames import Frame
+from atoll.node.transport import Stream
+
+SLICES = 4
+
+
+async def next_frame(stream: Stream, patience: timedelta) -> Frame:
+    """The next frame. Raises `DeadlineExceeded` when none came, `FrameInvalid`, and `Unreachable` for every other end.
+
+    What a peer says when it refuses us is its own view; it does not become a fault of ours or of the peer's.
+    """
+    for _ in range(SLICES):
+        try:
+            return await stream.receive(patience / SLICES)
+        except DeadlineExceeded:
+            continue
+        except (FrameInvalid, Unreachable):
+            raise
+        except AtollError as error:
+            raise Unreachable(f"the stream ended: {error}") from error
+    raise DeadlineExceeded(f"peer {stream.peer_id} sent nothing within {patience}")
+
+
+async def happens(event: asyncio.Event, patience: timedelta) -> bool:
+    """Whether `event` is set in time."""
+    for _ in range(SLICES):
+        try:
+            async with asyncio.timeout((patience / SLICES).total_seconds()):
+                return await event.wait()
+        except TimeoutError:
+            continue
+    return event.is_set()

@@ -1,0 +1,217 @@
+"""Our share of everyone's vector: take the parts of all contributors, sum, send the averages back to all.
+
+Each contributor has an inlet; a part is summed when every inlet gave its values or is closed. An inlet closes when its
+peer ends the stream, sends something that is no part, or is silent for `stall`, and the sums go on without it: the
+weights are normalised over those that are there. So a dead contributor costs `stall` once, never the round. A frame
+that waits in an inlet has arrived; while our own sums lag, nobody is called silent.
+
+Somebody who drips one part per stall would still hold everyone up. From half-time on, a contributor for whom most
+others' inlets are full and waiting is given up too. Where all are slow alike, nobody is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch import Tensor
+
+from atoll.core import log
+from atoll.core.errors import DeadlineExceeded, PartInvalid, Unreachable, first_error
+from atoll.core.frames import Frame, FrameKind
+from atoll.node.averaging.average import Average
+from atoll.node.averaging.outer import weighted_mean
+from atoll.node.averaging.partition import Part, Share
+from atoll.node.averaging.patience import SLICES, happens, next_frame
+from atoll.node.transport import Stream
+
+_READ_AHEAD = 2  # parts of a contributor that wait decoded while earlier ones are summed
+_HALF_TIME = 0.5
+_UNTIL_ENDED = timedelta(days=1)  # the end of the exchange cancels the wait
+
+_log = log.get("exchange")
+
+
+class Inlet:
+    """Decoded parts of one contributor, in order, until it has given all or is given up."""
+
+    def __init__(self, peer: str, parts: int) -> None:
+        self.peer = peer
+        self.open = True
+        self.heard = asyncio.Event()  # a first frame came, or none is expected any more
+        self._due = parts
+        self._room = asyncio.Semaphore(_READ_AHEAD)
+        self._waiting: asyncio.Queue[Tensor | None] = asyncio.Queue()
+        self._dry = False
+
+    async def put(self, values_E: Tensor) -> None:
+        """Add the next part; waits while earlier ones are not summed."""
+        await self._room.acquire()
+        if self.open:
+            self._due -= 1
+            self._waiting.put_nowait(values_E)
+
+    async def next(self) -> Tensor | None:
+        """The next part; None once the contributor is given up."""
+        if self._dry:
+            return None
+        values_E = await self._waiting.get()
+        self._dry = values_E is None
+        self._room.release()
+        return values_E
+
+    @property
+    def full(self) -> bool:
+        """Whether its peer is ahead of the sums and has to wait."""
+        return self._waiting.qsize() >= _READ_AHEAD
+
+    def close(self) -> bool:
+        """Expect nothing more. Whether anything was missing still; parts that came are still summed."""
+        missing = self.open and self._due > 0
+        self.open = False
+        self.heard.set()
+        if missing:
+            self._waiting.put_nowait(None)
+            self._room.release()
+        return missing
+
+
+class Reducer:
+    """One exchange's sums on one member."""
+
+    def __init__(
+        self,
+        me: str,
+        weights: Mapping[str, int],
+        share: Share,
+        contribution_E: Tensor,
+        average: Average,
+        stall: timedelta,
+    ) -> None:
+        self.partial: set[str] = set()  # contributors that a sum lacks
+        self._me = me
+        self._weights = weights  # in the order of the sum
+        self._share = share
+        self._contribution_E = contribution_E
+        self._average = average
+        self._stall = stall
+        count = len(share.parts)
+        self._inlets = {peer: Inlet(peer, count) for peer, weight in weights.items() if weight and peer != me}
+        self._finished = [asyncio.Event() for _ in share.parts]  # averaged, or never will be
+
+    async def run(self, timeout: timedelta) -> None:
+        """Average every part. Only our own bugs and cancellation raise."""
+        half_time = asyncio.get_running_loop().time() + _HALF_TIME * timeout.total_seconds()
+        async with asyncio.TaskGroup() as tasks:
+            for inlet in self._inlets.values():
+                tasks.create_task(self._watch(inlet))
+            for part, finished in zip(self._share.parts, self._finished, strict=True):
+                values = await self._collect(part, half_time)
+                await self._make(part, values)
+                finished.set()
+
+    def close(self) -> None:
+        """What is not averaged by now never will be; those who wait for it are told so."""
+        for inlet in self._inlets.values():
+            inlet.close()
+        for finished in self._finished:
+            finished.set()
+
+    async def converse(self, stream: Stream) -> None:
+        """Take one member's parts and give it the averages, until it closes the stream. Raises `PeerMisbehaved`."""
+        inlet = self._inlets.get(stream.peer_id)
+        why = "the exchange ended"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._take(stream, inlet))
+                tasks.create_task(self._give(stream))
+        except ExceptionGroup as group:
+            error = first_error(group)
+            why = str(error)
+            if not isinstance(error, Unreachable):
+                raise error from group
+        finally:
+            if inlet is not None:
+                self._give_up(inlet, why)
+
+    # --- in ------------------------------------------------------------------------------------------
+
+    async def _watch(self, inlet: Inlet) -> None:
+        """From the beginning a first part is due, also of somebody whose stream has not come."""
+        if not await happens(inlet.heard, self._stall):
+            self._give_up(inlet, f"it sent nothing within {self._stall}")
+
+    async def _take(self, stream: Stream, inlet: Inlet | None) -> None:
+        """Read to the end of the stream; what comes after giving up is thrown away, so that averages still flow."""
+        for part in self._share.parts if inlet is not None else ():
+            assert inlet is not None
+            frame = await self._frame(stream, inlet)
+            inlet.heard.set()
+            self._average.check(frame, self._share.first + part.index, inlet.peer, named=part.index)
+            if inlet.open:
+                await inlet.put(await self._average.decode(frame.body, part))
+        await next_frame(stream, _UNTIL_ENDED)
+        raise PartInvalid(f"{stream.peer_id} sent more parts than are due")
+
+    async def _frame(self, stream: Stream, inlet: Inlet) -> Frame:
+        if inlet.open:
+            try:
+                return await next_frame(stream, self._stall)
+            except DeadlineExceeded as error:
+                self._give_up(inlet, str(error))
+        return await next_frame(stream, _UNTIL_ENDED)
+
+    async def _give(self, stream: Stream) -> None:
+        """Send the averages as they come, an empty body for what has none."""
+        for part, finished in zip(self._share.parts, self._finished, strict=True):
+            await finished.wait()
+            index = self._share.first + part.index
+            body = self._average.body(index) or b""
+            await stream.send(FrameKind.PART, self._average.header(index, part.index), body)
+
+    def _give_up(self, inlet: Inlet, why: str) -> None:
+        if inlet.close():
+            _log.info("contributor given up", peer=inlet.peer, reason=why)
+
+    # --- sums ----------------------------------------------------------------------------------------
+
+    async def _collect(self, part: Part, half_time: float) -> dict[str, Tensor]:
+        """Values of this part from everybody who gives them."""
+        values: dict[str, Tensor] = {}
+        for peer, inlet in self._inlets.items():
+            given_E = await self._given(inlet, half_time)
+            if given_E is not None:
+                values[peer] = given_E
+        if self._weights[self._me]:
+            values[self._me] = self._contribution_E[part.start : part.end]
+        return values
+
+    async def _given(self, inlet: Inlet, half_time: float) -> Tensor | None:
+        loop = asyncio.get_running_loop()
+        grace = (self._stall / SLICES).total_seconds()
+        while True:
+            try:
+                async with asyncio.timeout_at(max(half_time, loop.time() + grace)):
+                    return await inlet.next()
+            except TimeoutError:
+                others = [other for other in self._inlets.values() if other.open and other is not inlet]
+                if others and 2 * sum(other.full for other in others) >= len(others):
+                    self._give_up(inlet, "it holds the others up")
+
+    async def _make(self, part: Part, values: Mapping[str, Tensor]) -> None:
+        if not values:
+            return
+        try:
+            body = await self._average.compute(self._mean, values)
+            await self._average.put(self._share.first + part.index, body)
+            self.partial |= self._inlets.keys() - values.keys()
+        except PartInvalid as error:
+            # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
+            _log.warning("part without an average", part=part.index, reason=str(error))
+
+    def _mean(self, values: Mapping[str, Tensor]) -> bytes:
+        """Sum in the order of the members; encode once: everybody gets these bytes."""
+        present = [peer for peer in self._weights if peer in values]
+        mean_E = weighted_mean([values[peer] for peer in present], [self._weights[peer] for peer in present])
+        return self._average.codec.encode(mean_E)

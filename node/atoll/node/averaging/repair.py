@@ -1,0 +1,145 @@
+"""Parts that a reducer gave to some members and not to others travel from who has them to who lacks them.
+
+What is true is settled by then: the digest of every part. So a holder need not be trusted, only tried: bytes that do
+not have the digest cost one more question to the next holder, and the liar is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+
+from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned, first_error
+from atoll.core.frames import FrameKind
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.average import Average
+from atoll.node.averaging.patience import next_frame
+from atoll.node.transport import Network, Stream
+from atoll.v1 import dataplane_pb2 as dp
+
+PROTOCOL = "/atoll/average/1"
+MAX_ASKED = 256  # parts in one question
+_MAX_STREAMS = 2  # questions of one member that are answered at once
+
+Counted = Callable[[Stream], AbstractContextManager[None]]
+
+
+class RepairDesk:
+    """Answers members that lack parts."""
+
+    def __init__(self, average: Average) -> None:
+        self._average = average
+        self._asking: Counter[str] = Counter()
+
+    async def answer(self, stream: Stream, indices: Sequence[int]) -> None:
+        """One frame per part, with an empty body for what is not here. Raises `PeerMisbehaved`."""
+        if len(indices) > MAX_ASKED or len(set(indices)) < len(indices) or max(indices) >= len(self._average):
+            raise PeerMisbehaved(f"{stream.peer_id} asked for parts that nobody can need")
+        with self._slot(stream.peer_id):
+            for index in indices:
+                body = self._average.body(index) or b""
+                await stream.send(FrameKind.PART, self._average.header(index), body)
+
+    @contextmanager
+    def _slot(self, peer: str) -> Iterator[None]:
+        if self._asking[peer] >= _MAX_STREAMS:
+            raise PeerMisbehaved(f"{peer} asks for too many parts at once")
+        self._asking[peer] += 1
+        try:
+            yield
+        finally:
+            self._asking[peer] -= 1
+
+
+class Repairer:
+    """Fetches parts by digest from their holders, all holders at once."""
+
+    def __init__(
+        self,
+        round_id: RoundId,
+        network: Network,
+        average: Average,
+        patience: timedelta,
+        counted: Counted,
+        fault: Callable[[str, str], None],
+    ) -> None:
+        self._round_id = round_id
+        self._network = network
+        self._average = average
+        self._patience = patience  # for a holder's next frame
+        self._counted = counted
+        self._fault = fault
+
+    async def fetch(
+        self, wanted: Mapping[int, bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta
+    ) -> None:
+        """Put the bytes that have these digests. Raises `RoundAbandoned` when no holder gives one of them in time."""
+        self._wanted = dict(wanted)
+        self._sources = {
+            index: [peer for peer in holders.get(index, ()) if peer != self._network.peer_id] for index in wanted
+        }
+        self._last_failure = "nobody is said to hold it"
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                while self._wanted:
+                    await self._ask_all(self._share_out())
+        except TimeoutError:
+            raise self._failure(min(self._wanted), "the time is up") from None
+
+    def _failure(self, index: int, why: str) -> RoundAbandoned:
+        """The error that names a part that could not be had."""
+        return RoundAbandoned(f"part {index} of {len(self._average)} cannot be repaired: {why}")
+
+    def _share_out(self) -> dict[str, list[int]]:
+        """For every holder about as many questions as for the others."""
+        questions: defaultdict[str, list[int]] = defaultdict(list)
+        for index in sorted(self._wanted):
+            if not self._sources[index]:
+                raise self._failure(index, self._last_failure)
+            questions[min(self._sources[index], key=lambda peer: len(questions[peer]))].append(index)
+        return questions
+
+    async def _ask_all(self, questions: Mapping[str, Sequence[int]]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for peer, indices in questions.items():
+                    tasks.create_task(self._ask(peer, indices))
+        except ExceptionGroup as group:
+            raise first_error(group) from group
+
+    async def _ask(self, peer: str, indices: Sequence[int]) -> None:
+        """Whatever `peer` fails to give, somebody else is asked for in the next turn."""
+        try:
+            for start in range(0, len(indices), MAX_ASKED):
+                await self._ask_some(peer, indices[start : start + MAX_ASKED])
+        except AtollError as error:
+            self._last_failure = str(error)
+            if isinstance(error, PeerMisbehaved):
+                self._fault(peer, str(error))
+            for sources in self._sources.values():
+                if peer in sources:
+                    sources.remove(peer)
+
+    async def _ask_some(self, peer: str, indices: Sequence[int]) -> None:
+        stream = await self._network.open(peer, PROTOCOL, self._patience)
+        with self._counted(stream):
+            header = dp.ExchangeHeader(round=self._round_id.to_proto(), repair=indices)
+            await stream.send(FrameKind.MESSAGE, header.SerializeToString())
+            for index in indices:
+                frame = await next_frame(stream, self._patience)
+                self._average.check(frame, index, peer)
+                if frame.body:
+                    await self._put(peer, index, frame.body)
+                else:
+                    self._last_failure = f"{peer} does not hold it"
+                    self._sources[index].remove(peer)
+
+    async def _put(self, peer: str, index: int, body: bytes | memoryview) -> None:
+        try:
+            await self._average.put(index, body, self._wanted[index])
+        except PartInvalid as error:
+            raise PartInvalid(f"{peer} gave bytes for part {index} that are not the settled ones: {error}") from error
+        del self._wanted[index]

@@ -1,0 +1,188 @@
+"""Members of one exchange on a memory hub, faults for them, and the truth about their averages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from datetime import timedelta
+from itertools import chain, combinations
+
+import torch
+from support.virtual_time import Inline
+
+from atoll.core.frames import Frame, FrameKind
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.allreduce import Exchange, ExchangeServer, PartsHeld
+from atoll.node.averaging.average import Average
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.outer import weighted_mean
+from atoll.node.averaging.partition import Part, partition
+from atoll.node.averaging.settlement import settle
+from atoll.node.transport_memory import Fault, MemoryHub, Passage
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+ELEMENTS, PART = 5_000, 512
+STALL = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=100)
+ROUND = RoundId("r", 1, 0, 1, 0)
+
+
+def start_message(weights: Mapping[str, int], codec: str, bandwidth: Mapping[str, int] | None = None) -> dp.Start:
+    pieces = partition(ELEMENTS, list(weights), bandwidth or {})
+    return dp.Start(
+        round=ROUND.to_proto(),
+        contributions=[manifest_pb2.Contribution(peer_id=p, tokens=w, weight=w) for p, w in weights.items()],
+        partition=[dp.PartRange(reducer=r.reducer, start=r.start, end=r.end) for r in pieces],
+        codec=CODECS[codec].number,
+        elements=ELEMENTS,
+        part_elements=PART,
+    )
+
+
+class Swarm:
+    """Every member's exchange. `begin` some, `finish` those that were begun, `settle_and_repair`, `assert_true`."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, int],
+        codec: str = "int4",
+        bandwidth: Mapping[str, int] | None = None,
+        fault: Fault | None = None,
+        executor: Executor | None = None,
+        patience: timedelta = TIMEOUT,
+    ) -> None:
+        self.hub = MemoryHub(fault) if fault else MemoryHub()
+        self.weights = dict(weights)
+        self.codec = CODECS[codec]
+        self.start = start_message(weights, codec, bandwidth)
+        self.vectors = {
+            p: torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(weights)
+        }
+        self.averages = {p: torch.full((ELEMENTS,), float("nan")) for p in weights}
+        self.executor = executor or Inline()
+        self.networks = {p: self.hub.join(p) for p in weights}
+        self.servers = {p: ExchangeServer(n, patience) for p, n in self.networks.items()}
+        self.exchanges: dict[str, Exchange] = {}
+        self.tasks: dict[str, asyncio.Task[PartsHeld]] = {}
+        self.held: dict[str, PartsHeld] = {}
+        self.settled: tuple[bytes, ...] = ()
+        self.seconds = 0.0  # that the exchange took until the last member was done
+        self.layout = Average(self.start, torch.empty(0), self.executor)
+        self.total = len(self.layout)
+
+    def parts_of(self, reducer: str) -> list[int]:
+        share = next(share for share in self.layout.shares if share.reducer == reducer)
+        return [share.first + part.index for part in share.parts]
+
+    def frames_of(self, reducer: str) -> list[tuple[int, int]]:
+        """Index within the share, and elements, of each part of it."""
+        share = next(share for share in self.layout.shares if share.reducer == reducer)
+        return [(part.index, part.elements) for part in share.parts]
+
+    async def begin(
+        self, peers: Sequence[str] = (), timeout: timedelta = TIMEOUT, delays: Mapping[str, float] | None = None
+    ) -> None:
+        for peer in peers or self.weights:
+            self.tasks[peer] = asyncio.create_task(self._run(peer, timeout, (delays or {}).get(peer, 0.0)))
+
+    async def _run(self, peer: str, timeout: timedelta, delay: float) -> PartsHeld:
+        await asyncio.sleep(delay)  # Start is under way
+        exchange = Exchange(
+            self.start,
+            self.networks[peer],
+            self.vectors[peer],
+            self.averages[peer],
+            self.executor,
+            timeout,
+            STALL,
+        )
+        self.exchanges[peer] = exchange
+        self.servers[peer].begin(exchange)
+        return await exchange.run()
+
+    async def finish(self) -> None:
+        began = asyncio.get_running_loop().time()
+        for peer, task in self.tasks.items():
+            self.held[peer] = await task
+        self.seconds = asyncio.get_running_loop().time() - began
+
+    async def run(self, **options: object) -> None:
+        await self.begin(**options)  # type: ignore[arg-type]
+        await self.finish()
+
+    async def die(self, peer: str) -> None:
+        """SIGKILL: its streams end, nothing of it goes on."""
+        self.tasks.pop(peer).cancel()
+        await self.hub.cut(peer)
+
+    async def settle_and_repair(self, present: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
+        digests, holders, _ = settle(self.held, present)
+        self.settled = digests
+        await asyncio.gather(*(self.exchanges[peer].repair(digests, holders, timeout) for peer in present))
+
+    def assert_true(self, present: Sequence[str]) -> list[frozenset[str]]:
+        """Those present hold the same bits, and each part is what its reducer gets from some of the contributors, all
+        but those named as partial; returns who was counted in each part (nobody: zeroed)."""
+        first = self.averages[present[0]]
+        for peer in present:
+            assert torch.equal(self.averages[peer], first), peer
+        everyone = {peer for peer, weight in self.weights.items() if weight}
+        partial = {name for peer in present for name in self.held[peer].partial}
+        counted = []
+        for share in self.layout.shares:
+            for part in share.parts:
+                peers = self._counted(share.first + part.index, share.reducer, part, first)
+                assert not peers or share.reducer not in present or everyone - peers <= partial
+                counted.append(peers)
+        return counted
+
+    def _counted(self, index: int, reducer: str, part: Part, average: torch.Tensor) -> frozenset[str]:
+        values = average[part.start : part.end]
+        if not self.settled[index]:
+            assert not values.any()
+            return frozenset()
+        given = {}
+        for peer in (peer for peer, weight in self.weights.items() if weight):
+            own = self.vectors[peer][part.start : part.end]
+            finite = bool(torch.isfinite(own).all())
+            given[peer] = (
+                self.codec.decode(self.codec.encode(own), part.elements) if peer != reducer and finite else own
+            )
+        sizes = range(len(given), 0, -1)
+        for subset in chain.from_iterable(combinations(given, size) for size in sizes):
+            mean = weighted_mean([given[peer] for peer in subset], [self.weights[peer] for peer in subset])
+            if not bool(torch.isfinite(mean).all()):
+                continue
+            if torch.equal(self.codec.decode(self.codec.encode(mean), part.elements), values):
+                return frozenset(subset)
+        raise AssertionError(f"part {index} is the mean of no set of contributors")
+
+    async def close(self) -> None:
+        for server in self.servers.values():
+            server.end(ROUND)
+        await self.hub.close()
+
+
+def reheaded(frame: Frame, **changes: int) -> Frame:
+    """A part frame with other words in its header."""
+    header = dp.PartHeader.FromString(frame.header)
+    for key, value in changes.items():
+        setattr(header, key, value)
+    return Frame(frame.kind, header.SerializeToString(), frame.body)
+
+
+def part_frames(sender: str, receiver: str, nth: int, change: Callable[[Frame], Frame]) -> Fault:
+    """A fault that changes the `nth` part frame from `sender` to `receiver`, counted from 0."""
+    passed = 0
+
+    async def fault(passage: Passage) -> Frame:
+        nonlocal passed
+        frame = passage.frame
+        if (passage.sender, passage.receiver, frame.kind) != (sender, receiver, FrameKind.PART):
+            return frame
+        passed += 1
+        return change(frame) if passed == nth + 1 else frame
+
+    return fault
