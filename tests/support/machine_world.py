@@ -135,13 +135,18 @@ class Acceptor:
     """The coordinator's part."""
 
     up: bool = True
+    since_version: int = 1  # of the base: older ballots are void
     promised: dict[int, Ballot] = field(default_factory=dict)
     voted: dict[int, Voted] = field(default_factory=dict)
+
+    def doubt(self, number: int) -> bytes:
+        """What it voted for in that round."""
+        return self.voted[number].payload if number in self.voted else b""
 
     def ask(self, round_id: RoundId, payload: bytes) -> rt.TieBreak:
         number, ballot = round_id.number, round_id.ballot
         before = self.voted.get(number)
-        if ballot < self.promised.get(number, ballot):
+        if ballot.plan_version < self.since_version or ballot < self.promised.get(number, ballot):
             return rt.TieBreak(round_id, payload, False, before, None, "promised otherwise")
         self.promised[number] = ballot
         if not payload:
@@ -258,6 +263,7 @@ class World:
             self.committed[item.round] = item
             self._count(item)
         self.promises, self.votes = {}, {}  # of ballots that are void
+        self.acceptor = Acceptor(self.acceptor.up, version)
         self.issue(make_plan(self.peers, version, base))
         return head.round
 
@@ -351,7 +357,8 @@ class World:
                 self._at(self.rng.uniform(0.05, 1.0), self._obtain, node, node.incarnation, round_id, payload, holders)
             case rt.AskCoordinator(round_id, payload):
                 self._at(self._latency(), self._ask, node, node.incarnation, round_id, payload)
-            case rt.Release(_, thaw):
+            case rt.Release(round_id, thaw):
+                node.parts.pop(round_id, None)
                 if thaw:
                     node.snapshot = None
             case rt.Install(head, _, counted):
@@ -495,10 +502,10 @@ class World:
         manifest = head.manifest
         if state_of(head.committed.payload) not in node.staged:
             raise Violation(f"{node.peer} installs round {head.round} without its state")
-        first = self.committed.setdefault(head.round, head)
+        first = self.committed.setdefault(head.round, head) if self.plan.accepts(head) else head
         if first.hash != head.hash:
             raise Violation(f"two results for round {head.round}")
-        if first is head:
+        if first is head and self.plan.accepts(head):
             self._count(head)
         self.installed[node.peer].append(head)
         node.disk.known = max(node.disk.known, head, key=lambda item: item.round)

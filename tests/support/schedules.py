@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from support.machine_world import World, make_plan
+from support.machine_world import World, make_plan, state_of
 
 from atoll.node.averaging.round import RoundMachine
 
 TROUBLE_SECONDS = 24.0
-QUIET_SECONDS = 180.0
+QUIET_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,6 @@ def _why_stuck(world: World) -> str:
     voters = {node.peer for node in world.live() if node.machine.head.round != newest.round or node.machine.votes}
     if not (electorate.decides(voters) or electorate.is_half(voters)):
         return "too many voters forgot what they voted for"
-    forgot = any(peer not in voters for peer in electorate.members)
-    lost = any(node.machine.in_doubt and not node.staged for node in world.live())
-    lost = lost or newest.round + 1 in world.acceptor.voted
-    return "a result in doubt is lost, and a voter forgot what it voted for" if forgot and lost else ""
+    doubts = {node.machine.in_doubt for node in world.live()} | {world.acceptor.doubt(newest.round + 1)}
+    kept = set().union(*(node.staged for node in world.live()))
+    return "the state of a result in doubt is lost" if any(d and state_of(d) not in kept for d in doubts) else ""

@@ -32,6 +32,7 @@ from atoll.node.control.link import CoordinatorLink
 from atoll.node.localapi import LocalApi
 from atoll.node.session import NodeContext, TrainingSession
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.training.trainer import TrainerConfig
@@ -60,7 +61,10 @@ class Daemon:
         self._me: Member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
-        self._directives = Directives(credentials.authority, self._deny_listed, self._seeds_moved)
+        self._run_dir = make_private_dir(config.path("runs", self._spec.run.name))
+        self._directives = Directives(
+            credentials.authority, self._deny_listed, self._seeds_moved, self._run_dir / "plan"
+        )
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
         self._farewell = "left"
@@ -80,7 +84,6 @@ class Daemon:
     async def run(self) -> None:
         """Start everything, supervise it, drain when asked."""
         self._catch_signals()
-        run_dir = make_private_dir(self._config.path("runs", self._spec.run.name))
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
         try:
@@ -89,7 +92,7 @@ class Daemon:
             if "seed" in self._me.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
-                self._session = self._make_session(self._host, run_dir)
+                self._session = self._make_session(self._host)
                 work += [self._session.run(), self._find_members(self._host), self._obey_orders()]
             await self._supervise(work)
         finally:
@@ -125,7 +128,7 @@ class Daemon:
         sdnotify.notify(self._notify_socket, "READY=1")
         return host
 
-    def _make_session(self, host: SwarmHost, run_dir: Path) -> TrainingSession:
+    def _make_session(self, host: SwarmHost) -> TrainingSession:
         config = self._config
         return TrainingSession(
             NodeContext(
@@ -141,9 +144,11 @@ class Daemon:
                 network=host,
                 directives=self._directives,
                 link=self._link,
-                manifests=ManifestStore(run_dir / "manifests", self._spec.run.name),
+                manifests=ManifestStore(self._run_dir / "manifests", self._spec.run.name),
+                votes=VoteStore(self._run_dir),
+                operator_key=self._credentials.operator_key,
                 status=self._status,
-                run_dir=run_dir,
+                run_dir=self._run_dir,
                 clock=self._clock,
             )
         )

@@ -19,20 +19,23 @@ from atoll.core import log, protocol
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, ChildDied, InvalidTransition, Unreachable
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, sign_manifest
+from atoll.core.manifest import Head, sign_vote
 from atoll.core.plan import Plan
+from atoll.core.quorum import Ballot, Voted
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
+from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.engine import AveragingEngine, Listener, policy_of
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
-from atoll.node.state.anchor import AnchorState
+from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
+from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.training.trainer import Trainer, TrainerConfig
 from atoll.node.transport import Network
@@ -62,6 +65,8 @@ class NodeContext:
     directives: Directives
     link: CoordinatorLink
     manifests: ManifestStore
+    votes: VoteStore
+    operator_key: bytes
     status: LiveStatus
     run_dir: Path  # final anchor and the trainer's log
     clock: Clock
@@ -82,7 +87,7 @@ class TrainingSession:
         self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
-        StateServer(context.network, context.spec.run.name, context.manifests, self._current)
+        StateServer(context.network, context.spec.run.name, context.manifests, self._current, self._staged)
 
     # --- the main path -------------------------------------------------------------------------------
 
@@ -217,7 +222,9 @@ class TrainingSession:
             committed_unix_ms=unix_ms(it.clock),
         )
         payload = manifest.SerializeToString(deterministic=True)
-        committed = manifest_pb2.CommittedManifest(payload=payload, signatures=[sign_manifest(it.identity, payload)])
+        committed = manifest_pb2.CommittedManifest(
+            payload=payload, signatures=[sign_vote(it.identity, payload, Ballot(0, 0))]
+        )
         head = Head(committed)
         it.manifests.append(head)
         self._moved(head)
@@ -228,13 +235,11 @@ class TrainingSession:
     async def _synchronise(self, plan: Plan) -> Head:
         it = self._it
         assert self._state is not None
-        if self._head is not None and self._head.round == 0 and self._head.hash != plan.genesis_manifest_hash:
+        if self._head is not None and self._head.round == 0 and not plan.accepts(self._head):
             self._head = None  # a genesis that the coordinator did not choose
         it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         try:
-            fetched = await catch_up(
-                it.network, plan, self._state, self._head, operator_key=it.link.credentials.operator_key
-            )
+            fetched = await catch_up(it.network, plan, self._state, self._head, operator_key=it.operator_key)
         except Unreachable:
             if self._head is None:
                 raise
@@ -251,18 +256,27 @@ class TrainingSession:
         assert self._state is not None
         return AveragingEngine(
             identity=it.identity,
+            operator_key=it.operator_key,
             spec=it.spec,
             policy=policy_of(it.spec, layers=len(trainer.facts.layers.layers), elements=trainer.facts.elements),
             trainer=trainer,
             state=self._state,
             manifests=it.manifests,
+            votes=it.votes,
             network=it.network,
             exchanges=self._exchanges,
             head=head,
             plan=plan,
             clock=it.clock,
             counters=it.status.counters,
-            listener=Listener(committed=self._moved, report=it.link.report, evaluated=self._evaluated),
+            listener=Listener(
+                committed=self._moved,
+                report=it.link.report,
+                evaluated=self._evaluated,
+                ask_coordinator=self._ask_coordinator,
+                plan_for=it.directives.plan_for,
+                plan_shared=it.directives.take_plan,
+            ),
         )
 
     # --- orders from the owner -------------------------------------------------------------------------
@@ -278,11 +292,12 @@ class TrainingSession:
         self._it.directives.wake()
 
     async def next_round(self, timeout: timedelta) -> bool:
-        """Wait for the next committed round, so that no progress is lost by leaving; False if none came."""
+        """Wait for the next committed round, our last, so that no progress is lost by leaving; False if none came."""
         start = self._it.status.head_round
         engine = self._engine
         if engine is None or self._owner_paused:
             return False
+        engine.leave()
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 await self._it.directives.until(lambda: self._it.status.head_round > start or self.finished.is_set())
@@ -321,6 +336,26 @@ class TrainingSession:
             return None
         head = self._engine.head if self._engine else self._head
         return (head, self._state) if head is not None and self._state is not None else None
+
+    def _staged(self, payload_hash: bytes) -> Staged | None:
+        return self._engine.staged(payload_hash) if self._engine is not None else None
+
+    async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> rt.TieBreak:
+        """The coordinator's promise or vote; not granted when it cannot be asked."""
+        try:
+            answer = await self._it.link.vote(mb.VoteRequest(round=round_id.to_proto(), payload=payload))
+        except AtollError as error:
+            return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason=str(error))
+        ballot = answer.accepted_ballot
+        voted = Voted(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_payload)
+        return rt.TieBreak(
+            round_id,
+            payload,
+            granted=answer.granted,
+            voted=voted if answer.HasField("accepted_ballot") else None,
+            vote=answer.vote if answer.HasField("vote") else None,
+            reason=answer.reason,
+        )
 
     def _moved(self, head: Head) -> None:
         status = self._it.status

@@ -45,30 +45,30 @@ class Open(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., head_hash: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("ballot", "payload", "held")
+    __slots__ = ("ballot", "payload")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
     ballot: _common_pb2.RoundId
     payload: bytes
-    held: bool
-    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., held: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("round", "tokens", "samples", "accepted", "voter", "leaving")
+    __slots__ = ("round", "tokens", "samples", "accepted", "voter", "holds", "leaving")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     VOTER_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
     samples: int
     accepted: Accepted
     voter: bool
+    holds: _containers.RepeatedScalarFieldContainer[bytes]
     leaving: bool
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ..., holds: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("round", "reason", "plan_version", "attempt")

@@ -367,8 +367,9 @@ class AveragingEngine:
         staged = await asyncio.get_running_loop().run_in_executor(
             self._executor, self._state.stage, running.average_E, *schedule, round_id.number
         )
-        self._keep_staged(staged)
-        self._events.put_nowait(rt.Staged(round_id, staged.layers))
+        if self._exchange is running:
+            self._keep_staged(staged)
+            self._events.put_nowait(rt.Staged(round_id, staged.layers))
 
     async def _obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
         """The state of an earlier attempt's result, from those who still have it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
@@ -175,11 +176,14 @@ class Opener:
         holders = self._holders(adopting) if adopting is not None else ()
         if adopting is not None and holders:
             self._adopt(adopting, holders)
-        elif adopting is not None and not self._everyone_promised():
-            self._abandon("an earlier result may have been committed, but nobody who answered still has its state")
+        elif adopting is not None:
+            self._abandon(
+                "an earlier result may have been committed, but nobody who answered still has its state; "
+                "if nobody will, the operator can go on without it: atollctl run recover"
+            )
         elif not any(ready.tokens for ready in self._ready.values()):
             self._abandon("nobody had trained a token")
-        else:  # nothing to adopt, or its state is lost and nobody has seen it committed
+        else:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
@@ -305,21 +309,15 @@ class Opener:
         voters = set(peers) & self._promised.keys()
         return self.electorate.decides(voters) or self.electorate.is_half(voters)
 
-    def _everyone_promised(self) -> bool:
-        """Whether nobody is left, in the plan or the electorate, who could know more than those who answered."""
-        return self.electorate.members <= self._promised.keys() and set(self.plan.members) <= self._ready.keys()
-
     def _holders(self, payload: bytes) -> tuple[str, ...]:
         """Who still has the state of an earlier result."""
-        held = (
-            peer for peer, ready in self._ready.items() if ready.accepted.held and ready.accepted.payload == payload
-        )
-        return tuple(sorted(held))
+        named = manifest_hash(payload)
+        return tuple(sorted(peer for peer, ready in self._ready.items() if named in ready.holds))
 
     def _shortfall(self) -> str:
         """Why the attempt failed, for people."""
         if self.stage is Stage.VOTES and len(self._votes) > 1:
-            odd = sorted(min(self._votes.values(), key=lambda votes: len(votes)))
+            odd = min((sorted(votes) for votes in self._votes.values()), key=len)
             return f"replicas differ: {', '.join(odd)} voted for another result"
         voters = self.electorate.members
         got, what = {

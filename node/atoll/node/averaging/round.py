@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import Head
+from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
@@ -186,9 +186,9 @@ class RoundMachine:
         return self.head.round < self._known.round and self.plan.accepts(self._known)
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether this node voted for a result of which it does not know whether it was committed."""
-        return self._voted is not None
+    def in_doubt(self) -> bytes:
+        """The payload that this node voted for without knowing whether it was committed; empty for none."""
+        return self._voted.payload if self._voted is not None else b""
 
     def step(self, event: Event, now: float, unix_ms: int = 0) -> list[Action]:
         """Take one event at monotonic time `now`; `unix_ms` only dates a Start that this step may send."""
@@ -505,13 +505,14 @@ class RoundMachine:
         if self._voted is not None:
             ballot, payload = self._voted.ballot, self._voted.payload
             named = replace(following.round_id, plan_version=ballot.plan_version, attempt=ballot.attempt)
-            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload, held=payload in self._held)
+            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload)
         following.ready = dp.Ready(
             round=following.round_id.to_proto(),
             tokens=frozen.tokens,
             samples=frozen.samples,
             accepted=accepted,
             voter=self._voter,
+            holds=sorted(map(manifest_hash, self._held)),
             leaving=self._leaving,
         )
         self.phase = Phase.READY

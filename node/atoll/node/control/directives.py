@@ -1,12 +1,20 @@
-"""What the coordinator wants of this node, verified and in one place. Parts of the node wait on it."""
+"""What the coordinator wants of this node, verified and in one place. Parts of the node wait on it.
+
+The newest plan is kept on disk, and members tell it one another: a node that starts while the coordinator is down goes
+on with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
 
 from atoll.core import log
 from atoll.core.errors import AtollError
+from atoll.core.files import write_atomic
 from atoll.core.membership import Authority, Deny
 from atoll.core.plan import Plan, verify_plan
 from atoll.v1 import common_pb2 as pb
@@ -23,8 +31,10 @@ class Directives:
         authority: Authority,
         deny_listed: Callable[[Deny, pb.Signed], None],
         seeds_moved: Callable[[tuple[str, ...]], None],
+        plan_path: Path,
     ) -> None:
         self.plan: Plan | None = None
+        self.sealed_plan: pb.Signed | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self._authority = authority
@@ -32,6 +42,8 @@ class Directives:
         self._seeds_moved = seeds_moved
         self._changed = asyncio.Condition()
         self._wakers: set[asyncio.Task[None]] = set()
+        self._plan_path = plan_path
+        self._recall_plan()
 
     def take(self, response: mb.HeartbeatResponse) -> None:
         """Believe what is signed; a plan or list that does not verify is logged and ignored."""
@@ -46,17 +58,37 @@ class Directives:
         self.run_state = response.run_state
         self.wake()
 
+    def take_plan(self, sealed: pb.Signed) -> None:
+        """A plan that a member passed on; one that does not verify, or is not newer, changes nothing."""
+        self._verified(lambda: self._take_plan(sealed))
+        self.wake()
+
+    def plan_for(self, version: int) -> pb.Signed | None:
+        """Our plan as the operator signed it, if it is newer than `version`."""
+        return self.sealed_plan if self.plan is not None and self.plan.version > version else None
+
     def _take_plan(self, sealed: pb.Signed) -> None:
         plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
         if self.plan is None or plan.version > self.plan.version:
-            self.plan = plan
+            self.plan, self.sealed_plan = plan, sealed
             _log.info("plan received", version=plan.version, members=len(plan.members), reason=plan.reason)
+            write_atomic(self._plan_path, sealed.SerializeToString())
+
+    def _recall_plan(self) -> None:
+        try:
+            sealed = pb.Signed.FromString(self._plan_path.read_bytes())
+            self.plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
+            self.sealed_plan = sealed
+        except FileNotFoundError:
+            return
+        except (OSError, DecodeError, AtollError) as error:
+            _log.warning("the last plan cannot be read; the coordinator will tell it again", reason=str(error))
 
     def _verified(self, take: Callable[[], None]) -> None:
         try:
             take()
         except AtollError as error:
-            _log.error("the coordinator sent something that does not verify", reason=str(error))
+            _log.error("a word of the coordinator was not taken", reason=str(error))
 
     def wake(self) -> None:
         """Let waiters look again."""

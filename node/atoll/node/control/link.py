@@ -28,6 +28,7 @@ from atoll.v1 import membership_pb2_grpc
 
 BEAT = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
+VOTE_TIMEOUT = timedelta(seconds=8)
 MAX_REPORTS = 200  # in one heartbeat, and bytes: the rest goes with the next one
 MAX_REPORT_BYTES = 1 << 20
 _SILENCE = timedelta(seconds=30)  # the coordinator answers every heartbeat
@@ -132,6 +133,15 @@ class CoordinatorLink:
                 await stub.Leave(mb.LeaveRequest(reason=reason), timeout=CALL_TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError as error:
             _log.warning("could not say goodbye", reason=str(from_rpc_error(error, "the coordinator")))
+
+    async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
+        """Ask the coordinator to break a tie. Raises what it answers, `Unreachable` when it does not."""
+        async with self._channel() as channel:
+            stub = membership_pb2_grpc.MembershipServiceStub(channel)
+            try:
+                return await stub.Vote(request, timeout=VOTE_TIMEOUT.total_seconds())
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}") from error
 
     async def flush(self, timeout: timedelta) -> bool:
         """Wait until every report is durable; False when the time is over."""

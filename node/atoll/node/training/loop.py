@@ -4,7 +4,8 @@
 
 `snapshot` freezes what was trained since the anchor (the pseudo-gradient, anchor − weights); training goes on while
 peers average it; `apply` takes the new anchor plus the progress made meanwhile ("carry"); `discard` forgets a round
-that was abandoned and keeps all progress; `rebase` keeps it on an anchor that others made. AdamW's state persists through all of it (DESIGN §4.2).
+that was abandoned and keeps all progress; `rebase` keeps it on an anchor that others made. AdamW's state persists
+through all of it (DESIGN §4.2).
 
 The trainer process drives this class by orders of the daemon; benchmarks drive it directly. All vectors are fp32.
 Pseudo-gradient and carry use separately rounded elementwise operations only, like everything that others see.

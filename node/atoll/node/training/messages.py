@@ -121,7 +121,9 @@ class Stop:
     """End the process."""
 
 
-Order = Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | SetRanges | Evaluate | Generate | Stop
+Order = (
+    Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | SetRanges | Evaluate | Generate | Stop
+)
 
 
 # --- child → parent -------------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ Message = TrainerConfig | Order | Answer | TrainerStatus
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard, SetRanges),
-        *(Evaluate, Generate, Stop, Ready, Refused, Done, Taken, Loss, Text),
+        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
+        *(SetRanges, Evaluate, Generate, Stop, Ready, Refused, Done, Taken, Loss, Text),
     )
 }
 

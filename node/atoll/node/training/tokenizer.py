@@ -6,6 +6,8 @@ separates documents. Hugging Face libraries are an optional extra and are import
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +44,10 @@ class Tokenizer(Protocol):
         """Token numbers → text; what is not valid UTF-8 is replaced."""
         ...
 
+    def save(self, directory: Path) -> None:
+        """As files that `transformers.AutoTokenizer` loads. Raises `OSError`."""
+        ...
+
 
 class ByteTokenizer:
     """One token per byte."""
@@ -55,6 +61,11 @@ class ByteTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def save(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text(json.dumps(_byte_level(), indent=2) + "\n")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 class HuggingFaceTokenizer:
@@ -84,7 +95,43 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
 
+    def save(self, directory: Path) -> None:
+        self._tokenizer.save_pretrained(directory)
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that a run spec names. Raises `ConfigError`."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+
+
+def _byte_level() -> dict[str, object]:
+    """One token per byte in the words of the `tokenizers` library: byte-level BPE without merges."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
+            "merges": [],
+        },
+    }
+
+
+def _byte_characters() -> list[str]:
+    """How byte-level BPE writes each byte: printable Latin-1 as itself, the others from U+0100 on, in order (GPT-2)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,137 @@
+"""The model's way out: a checkpoint as a Hugging Face directory.
+
+The decoder's equations are those of Llama (`model.py`), so exporting is renaming: `transformers` loads the directory
+as `LlamaForCausalLM`, with no code from us. The files are written beside the target and renamed when they are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atoll.core.errors import AlreadyExists, ConfigError
+from atoll.core.files import unusable
+from atoll.node.state.checkpoint import Checkpoint
+from atoll.node.state.tensor_file import Layers
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.model import NORM_EPSILON, Decoder
+from atoll.node.training.shape import ModelShape, layer_table, resolve_shape
+from atoll.node.training.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_BLOCK_NAMES = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.output.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+
+
+def export_huggingface(checkpoint: Checkpoint, target: Path, dtype: str = "fp32") -> None:
+    """Write `target`: config.json, generation_config.json, model.safetensors, the tokenizer's files.
+
+    Raises `AlreadyExists`, `ConfigError` when the checkpoint is of another model than its spec says or the tokenizer
+    cannot be loaded, and `DataDirUnusable`.
+    """
+    if target.exists():
+        raise AlreadyExists(f"{target} exists", "name a directory that does not: nothing is overwritten")
+    shape = shape_of(checkpoint)
+    tokenizer = load_tokenizer(checkpoint.spec.data.tokenizer)
+    temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        weights = {name: piece.to(DTYPES[dtype]) for name, piece in renamed(checkpoint.anchor_E, shape)}
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        _write_json(temporary / "config.json", _config(checkpoint, shape, tokenizer, dtype))
+        _write_json(temporary / "generation_config.json", _generation(tokenizer))
+        tokenizer.save(temporary)
+        temporary.rename(target)
+    except OSError as error:
+        raise unusable(target, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary)
+
+
+def shape_of(checkpoint: Checkpoint) -> ModelShape:
+    """The model's numbers, the vocabulary as it was trained. Raises `ConfigError` unless spec and layers agree."""
+    shape = resolve_shape(checkpoint.spec.model, 1)
+    vocabulary, rest = divmod(checkpoint.layers.offsets[1], shape.dimension) if checkpoint.layers.names else (0, 0)
+    shape = replace(shape, vocabulary=vocabulary)
+    if rest or Layers.of(layer_table(checkpoint.spec, shape)) != checkpoint.layers:
+        raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
+    return shape
+
+
+def renamed(anchor_E: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under Llama's name, as a view of `anchor_E`."""
+    with torch.device("meta"):
+        layout = FlatLayout.of(Decoder(shape))
+    for name, piece in layout.views(anchor_E):
+        yield _llama_name(name, shape.layers), piece
+
+
+def _llama_name(name: str, blocks: int) -> str:
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    assert found is not None
+    layer, parameter = int(found[1]), found[2]
+    if layer == 0:
+        return "model.embed_tokens.weight"
+    if layer == blocks + 1:
+        return "model.norm.weight" if parameter == "norm.weight" else "lm_head.weight"
+    return f"model.layers.{layer - 1}.{_BLOCK_NAMES[parameter]}"
+
+
+def _config(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer, dtype: str) -> dict[str, object]:
+    head = checkpoint.head
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.dimension,
+        "intermediate_size": shape.hidden_dimension,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dimension,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": checkpoint.spec.data.sequence_length,
+        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
+        **_generation(tokenizer),
+        "atoll": {  # where it comes from
+            "run": checkpoint.spec.run.name,
+            "round": head.round,
+            "manifest": head.hash.hex(),
+            "committed_tokens": head.committed_tokens,
+        },
+    }
+
+
+def _generation(tokenizer: Tokenizer) -> dict[str, object]:
+    end = tokenizer.separator[0] if tokenizer.separator else None
+    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+
+
+def _write_json(path: Path, document: dict[str, object]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n")
