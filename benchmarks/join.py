@@ -1,0 +1,291 @@
+"""Joining: seconds from nothing to verified anchor and momentum, from one to seven donors, honest and poisoned.
+
+Donors are processes with a p2pd each, on loopback. The yardstick is one raw libp2p stream of the same run that
+carries as many bytes in frames of the same size, and nothing is hashed. To the first counted round it is the round's
+time more, whatever that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from atoll.core import log, protocol
+from atoll.core.clock import SystemClock
+from atoll.core.frames import FrameKind
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, sign_vote
+from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
+from atoll.core.plan import Assignment, Base, Plan
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.catchup import catch_up
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.serve import StateServer
+from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.transport import Stream
+from atoll.v1 import manifest_pb2
+from benchmarks.common import Report
+
+RUN = "join"
+MEGABYTES = (40, 400)  # anchor and momentum together
+DONORS = (1, 3, 4, 7)
+REPETITIONS = 5
+BLOCKS = 12
+FRAME_BYTES = 1 << 20
+START = timedelta(seconds=60)
+POISONED_TIMES = 2.0
+RAW = "/bench/raw/1"
+LIARS = ("liar1", "liar2", "liar3")
+FORGER = "forger"
+HONEST = tuple(f"donor{number}" for number in range(1, max(DONORS) + 1))
+OPERATOR_KEY = "operator.key"
+
+
+def main() -> None:
+    log.configure("error")
+    if len(sys.argv) > 1:
+        asyncio.run(_donate(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))
+        return
+    report = Report("join")
+    for megabytes in MEGABYTES:
+        with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
+            asyncio.run(_measure(report, Path(folder), megabytes))
+    report.finish(
+        "medians of five; `of_raw`: seconds that one raw stream takes for the bytes, over the seconds of the join; "
+        "poisoned: three of four donors send wrong bytes for true digests; forged: one of four offers a forged head"
+    )
+
+
+# --- the joiner ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """The joiner and the donors that it can reach, by name."""
+
+    host: SwarmHost
+    operator: Identity
+    peers: dict[str, str]
+    offsets: tuple[int, ...]
+    genesis_hash: bytes
+    head_hash: bytes
+
+    def plan(self, donors: tuple[str, ...]) -> Plan:
+        """A plan whose members are these donors and the joiner; the first seven decided the first round."""
+        peers = sorted([self.host.peer_id, *(self.peers[name] for name in donors)])
+        voters = tuple(sorted(self.peers[name] for name in HONEST))
+        return Plan(
+            RUN,
+            1,
+            tuple(Assignment(peer, 0, len(self.offsets) - 2, (), 1, 1) for peer in peers),
+            tuple((peer,) for peer in peers),
+            Base(self.genesis_hash, voters),
+        )
+
+
+async def _measure(report: Report, folder: Path, megabytes: int) -> None:
+    elements = megabytes * 1_000_000 // 8
+    async with AsyncExitStack() as stack:
+        swarm = await _prepare(stack, folder, elements)
+        raw = await _median(lambda: _raw(swarm, 8 * elements))
+        clean = {}
+        for count in DONORS:
+            clean[count] = await _median(lambda count=count: _join(swarm, HONEST[:count], elements))
+            _cell(report, megabytes, f"{count} donors" if count > 1 else "1 donor", clean[count], raw)
+        poisoned = await _median(lambda: _join(swarm, (HONEST[0], *LIARS), elements))
+        _cell(report, megabytes, "4 donors, 3 poisoned", poisoned, raw)
+        forged = await _median(lambda: _join(swarm, (*HONEST[:3], FORGER), elements))
+        _cell(report, megabytes, "4 donors, 1 forged head", forged, raw)
+    for name, seconds in (("3 of 4 donors poisoned", poisoned), ("a forged head from 1 of 4", forged)):
+        times = seconds / clean[4]
+        report.accept(f"{megabytes} MB, {name}", target="≤ 2 × clean", value=times, holds=times <= POISONED_TIMES)
+
+
+def _cell(report: Report, megabytes: int, what: str, seconds: float, raw: float) -> None:
+    report.cell(
+        state=f"{megabytes} MB",
+        donors=what,
+        seconds=seconds,
+        mb_per_second=megabytes / seconds,
+        raw_stream_mb_per_second=megabytes / raw,
+        of_raw=raw / seconds,
+    )
+
+
+async def _median(work) -> float:
+    await work()
+    return statistics.median([await work() for _ in range(REPETITIONS)])
+
+
+async def _join(swarm: Swarm, donors: tuple[str, ...], elements: int) -> float:
+    state = AnchorState(torch.zeros(elements), swarm.offsets)
+    started = time.perf_counter()
+    fetched = await catch_up(swarm.host, swarm.plan(donors), state, None, operator_key=swarm.operator.public_key)
+    seconds = time.perf_counter() - started
+    assert fetched is not None
+    assert fetched.head.hash == swarm.head_hash
+    state.check(fetched.anchor_E, fetched.momentum_E, fetched.head)
+    return seconds
+
+
+async def _raw(swarm: Swarm, wanted_bytes: int) -> float:
+    started = time.perf_counter()
+    stream = await swarm.host.open(swarm.peers[HONEST[0]], RAW, START)
+    await stream.send(FrameKind.MESSAGE, str(wanted_bytes).encode())
+    received = 0
+    while received < wanted_bytes:
+        received += len((await stream.receive(START)).body)
+    await stream.close()
+    return time.perf_counter() - started
+
+
+async def _prepare(stack: AsyncExitStack, folder: Path, elements: int) -> Swarm:
+    names = (*HONEST, *LIARS, FORGER)
+    offsets = _offsets(elements)
+    identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in names}
+    true, poison = _state(folder / "true", elements, 1), _state(folder / "poison", elements, 2)
+    genesis = _commit(true, 0, b"", [])
+    head = _commit(true, 1, genesis.hash, [identities[name] for name in HONEST])
+    forged = _commit(poison, 10**6, head.hash, [identities[FORGER]])
+    for name, item in (("genesis", genesis), ("head", head), ("forged", forged)):
+        (folder / f"{name}.manifest").write_bytes(item.committed.SerializeToString())
+    operator = Identity.load_or_create(folder / OPERATOR_KEY)
+    host = await _host(folder, "joiner", (), relay_service=True)
+    stack.push_async_callback(host.close, timedelta(seconds=5))
+    peers = {}
+    for name in names:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.join", folder, name, " ".join(host.multiaddrs()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        stack.push_async_callback(_end, child)
+        assert child.stdout is not None
+        told = json.loads(await asyncio.wait_for(child.stdout.readline(), START.total_seconds()))
+        peers[name] = told["peer"]
+        host.learn_addresses(told["peer"], told["addresses"])
+    return Swarm(host, operator, peers, offsets, genesis.hash, head.hash)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    assert child.stdin is not None
+    child.stdin.close()
+    await child.wait()
+
+
+# --- a donor, in a process of its own ----------------------------------------------------------------------
+
+
+async def _donate(folder: Path, name: str, seeds: str) -> None:
+    """Serve until standard input ends."""
+    torch.set_num_threads(1)
+    state = _mapped(folder / ("true" if name in HONEST else "poison"))
+    store = ManifestStore(folder / f"{name}-manifests", RUN)
+    heads = ("genesis", "head", "forged") if name == FORGER else ("genesis", "head")
+    for item in heads:
+        committed = manifest_pb2.CommittedManifest.FromString((folder / f"{item}.manifest").read_bytes())
+        head = Head(committed)
+        store.append(head)
+    host = await _host(folder, name, tuple(seeds.split()), relay_service=False)
+    try:
+        StateServer(host, RUN, store, lambda: (head, state))
+        host.handle(RAW, _pour)
+        await host.ready()
+        print(json.dumps({"peer": host.peer_id, "addresses": host.multiaddrs()}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await host.close(timedelta(seconds=5))
+
+
+async def _pour(stream: Stream) -> None:
+    left = int((await stream.receive(START)).header)
+    body = bytes(FRAME_BYTES)
+    while left > 0:
+        await stream.send(FrameKind.BODY, b"", body[: min(left, FRAME_BYTES)])
+        left -= FRAME_BYTES
+    await stream.receive(START)  # until the reader hangs up
+
+
+# --- both ----------------------------------------------------------------------------------------------------
+
+
+async def _host(folder: Path, name: str, seeds: tuple[str, ...], *, relay_service: bool) -> SwarmHost:
+    operator = Identity.load_or_create(folder / OPERATOR_KEY)
+    identity = Identity.load_or_create(folder / f"{name}.key")
+    clock = SystemClock()
+    membership = issue_membership(
+        operator,
+        public_key=identity.public_key,
+        run_id=RUN,
+        roles=frozenset({"node"}),
+        epoch=1,
+        now=clock.unix(),
+        node_name=name,
+    )
+    return await SwarmHost.start(
+        SwarmConfig(
+            identity_path=folder / f"{name}.key",
+            runtime_dir=folder / name,
+            listen=("/ip4/127.0.0.1/tcp/0",),
+            announce=(),
+            seeds=seeds,
+            relay_service=relay_service,
+        ),
+        identity=identity,
+        authority=Authority(operator.public_key, RUN),
+        membership=membership,
+        deny=EMPTY_DENY,
+        clock=clock,
+        timeout=START,
+    )
+
+
+def _offsets(elements: int) -> tuple[int, ...]:
+    """An embedding and a head of a sixth each, and equal blocks."""
+    sixth = elements // 6
+    block = (elements - 2 * sixth) // BLOCKS
+    return (0, *(sixth + number * block for number in range(BLOCKS)), elements - sixth, elements)
+
+
+def _state(path: Path, elements: int, seed: int) -> AnchorState:
+    """Random anchor and momentum, kept in two files that donors map."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("anchor", "momentum"):
+        torch.randn(elements, generator=generator).numpy().tofile(f"{path}.{name}")
+    return _mapped(path)
+
+
+def _mapped(path: Path) -> AnchorState:
+    elements = Path(f"{path}.anchor").stat().st_size // 4
+    vectors = [torch.from_file(f"{path}.{name}", shared=False, size=elements) for name in ("anchor", "momentum")]
+    state = AnchorState(vectors[0], _offsets(elements))
+    state.momentum_E = vectors[1]
+    return state
+
+
+def _commit(state: AnchorState, number: int, previous: bytes, voters: list[Identity]) -> Head:
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=RoundId(RUN, 1, 0, number, 0).to_proto(),
+        previous_hash=previous,
+        contributions=[manifest_pb2.Contribution(peer_id=voter.peer_id, present=True) for voter in voters],
+        layers=state.layer_states(number),
+    )
+    payload = manifest.SerializeToString()
+    votes = [sign_vote(voter, payload, Ballot(1, 0)) for voter in voters]
+    return Head(manifest_pb2.CommittedManifest(payload=payload, signatures=votes, ballot_plan_version=1))
+
+
+if __name__ == "__main__":
+    main()
