@@ -73,8 +73,8 @@ class Swarm:
         self.total = len(self.layout)
 
     def parts_of(self, reducer: str) -> list[int]:
-        share = next(share for share in self.layout.shares if share.reducer == reducer)
-        return [share.first + part.index for part in share.parts]
+        shares = [share for share in self.layout.shares if share.reducer == reducer]
+        return [share.first + part.index for share in shares for part in share.parts]
 
     def frames_of(self, reducer: str) -> list[tuple[int, int]]:
         """Index within the share, and elements, of each part of it."""
@@ -160,6 +160,8 @@ class Swarm:
         raise AssertionError(f"part {index} is the mean of no set of contributors")
 
     async def close(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
         for server in self.servers.values():
             server.end(ROUND)
         await self.hub.close()
