@@ -38,6 +38,10 @@ class NodeConfig:
     cpu_threads: int = field(default=0, metadata={"help": "0 uses every core"})
     data: str = field(default="", metadata={"help": "the corpus on this machine, where it is not the spec's path"})
     minimum_step_seconds: float = field(default=0.0, metadata={"help": "paces training: no inner step is shorter"})
+    checkpoint_keep: int = field(default=3, metadata={"help": "how many of the last checkpoints to keep"})
+    checkpoint_interval_seconds: float = field(
+        default=300.0, metadata={"help": "between two checkpoints; 0 writes every round"}
+    )
     log_level: str = field(default="info", metadata={"help": "debug, info, warning, error"})
     log_format: str = field(default="auto", metadata={"help": "auto, console, json"})
 
@@ -125,6 +129,7 @@ def _merge(
 def _typed(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dict[str, Value | Path]:
     """Values as the types of the fields say: TOML gives numbers, the environment only text."""
     kinds: dict[str, type] = {"data_dir": Path, "port": int, "cpu_threads": int, "minimum_step_seconds": float}
+    kinds |= {"checkpoint_keep": int, "checkpoint_interval_seconds": float}
     typed: dict[str, Value | Path] = {}
     for key, value in values.items():
         kind = kinds.get(key, str)
@@ -141,6 +146,7 @@ _ARTICLE = {int: "a whole number", float: "a number", str: "text", Path: "a path
 
 def _check(typed: Mapping[str, object], origin: Mapping[str, str]) -> None:
     limits = {"port": (0, 65535), "cpu_threads": (0, 4096), "minimum_step_seconds": (0.0, 3600.0)}
+    limits |= {"checkpoint_keep": (1, 1000), "checkpoint_interval_seconds": (0.0, 86400.0)}
     for key, (low, high) in limits.items():
         value = typed.get(key, low)
         if not low <= value <= high:  # type: ignore[operator]

@@ -1,5 +1,5 @@
-"""`atoll`: the volunteer's command line. One file per command; only `join` and `demo` ever start torch,
-and they do it in processes of their own."""
+"""`atoll`: the volunteer's command line. One file per command; only `export` imports torch,
+and only once it runs; `join` and `demo` leave that to processes of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
-from atoll.node.cli import config_show, control, demo, doctor, join, logs, status
+from atoll.node.cli import config_show, control, demo, doctor, export, join, logs, status
 
 app = typer.Typer(
     name="atoll",
@@ -33,6 +33,7 @@ app.command()(control.finish)
 app.command()(control.leave)
 app.command()(doctor.doctor)
 app.command()(logs.logs)
+app.command()(export.export)
 app.command()(demo.demo)
 app.add_typer(config_show.app, name="config")
 

@@ -1,0 +1,95 @@
+"""`atoll export`: a checkpoint as a directory that other programs load."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.core.errors import Ambiguous, CheckpointCorrupt, NotFound, UsageError
+from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.node.cli.options import DataDir, directory
+
+if TYPE_CHECKING:
+    from atoll.node.state.checkpoint import Checkpoint
+
+
+class Format(StrEnum):
+    """What the directory is for."""
+
+    HF = "hf"
+
+
+class Dtype(StrEnum):
+    """How numbers are stored."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+def export(
+    to: Annotated[Path, typer.Option("--to", help="The directory to write; it must not exist.", show_default=False)],
+    format_: Annotated[Format, typer.Option("--format", help="hf: for Hugging Face transformers.")] = Format.HF,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", help="A checkpoint's directory, as `atollctl checkpoint pull` writes it."),
+    ] = None,
+    round_number: Annotated[
+        int | None, typer.Option("--round", min=0, help="The checkpoint of that round; default: the newest.")
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The run, where this node has several.")] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="How numbers are stored.")] = Dtype.FP32,
+    data_dir: DataDir = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write a checkpoint as a directory that other programs load. The node may be training meanwhile."""
+    if checkpoint is not None and (round_number is not None or run is not None):
+        raise UsageError("--checkpoint names one checkpoint; --round and --run choose among this node's")
+    found = _read(checkpoint) if checkpoint else _choose(_directory_of(directory(data_dir), run), round_number)
+    from atoll.node.training.export import export_huggingface  # takes seconds: torch
+
+    export_huggingface(found, to, dtype)
+    if output is Output.JSON:
+        facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
+        print_json({"export": {"directory": str(to), "format": format_.value, "dtype": dtype.value, **facts}})
+        return
+    say(f"round {found.head.round} of run {found.spec.run.name!r}, {dtype.value}:")
+    typer.echo(str(to))
+
+
+def _directory_of(data_dir: Path, run: str | None) -> Path:
+    """Where the checkpoints of the run lie."""
+    found = sorted(path for path in data_dir.glob("runs/*/checkpoints") if run in (None, path.parent.name))
+    if not found:
+        raise NotFound(
+            f"no checkpoints under {data_dir}",
+            "the node has not written one yet, or --data-dir or --run is another",
+        )
+    if len(found) > 1:
+        raise Ambiguous(f"this node has runs {', '.join(path.parent.name for path in found)}", "choose one with --run")
+    return found[0]
+
+
+def _choose(checkpoints: Path, round_number: int | None) -> Checkpoint:
+    """That of the round, or the newest that is whole. Nothing is set aside: that is for the daemon."""
+    names = sorted((path.name for path in checkpoints.iterdir() if path.name.isdecimal()), key=int, reverse=True)
+    if round_number is not None:
+        if f"{round_number:09d}" not in names:
+            held = ", ".join(str(int(name)) for name in names) or "none"
+            raise NotFound(f"no checkpoint of round {round_number} is held here", f"held: {held}")
+        return _read(checkpoints / f"{round_number:09d}")
+    for name in names:
+        try:
+            return _read(checkpoints / name)
+        except CheckpointCorrupt as error:
+            say(f"warning: {error}")
+    raise NotFound(f"no whole checkpoint in {checkpoints}", "the node writes one soon after its next round")
+
+
+def _read(path: Path) -> Checkpoint:
+    from atoll.node.state.checkpoint import read_checkpoint
+
+    return read_checkpoint(path)

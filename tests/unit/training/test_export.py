@@ -1,0 +1,200 @@
+"""An exported directory is a Llama that anybody loads, with our logits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.small_state import of_vectors
+from typer.testing import CliRunner
+
+from atoll.core.errors import AlreadyExists, Ambiguous, CheckpointCorrupt, ConfigError, NotFound, UsageError
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.cli.main import app
+from atoll.node.state.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from atoll.node.state.tensor_file import Layers
+from atoll.node.training.export import export_huggingface
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.model import Decoder, initialise
+from atoll.node.training.shape import layer_table, resolve_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+MODELS = {
+    "untied": "dimension = 64\nlayers = 3\nheads = 4\nkv_heads = 4\nhidden_dimension = 96",
+    "tied": "dimension = 64\nlayers = 2\nheads = 4\nkv_heads = 4\nhidden_dimension = 96\ntie_embeddings = true",
+    "grouped": "dimension = 96\nlayers = 2\nheads = 6\nkv_heads = 2\nhidden_dimension = 64\nrope_theta = 500000.0",
+    "one key-value head, padded vocabulary": (
+        "dimension = 32\nlayers = 1\nheads = 4\nkv_heads = 1\nhidden_dimension = 32\nvocabulary = 300"
+    ),
+    "nano": "",
+}
+
+
+def spec_of(model: str, tokenizer: str = "bytes", run: str = "reef"):
+    return parse_run_spec(
+        f'version = 1\n[run]\nname = "{run}"\nstop_tokens = 1000\n[model]\n{model}\n'
+        f'[data]\npath = "corpus"\ntokenizer = "{tokenizer}"\nsequence_length = 128\n[sync]\nround_tokens = 100\n'
+    )
+
+
+def trained(model: str, run: str = "reef", number: int = 7, tokenizer: str = "bytes", vocabulary: int = 256):
+    """A decoder with weights large enough to matter, and its checkpoint."""
+    spec = spec_of(model, tokenizer, run)
+    shape = resolve_shape(spec.model, vocabulary)
+    decoder = Decoder(shape)
+    initialise(decoder, 5)
+    anchor_E = torch.empty(FlatLayout.of(decoder).elements)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(2.0).add_(torch.randn(parameter.shape) * 0.02)
+        named = dict(decoder.named_parameters())
+        for name, view_E in FlatLayout.of(decoder).views(anchor_E):
+            view_E.copy_(named[name])
+    layers = Layers.of(layer_table(spec, shape))
+    state = of_vectors(number, anchor_E, torch.zeros_like(anchor_E), layers, run)
+    return decoder.eval(), Checkpoint(spec, state.head, layers, state.anchor_E, state.momentum_E), state
+
+
+def load(directory: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).eval()
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_transformers_gives_our_logits(tmp_path, model):
+    decoder, checkpoint, _ = trained(model)
+    export_huggingface(checkpoint, tmp_path / "out")
+    loaded = load(tmp_path / "out")
+    tokens_BT = torch.randint(0, 256, (2, 128), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = decoder(tokens_BT), loaded(tokens_BT).logits
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert theirs.dtype is torch.float32
+    assert ours.abs().max() > 0.5
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert loaded.num_parameters() == checkpoint.layers.elements
+
+
+def test_bf16_is_what_rounding_gives(tmp_path):
+    _, checkpoint, _ = trained(MODELS["grouped"])
+    export_huggingface(checkpoint, tmp_path / "out", "bf16")
+    loaded = load(tmp_path / "out")
+    assert loaded.dtype is torch.bfloat16
+    embedding = checkpoint.anchor_E[: 256 * 96].view(256, 96)
+    assert torch.equal(loaded.get_input_embeddings().weight, embedding.to(torch.bfloat16))
+
+
+def test_it_generates_and_stops_at_a_document_s_end(tmp_path):
+    _, checkpoint, _ = trained(MODELS["tied"])
+    export_huggingface(checkpoint, tmp_path / "out")
+    loaded = load(tmp_path / "out")
+    assert loaded.generation_config.eos_token_id == 0
+    made = loaded.generate(torch.tensor([[65, 66]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.shape[1] <= 6
+
+
+def test_the_byte_tokenizer_comes_along(tmp_path):
+    from transformers import AutoTokenizer
+
+    _, checkpoint, _ = trained(MODELS["tied"])
+    export_huggingface(checkpoint, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    everything = bytes(range(256)).decode("latin-1") + " Lagune, 礁, 🪸 \r\n\t two  spaces ."
+    assert tokenizer.encode(everything, add_special_tokens=False) == list(everything.encode())
+    assert tokenizer.decode(list(everything.encode())) == everything
+    assert len(tokenizer) == 256
+
+
+def test_a_run_s_hugging_face_tokenizer_comes_along(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = {"<end>": 0, "reef": 1, "lagoon": 2}
+    made = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(tmp_path / "tokenizer")
+    _, checkpoint, _ = trained(MODELS["tied"], tokenizer=str(tmp_path / "tokenizer"), vocabulary=3)
+    export_huggingface(checkpoint, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("lagoon reef") == [2, 1]
+    assert load(tmp_path / "out").config.vocab_size == 3
+
+
+def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
+    _, checkpoint, _ = trained(MODELS["tied"])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AlreadyExists):
+        export_huggingface(checkpoint, tmp_path / "out")
+    other = Checkpoint(spec_of("layers = 9"), *list(vars(checkpoint).values())[1:])
+    with pytest.raises(ConfigError):
+        export_huggingface(other, tmp_path / "two")
+    unknown = Checkpoint(spec_of(MODELS["tied"], str(tmp_path / "none")), *list(vars(checkpoint).values())[1:])
+    with pytest.raises(ConfigError):
+        export_huggingface(unknown, tmp_path / "three")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def atoll(*arguments: object):
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def node_with(data_dir: Path, run: str, *rounds: int) -> CheckpointStore:
+    for number in rounds:
+        _, checkpoint, state = trained(MODELS["tied"], run, number)
+        store = CheckpointStore(data_dir / "runs" / run / "checkpoints", checkpoint.spec, keep=9)
+        store.write(state)
+    return store
+
+
+def test_the_newest_whole_one_is_exported(tmp_path):
+    store = node_with(tmp_path / "node", "reef", 3, 4, 5)
+    (store.path(5) / "manifest").write_bytes(b"")
+    done = atoll("--to", tmp_path / "out", "--data-dir", tmp_path / "node", "-o", "json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["export"]["round"] == 4
+    assert store.path(5).exists(), "setting aside is for the daemon"
+    assert json.loads((tmp_path / "out/config.json").read_text())["atoll"]["round"] == 4
+
+
+def test_a_round_a_run_and_a_directory_can_be_named(tmp_path):
+    node_with(tmp_path / "node", "reef", 3, 4)
+    store = node_with(tmp_path / "node", "lagoon", 5)
+    where = ("--data-dir", tmp_path / "node")
+    assert atoll("--to", tmp_path / "a", *where, "--run", "reef", "--round", 3).exit_code == 0
+    store.path(5).rename(tmp_path / "pulled")
+    assert atoll("--to", tmp_path / "b", "--checkpoint", tmp_path / "pulled").exit_code == 0
+    rounds = [json.loads((tmp_path / name / "config.json").read_text())["atoll"]["round"] for name in "ab"]
+    assert rounds == [3, 5]
+
+
+def test_what_cannot_be_exported_is_said(tmp_path):
+    node_with(tmp_path / "node", "reef", 3)
+    node_with(tmp_path / "node", "lagoon", 3)
+    where = ("--to", tmp_path / "out", "--data-dir", tmp_path / "node")
+    cases = {
+        (): Ambiguous,
+        ("--run", "atlantis"): NotFound,
+        ("--run", "reef", "--round", 4): NotFound,
+        ("--run", "reef", "--checkpoint", tmp_path): UsageError,
+        ("--checkpoint", tmp_path): CheckpointCorrupt,
+        ("--checkpoint", tmp_path / "nowhere"): CheckpointCorrupt,
+    }
+    for arguments, error in cases.items():
+        assert isinstance(atoll(*where, *arguments).exception, error), arguments
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_false_byte_is_found_before_anything_is_written(tmp_path):
+    store = node_with(tmp_path / "node", "reef", 3)
+    anchor = store.path(3) / "anchor.safetensors"
+    data = bytearray(anchor.read_bytes())
+    data[-2] ^= 1
+    anchor.write_bytes(data)
+    with pytest.raises(CheckpointCorrupt):
+        read_checkpoint(store.path(3))
+    assert isinstance(atoll("--to", tmp_path / "out", "--checkpoint", store.path(3)).exception, CheckpointCorrupt)
+    assert not (tmp_path / "out").exists()
