@@ -20,7 +20,7 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.fetch import FetchPolicy
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
-from atoll.node.transport_memory import MemoryHub, Passage
+from atoll.node.transport_memory import MemoryHub, MemoryNetwork, Passage
 from atoll.v1 import manifest_pb2
 
 ANN, BOB, CLEO, DAN, EVE, FAY = (Identity.generate() for _ in range(6))
@@ -123,6 +123,7 @@ class Reef:
     us: Identity = CLEO
     behaviours: dict[str, Behaviour] = field(default_factory=dict)
     bodies: dict[str, int] = field(default_factory=dict)
+    networks: dict[str, MemoryNetwork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hub = MemoryHub(self._pass)
@@ -136,7 +137,7 @@ class Reef:
         for head in heads:
             store.append(head)
         holding = Holding(store, heads[-1] if heads else None, state)
-        network = self.hub.join(member.peer_id)
+        network = self.networks[member.peer_id] = self.hub.join(member.peer_id)
         StateServer(network, "r", store, holding.current, (staged or {}).get)
         return holding
 
