@@ -136,6 +136,15 @@ def test_a_frozen_contributor_costs_one_stall_and_no_part():
     run_virtually(scene())
 
 
+def test_who_is_silent_in_both_roles_costs_little_more_than_one_stall():
+    async def scene() -> None:
+        swarm, _ = freezing({"b": 3}, WEIGHTS, "fp32")
+        await play(swarm, ["a", "c"])
+        assert swarm.seconds <= 1.5 * STALL_SECONDS
+
+    run_virtually(scene())
+
+
 def test_a_reducer_that_waits_for_a_frozen_contributor_is_not_given_up():
     """Everyone but the frozen one gets every part from the one reducer, which itself has to wait a whole stall."""
 

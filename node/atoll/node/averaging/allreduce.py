@@ -10,7 +10,8 @@ as a contributor, sums go on without it; as a reducer, its remaining parts are m
 is, the members settle on what the average is (settlement.py), and `repair` makes it so (repair.py).
 
 Patience: a reducer gives a contributor `stall` for its next frame. It may itself be silent that long while it waits,
-and after that its frame has to travel, so contributors give a reducer two and a half times as much.
+and after that its frame has to travel, so contributors give a reducer two and a half times as much; half of that if
+the same member gave nothing to our own sums either, as one that stands still does.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class Exchange:
 
     async def _take(self, stream: Stream, share: Share) -> None:
         for part in share.parts:
-            frame = await next_frame(stream, self._stall * _REDUCER_PATIENCE)
+            frame = await next_frame(stream, self._stall * _REDUCER_PATIENCE, lambda: self._is_silent(share.reducer))
             index = share.first + part.index
             self._average.check(frame, index, share.reducer, named=part.index)
             if frame.body:  # else nobody contributed to it
@@ -215,6 +216,9 @@ class Exchange:
         _log.info("reducer given up", peer=share.reducer, reason=str(error))
         if isinstance(error, PeerMisbehaved):
             self._fault(share.reducer, str(error))
+
+    def _is_silent(self, peer: str) -> bool:
+        return self._reducer is not None and peer in self._reducer.given_up
 
     # --- small words ---------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ that it stood still in is lost; what arrived meanwhile is taken in the next.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
 
 from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreachable
@@ -16,16 +17,22 @@ from atoll.node.transport import Stream
 SLICES = 4
 
 
-async def next_frame(stream: Stream, patience: timedelta) -> Frame:
+def _never() -> bool:
+    return False
+
+
+async def next_frame(stream: Stream, patience: timedelta, hopeless: Callable[[], bool] = _never) -> Frame:
     """The next frame. Raises `DeadlineExceeded` when none came, `FrameInvalid`, and `Unreachable` for every other end.
 
-    What a peer says when it refuses us is its own view; it does not become a fault of ours or of the peer's.
+    From half of the patience on, `hopeless` may end it. What a peer says when it refuses us is its own view; it does
+    not become a fault of ours or of the peer's.
     """
-    for _ in range(SLICES):
+    for slice_number in range(1, SLICES + 1):
         try:
             return await stream.receive(patience / SLICES)
         except DeadlineExceeded:
-            continue
+            if 2 * slice_number >= SLICES and hopeless():
+                break
         except (FrameInvalid, Unreachable):
             raise
         except AtollError as error:

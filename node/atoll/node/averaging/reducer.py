@@ -90,6 +90,7 @@ class Reducer:
         stall: timedelta,
     ) -> None:
         self.partial: set[str] = set()  # contributors that a sum lacks
+        self.given_up: set[str] = set()
         self._me = me
         self._weights = weights  # in the order of the sum
         self._share = share
@@ -172,6 +173,7 @@ class Reducer:
 
     def _give_up(self, inlet: Inlet, why: str) -> None:
         if inlet.close():
+            self.given_up.add(inlet.peer)
             _log.info("contributor given up", peer=inlet.peer, reason=why)
 
     # --- sums ----------------------------------------------------------------------------------------
