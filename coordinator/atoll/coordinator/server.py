@@ -28,6 +28,7 @@ from atoll.coordinator.paths import credentials_dir
 from atoll.coordinator.services.admin import AdminService
 from atoll.coordinator.services.enrolment import EnrolmentService
 from atoll.coordinator.services.membership import MembershipService
+from atoll.coordinator.services.uploads import Uploads
 from atoll.coordinator.state.sql import SqlStore
 from atoll.coordinator.web.app import create_app
 from atoll.coordinator.web.http_server import HttpServer
@@ -126,15 +127,19 @@ async def serving(
         max_message_bytes=MAX_MEMBER_BYTES,
     )
     listener = listening.bind(config.http_host, config.http_port, "--http-port")
+    uploads = Uploads(controller)
     endpoints = _endpoints(config, enrol.port, member.port, listener.getsockname()[1])
     enrolment_pb2_grpc.add_EnrolmentServicer_to_server(
         EnrolmentService(controller, keys, config.public_member_endpoint or f":{member.port}"), enrol.server
     )
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(
-        MembershipService(controller, keys, stopping), member.server
+        MembershipService(controller, keys, uploads, stopping), member.server
     )
     admin_pb2_grpc.add_AdminServicer_to_server(
-        AdminService(controller, keys.ca.sha256, endpoints.public, stopping), member.server
+        AdminService(
+            controller, uploads, ca_sha256=keys.ca.sha256, public_endpoint=endpoints.public, stopping=stopping
+        ),
+        member.server,
     )
     http = HttpServer(create_app(controller, registry, config.http_host), listener)
     await enrol.start()

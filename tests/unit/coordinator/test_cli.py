@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli import events, main, node, plan, run, token
+from atoll.coordinator.cli import checkpoint, events, main, node, plan, run, token
 from atoll.coordinator.state import admission
 from atoll.core.cli import run_cli
 from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable, UsageError
@@ -125,6 +125,22 @@ ANSWERS = {
     "GetRun": RUN,
     "ListRuns": wire.ListRunsResponse(runs=[RUN]),
     "ListRounds": wire.ListRoundsResponse(rounds=ROUNDS),
+    "ListCheckpoints": wire.ListCheckpointsResponse(
+        checkpoints=[
+            wire.CheckpointView(
+                checkpoint=mb.CheckpointInfo(
+                    round=7,
+                    manifest_hash=b"\x0a" * 32,
+                    bytes=5_000_000,
+                    written_unix_ms=1_700_000_000_000,
+                    committed_tokens=250_000,
+                ),
+                peer_id=NODE.peer_id,
+                node_name="basement",
+                connected=True,
+            )
+        ]
+    ),
     "GetPlan": wire.PlanView(plan=PLAN, signed=pb.Signed(payload=b"\x03")),
     "Events": [EVENT],
 }
@@ -144,6 +160,7 @@ COMMANDS = {
     "run-pause": ["run", "pause"],
     "run-stop": ["run", "stop"],
     "plan-show": ["plan", "show"],
+    "checkpoint-list": ["checkpoint", "list"],
     "events": ["events"],
 }
 
@@ -170,7 +187,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, plan, events):
+    for module in (token, node, run, plan, checkpoint, events):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:

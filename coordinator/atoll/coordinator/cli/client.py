@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -40,7 +40,7 @@ class Client:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._who) from error
 
-    def stream(self, method: Callable[..., Iterable[Response]], request: object) -> Iterator[Response]:
+    def stream(self, method: Callable[..., Iterable[Response]], request: object) -> Generator[Response, None, None]:
         """Answers for as long as they come. Raises `AtollError`."""
         try:
             yield from method(request)
@@ -63,6 +63,8 @@ def connect(directory: Path | None) -> Iterator[Client]:
         ("grpc.ssl_target_name_override", server_name),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
+        ("grpc.keepalive_time_ms", 15_000),  # a stream to a machine that is gone must end
+        ("grpc.keepalive_timeout_ms", 10_000),
     )
     with grpc.secure_channel(endpoint, credentials, options) as channel:
         yield Client(admin_pb2_grpc.AdminStub(channel), endpoint)

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state import admission, find, lifecycle, views
+from atoll.coordinator.services.uploads import Uploads
+from atoll.coordinator.state import admission, checkpoints, find, lifecycle, views
 from atoll.coordinator.state.records import Node, Run
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
@@ -19,6 +20,7 @@ from atoll.core.tokens import hash_secret, new_token
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import admin_pb2_grpc, plan_pb2
 from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
@@ -28,10 +30,19 @@ MAX_NUMBER = 2**62  # databases keep 63 bits; nothing is numbered higher
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Tokens, nodes, runs, plans, events, rounds."""
+    """Tokens, nodes, runs, plans, events, rounds, checkpoints."""
 
-    def __init__(self, controller: Controller, ca_sha256: str, public_endpoint: str, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        uploads: Uploads,
+        *,
+        ca_sha256: str,
+        public_endpoint: str,
+        stopping: asyncio.Event,
+    ) -> None:
         self._controller = controller
+        self._uploads = uploads
         self._ca_sha256 = ca_sha256
         self._public_endpoint = public_endpoint
         self._stopping = stopping
@@ -159,6 +170,27 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 with suppress(TimeoutError):  # a look now and then costs nothing, and no wait is for ever
                     await asyncio.wait_for(changed.wait(), FOLLOW_SECONDS)
                 changed.clear()
+
+    # --- checkpoints -------------------------------------------------------------------------------
+
+    async def ListCheckpoints(
+        self, request: wire.ListCheckpointsRequest, context: Context
+    ) -> wire.ListCheckpointsResponse:
+        """The newest first."""
+        state = self._controller.state
+        found = checkpoints.held_in(state, find.run(state, request.run_id).run_id)
+        return wire.ListCheckpointsResponse(checkpoints=[views.checkpoint_view(state, item) for item in found])
+
+    async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]
+        """Files of one, as the node sends them."""
+        wanted = checkpoints.choose(self._controller.state, request.run_id, request.round, request.node)
+        with self._uploads.ordered(wanted) as upload:
+            first = await self._uploads.opened(upload)
+            checkpoints.check_manifest(self._controller.state, wanted, first.opening.manifest.payload)
+            message: mb.CheckpointUpload | None = first
+            while message is not None:
+                await context.write(message)
+                message = await upload.get()
 
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()

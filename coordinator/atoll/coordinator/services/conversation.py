@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from atoll.coordinator.controller import Controller
+from atoll.coordinator.services.uploads import Uploads
 from atoll.coordinator.state import admission, machine, views
 from atoll.coordinator.state.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -19,8 +20,9 @@ from atoll.v1 import membership_pb2 as mb
 class Conversation:
     """Between the coordinator and one node, for as long as one stream lives."""
 
-    def __init__(self, controller: Controller, peer_id: str, session: int) -> None:
+    def __init__(self, controller: Controller, uploads: Uploads, peer_id: str, session: int) -> None:
         self._controller = controller
+        self._uploads = uploads
         self._peer_id = peer_id
         self._session = session
         self._received = 0  # sequence of the last request that is durable
@@ -31,6 +33,7 @@ class Conversation:
         self._deny_number = -1
         self._seeds: tuple[str, ...] = ()
         self._told: tuple[int, int] = (-1, -1)  # run state, order
+        self._tickets: set[bytes] = set()  # of uploads that were asked for on this stream
 
     async def listen(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
         """Take every request as one step; set `changed` after each, and when the stream ends."""
@@ -66,6 +69,7 @@ class Conversation:
         news |= self._add_plan(response, node)
         news |= self._add_deny_list(response)
         news |= self._add_seeds(response, node)
+        news |= self._add_uploads(response)
         if not (news or self._owes_answer):
             return None
         self._told = (response.run_state, response.order)
@@ -102,3 +106,9 @@ class Conversation:
         response.seeds.extend(seeds)
         self._seeds = seeds
         return True
+
+    def _add_uploads(self, response: mb.HeartbeatResponse) -> bool:
+        orders = [item for item in self._uploads.orders(self._peer_id) if item.ticket not in self._tickets]
+        response.uploads.extend(orders)
+        self._tickets |= {item.ticket for item in orders}
+        return bool(orders)

@@ -17,6 +17,7 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE, caller
 from atoll.coordinator.services.conversation import Conversation
 from atoll.coordinator.services.enrolment import membership_of
+from atoll.coordinator.services.uploads import Uploads
 from atoll.coordinator.state import admission, find, machine, views, votes
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify
@@ -29,10 +30,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
-    """`Renew`, `Heartbeat`, `Vote`, `Leave`."""
+    """`Renew`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
 
-    def __init__(self, controller: Controller, keys: Keys, stopping: asyncio.Event) -> None:
+    def __init__(self, controller: Controller, keys: Keys, uploads: Uploads, stopping: asyncio.Event) -> None:
         self._controller = controller
+        self._uploads = uploads
         self._keys = keys
         self._stopping = stopping
 
@@ -69,13 +71,20 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             response.vote.CopyFrom(vote)
         return response
 
+    async def UploadCheckpoint(  # noqa: N802
+        self, request_iterator: AsyncIterator[mb.CheckpointUpload], context: Context
+    ) -> mb.CheckpointUploadResponse:
+        """Pass a checkpoint on to the operator who waits for it."""
+        await self._uploads.take(caller(context, NODE), request_iterator)
+        return mb.CheckpointUploadResponse()
+
     async def Heartbeat(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, which gRPC also takes
         self, request_iterator: AsyncIterator[mb.HeartbeatRequest], context: Context
     ) -> None:
         """Serve one stream until the node ends it, it falls silent, or we stop."""
         peer_id = caller(context, NODE)
         session = await self._controller.do(lambda state, now: machine.connect(state, now, peer_id))
-        talk = Conversation(self._controller, peer_id, session)
+        talk = Conversation(self._controller, self._uploads, peer_id, session)
         try:
             with self._controller.watching() as changed:
                 listening = asyncio.create_task(talk.listen(request_iterator, changed))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from atoll.coordinator.state import find, lifecycle, reports
+from atoll.coordinator.state import checkpoints, find, lifecycle, reports
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -104,6 +104,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     )
     draft.set_live(peer_id, live)
     if "node" in node.roles:
+        checkpoints.take(draft, node, request)
         _take_reports(draft, node, request)
     return draft.done(None)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from atoll.coordinator.state import lifecycle
-from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run, Token
+from atoll.coordinator.state import checkpoints, lifecycle
+from atoll.coordinator.state.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.state.votes import Answer
 from atoll.core.membership import ROLES
@@ -115,6 +115,22 @@ def vote_answer(round_id: RoundId, given: Answer) -> mb.VoteResponse:
             response.accepted_ballot.CopyFrom(voted.to_proto())
             response.accepted_payload = given.vote.payload
     return response
+
+
+def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
+    """A checkpoint and who holds it."""
+    return admin.CheckpointView(
+        checkpoint=mb.CheckpointInfo(
+            round=item.round,
+            manifest_hash=item.manifest_hash,
+            bytes=item.size_bytes,
+            written_unix_ms=item.written_ms,
+            committed_tokens=item.committed_tokens,
+        ),
+        peer_id=item.peer_id,
+        node_name=state.nodes[item.peer_id].name,
+        connected=checkpoints.connected(state, item.peer_id),
+    )
 
 
 def event_view(row: Event) -> admin.Event:

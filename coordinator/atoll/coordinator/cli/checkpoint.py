@@ -1,0 +1,114 @@
+"""`atollctl checkpoint`: where checkpoints lie, and one of them brought here."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
+from atoll.coordinator.cli.output import Column, Plain, plain, show
+from atoll.coordinator.cli.words import count, moment, size
+from atoll.coordinator.text import clean
+from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.v1 import admin_pb2 as wire
+
+app = typer.Typer(help="Checkpoints: list, pull.", no_args_is_help=True)
+_COLUMNS = [
+    Column("round", right=True),
+    Column("node"),
+    Column("state"),
+    Column("tokens", right=True),
+    Column("size", right=True),
+    Column("written"),
+    Column("manifest"),
+]
+_STEPS = 10  # lines of progress where it does not go to a terminal
+
+
+@app.command("list")
+def list_checkpoints(
+    run: RunOption = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None
+) -> None:
+    """Show which node holds which checkpoint, the newest first.
+
+    [bold]Example[/bold]
+
+      atollctl checkpoint list
+    """
+    with connect(credentials) as client:
+        found = client.call(client.stub.ListCheckpoints, wire.ListCheckpointsRequest(run_id=run)).checkpoints
+    show(output, {"checkpoints": [plain(item) for item in found]}, _COLUMNS, [_row(item) for item in found])
+
+
+@app.command()
+def pull(
+    to: Annotated[Path, typer.Option(metavar="DIR", help="a new directory for it")],
+    round_number: Annotated[
+        int, typer.Option("--round", min=0, max=MAX_NUMBER, help="0: the newest that a connected node holds")
+    ] = 0,
+    node: Annotated[str, typer.Option(metavar="NODE", help="from this one; default: any that holds it")] = "",
+    run: RunOption = "",
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Bring a checkpoint here, through the coordinator. It is checked, layer by layer, before it is there.
+
+    [bold]Examples[/bold]
+
+      atollctl checkpoint pull --to reef-newest
+
+      atollctl checkpoint pull --round 120 --node reef-3 --to reef-120
+    """
+    from atoll.coordinator.cli import pulled
+
+    target = to.absolute()
+    pulled.refuse_existing(target)
+    request = wire.PullCheckpointRequest(run_id=run, round=round_number, node=node)
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
+        layers = [layer.name for layer in view.layers.layers]
+        with contextlib.closing(client.stream(client.stub.PullCheckpoint, request)) as messages:
+            head = pulled.receive(messages, target, view.run_id, layers, Progress())
+    if output is Output.JSON:
+        facts = {"run_id": view.run_id, "round": head.round, "committed_tokens": head.committed_tokens}
+        print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), "path": str(target)}})
+        return
+    say(f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: every layer is true")
+    print(target)
+
+
+class Progress:
+    """Says on stderr how much has come: in place on a terminal, else now and then."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` bytes are here."""
+        step = _STEPS * 10 * done // total // (1 if sys.stderr.isatty() else 10) if total else 0
+        if step == self._told:
+            return
+        self._told = step
+        line = f"{size(done)} of {size(total)}"
+        if sys.stderr.isatty():
+            print(f"\r{line:<40}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        else:
+            say(line)
+
+
+def _row(item: wire.CheckpointView) -> Plain:
+    held = item.checkpoint
+    return {
+        "round": held.round,
+        "node": item.node_name,
+        "state": "connected" if item.connected else "away",
+        "tokens": count(held.committed_tokens),
+        "size": size(held.bytes),
+        "written": moment(held.written_unix_ms),
+        "manifest": f"{held.manifest_hash.hex()[:12]}…",
+    }

@@ -1,0 +1,202 @@
+"""Checkpoints on their way from a node to an operator: passed on message by message, never kept here.
+
+An operator's pull opens an `Upload`; the node's next heartbeat answer carries the order with its ticket; the node
+answers with a call of its own, and the two calls meet here. A few messages lie between them at most, so whoever is
+slower sets the pace. Every wait has a deadline, and whichever side ends first, the other is told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from atoll.coordinator.controller import Controller
+from atoll.coordinator.state import checkpoints
+from atoll.coordinator.state.records import Checkpoint
+from atoll.coordinator.text import clean
+from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable
+from atoll.v1 import membership_pb2 as mb
+
+MAX_AT_ONCE = 8
+MAX_FILES = 16
+MAX_MESSAGE_BYTES = 1 << 20
+OPENING_SECONDS = 30.0  # from the order to the node's answer
+MESSAGE_SECONDS = 60.0  # between two messages, and for an operator to take one
+BETWEEN = 4  # messages
+_LOOK_SECONDS = 1.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST_BYTES = 32
+_MAX = 2**62
+
+
+class Upload:
+    """One checkpoint, from one node to one operator."""
+
+    def __init__(self, peer_id: str, round_number: int) -> None:
+        self.ticket = secrets.token_bytes(16)
+        self.peer_id = peer_id
+        self.round = round_number
+        self.claimed = False  # the node answered
+        self._messages: deque[mb.CheckpointUpload] = deque()
+        self._ended = False
+        self._failure: AtollError | None = None
+        self._room = asyncio.Event()
+        self._news = asyncio.Event()
+
+    def end(self, failure: AtollError | None = None) -> None:
+        """Nothing comes any more; the other side is told `failure`. The first end stands."""
+        if not self._ended:
+            self._ended, self._failure = True, failure
+        self._room.set()
+        self._news.set()
+
+    async def put(self, message: mb.CheckpointUpload) -> None:
+        """Pass one message on, when there is room. Raises what ended it on the other side, `DeadlineExceeded`."""
+        self._check_end()
+        if len(self._messages) >= BETWEEN:
+            self._room.clear()
+            await _in_time(self._room, MESSAGE_SECONDS, "the operator does not take what the node sends")
+            self._check_end()
+        self._messages.append(message)
+        self._news.set()
+
+    async def get(self) -> mb.CheckpointUpload | None:
+        """The next message; None after the last. Raises what ended it, `DeadlineExceeded`."""
+        while not self._messages:
+            if self._ended:
+                if self._failure is not None:
+                    raise self._failure
+                return None
+            self._news.clear()
+            await _in_time(self._news, MESSAGE_SECONDS, "the node stopped sending the checkpoint")
+        self._room.set()
+        return self._messages.popleft()
+
+    async def heard(self, seconds: float) -> bool:
+        """Whether anything has come, or the end, within that time."""
+        if not (self._messages or self._ended):
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), seconds)
+            except TimeoutError:
+                return False
+        return True
+
+    def _check_end(self) -> None:
+        if self._ended:
+            raise self._failure or Unreachable("the operator does not want the checkpoint any more")
+
+
+class Uploads:
+    """All that are under way."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._open: dict[bytes, Upload] = {}
+
+    def orders(self, peer_id: str) -> list[mb.UploadOrder]:
+        """What a node shall send and did not begin to."""
+        return [
+            mb.UploadOrder(ticket=upload.ticket, round=upload.round)
+            for upload in self._open.values()
+            if upload.peer_id == peer_id and not upload.claimed
+        ]
+
+    @contextmanager
+    def ordered(self, wanted: Checkpoint) -> Iterator[Upload]:
+        """Ask the node; at the end it is told that nobody waits any more. Raises `Busy`."""
+        if len(self._open) >= MAX_AT_ONCE:
+            raise Busy(f"{MAX_AT_ONCE} checkpoints are being pulled already", "try again when one is done")
+        upload = Upload(wanted.peer_id, wanted.round)
+        self._open[upload.ticket] = upload
+        self._controller.notify()
+        try:
+            yield upload
+        finally:
+            del self._open[upload.ticket]
+            upload.end()
+
+    async def opened(self, upload: Upload) -> mb.CheckpointUpload:
+        """The node's first message. Raises `Unreachable` when it goes, `DeadlineExceeded`, and its refusal."""
+        name = self._controller.state.nodes[upload.peer_id].name
+        for _ in range(int(OPENING_SECONDS / _LOOK_SECONDS)):
+            if await upload.heard(_LOOK_SECONDS):
+                break
+            if not checkpoints.connected(self._controller.state, upload.peer_id):
+                raise Unreachable(
+                    f"{name} went away before it sent the checkpoint", "try again, or name another --node"
+                )
+        else:
+            raise DeadlineExceeded(f"{name} did not begin to send the checkpoint", "try again, or name another --node")
+        first = await upload.get()
+        if first is None:
+            raise Unreachable(f"{name} ended before it sent anything", "try again")
+        if first.opening.refusal:
+            refusal = clean(first.opening.refusal)
+            raise NotFound(f"{name} does not send it: {refusal}", "see `atollctl checkpoint list`")
+        return first
+
+    async def take(self, peer_id: str, messages: AsyncIterator[mb.CheckpointUpload]) -> None:
+        """The node's side: from the opening to the last byte. Raises `NotFound`, `PeerMisbehaved`, `Unreachable`."""
+        opening = (await _next(messages)).opening
+        upload = self._open.get(opening.ticket)
+        if upload is None or upload.peer_id != peer_id or upload.claimed:
+            raise NotFound("nobody waits for this checkpoint, or not from this node")
+        upload.claimed = True
+        try:
+            await _pass_on(upload, opening, messages)
+        except AtollError as error:
+            upload.end(error)
+            raise
+        except BaseException:
+            upload.end(Unreachable("the node went away while it sent the checkpoint", "try again"))
+            raise
+        upload.end()
+
+
+async def _pass_on(upload: Upload, opening: mb.CheckpointOpening, messages: AsyncIterator[mb.CheckpointUpload]) -> None:
+    if opening.refusal:
+        await upload.put(mb.CheckpointUpload(opening=opening))
+        return
+    left = _announced(upload, opening)
+    await upload.put(mb.CheckpointUpload(opening=opening))
+    while left:
+        message = await _next(messages)
+        if not 0 < len(message.data) <= min(left, MAX_MESSAGE_BYTES):
+            raise PeerMisbehaved("the node sent more than it announced, or nothing, or too much at once")
+        left -= len(message.data)
+        await upload.put(message)
+
+
+def _announced(upload: Upload, opening: mb.CheckpointOpening) -> int:
+    """Bytes that must come. Raises `PeerMisbehaved` for an opening that no operator should see."""
+    names = [item.name for item in opening.files]
+    total = sum(item.bytes for item in opening.files)
+    if opening.round != upload.round or not 1 <= len(names) <= MAX_FILES or len(set(names)) != len(names):
+        raise PeerMisbehaved("the node opened another checkpoint than was asked for")
+    if not all(_NAME.fullmatch(name) for name in names) or total > _MAX:
+        raise PeerMisbehaved("the node sends files with names or sizes that cannot be")
+    if any(len(item.sha256) != _DIGEST_BYTES for item in opening.files):
+        raise PeerMisbehaved("the node sends files without digests")
+    return total
+
+
+async def _next(messages: AsyncIterator[mb.CheckpointUpload]) -> mb.CheckpointUpload:
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            return await anext(messages)
+    except StopAsyncIteration as error:
+        raise Unreachable("the node went away before all of it had come", "try again") from error
+    except TimeoutError as error:
+        raise DeadlineExceeded("the node stopped sending the checkpoint", "try again") from error
+
+
+async def _in_time(event: asyncio.Event, seconds: float, otherwise: str) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError as error:
+        raise DeadlineExceeded(otherwise, "try again") from error

@@ -1,0 +1,86 @@
+"""Which node holds which checkpoint, as the nodes tell it. Pure.
+
+The files stay where they are. Here is what `atollctl checkpoint list` shows, and who is asked when the operator pulls
+one: a connected node that says it holds it.
+"""
+
+from __future__ import annotations
+
+from atoll.coordinator.state import find
+from atoll.coordinator.state.records import Checkpoint, Node
+from atoll.coordinator.state.snapshot import Draft, State
+from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.manifest import manifest_hash
+from atoll.v1 import membership_pb2 as mb
+
+MAX_CHECKPOINTS = 64  # of one node
+_MAX = 2**62  # databases keep 63 bits
+_DIGEST_BYTES = 32
+_LOOK = "see `atollctl checkpoint list`"
+
+
+def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
+    """Replace what was known of a node's checkpoints, if it says that they changed. Raises `InvalidRequest`."""
+    if not request.checkpoints_changed:
+        return
+    told = request.checkpoints
+    if len(told) > MAX_CHECKPOINTS or len({item.round for item in told}) != len(told):
+        raise InvalidRequest(f"a node tells at most {MAX_CHECKPOINTS} checkpoints, each of another round")
+    for item in told:
+        numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
+        if max(numbers) > _MAX or len(item.manifest_hash) != _DIGEST_BYTES:
+            raise InvalidRequest("a checkpoint has a number or a hash that cannot be")
+    held = tuple(
+        Checkpoint(
+            peer_id=node.peer_id,
+            round=item.round,
+            run_id=node.run_id,
+            manifest_hash=item.manifest_hash,
+            size_bytes=item.bytes,
+            written_ms=item.written_unix_ms,
+            committed_tokens=item.committed_tokens,
+        )
+        for item in sorted(told, key=lambda item: -item.round)
+    )
+    if held != draft.state.checkpoints.get(node.peer_id, ()):
+        draft.set_checkpoints(node.peer_id, held)
+
+
+def held_in(state: State, run_id: str) -> list[Checkpoint]:
+    """All of a run, the newest first, by node name then."""
+    found = [item for held in state.checkpoints.values() for item in held if item.run_id == run_id]
+    return sorted(found, key=lambda item: (-item.round, state.nodes[item.peer_id].name))
+
+
+def choose(state: State, run_id: str, round_number: int, node: str) -> Checkpoint:
+    """The one to pull: of that round (0: the newest) and node (empty: any), from a connected node.
+
+    Raises `NotFound`, `Ambiguous`, and `Unreachable` when only nodes that are away hold it.
+    """
+    run = find.run(state, run_id)
+    peer_id = find.node(state, node).peer_id if node else ""
+    wanted = [
+        item for item in held_in(state, run.run_id) if round_number in (0, item.round) and peer_id in ("", item.peer_id)
+    ]
+    which = f"of round {round_number} " if round_number else ""
+    if not wanted:
+        raise NotFound(f"no node of run {run.run_id!r} said that it holds a checkpoint {which}there", _LOOK)
+    here = [item for item in wanted if connected(state, item.peer_id)]
+    if not here:
+        names = ", ".join(state.nodes[item.peer_id].name for item in wanted[:5])
+        raise Unreachable(f"the nodes that hold a checkpoint {which}are not connected: {names}", _LOOK)
+    return here[0]
+
+
+def check_manifest(state: State, wanted: Checkpoint, payload: bytes) -> None:
+    """Raise `PeerMisbehaved` when the node sends another manifest than the one known to be committed."""
+    commit = state.memory[wanted.run_id].committed.get(wanted.round)
+    if commit is not None and commit.manifest_hash != manifest_hash(payload):
+        name = state.nodes[wanted.peer_id].name
+        raise PeerMisbehaved(f"{name} holds another round {wanted.round} than was committed", "name another --node")
+
+
+def connected(state: State, peer_id: str) -> bool:
+    """Whether the node can be asked now."""
+    live = state.live.get(peer_id)
+    return live is not None and live.connected and not state.nodes[peer_id].banned

@@ -1,0 +1,201 @@
+"""Checkpoints through the coordinator: listed, pulled by the real `atollctl`, passed on without being kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import Result
+from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator
+from integration.coordinator.test_membership import training
+from typer.testing import CliRunner
+from unit.coordinator.model_files import Files, checkpoint
+
+from atoll.coordinator.cli import main
+from atoll.coordinator.services.uploads import BETWEEN, Upload
+from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
+from atoll.v1 import admin_pb2 as admin
+from atoll.v1 import membership_pb2 as mb
+
+
+async def ctl(home: Coordinator, *arguments: str) -> Result:
+    command = ["checkpoint", *arguments, "--credentials", str(home.data_dir / "admin")]
+    return await asyncio.wait_for(asyncio.to_thread(CliRunner().invoke, main.app, command), SECONDS)
+
+
+async def hold(node: Node, files: Files) -> None:
+    await node.acknowledged(await node.say(checkpoints=[files.info()], checkpoints_changed=True))
+
+
+async def ordered(node: Node) -> mb.UploadOrder:
+    return (await node.hear(lambda response: len(response.uploads) > 0)).uploads[0]
+
+
+async def upload(node: Node, messages: Iterable[mb.CheckpointUpload]) -> None:
+    async def sending() -> AsyncIterator[mb.CheckpointUpload]:
+        for message in messages:
+            yield message
+
+    await node.stub.UploadCheckpoint(sending(), timeout=SECONDS)
+
+
+async def test_a_checkpoint_travels_from_the_node_to_the_operators_disk(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann = next(node for node in nodes if node.name == "ann")
+        files = checkpoint(ann.identity, elements=400_000)  # 10 MB in all
+        await hold(ann, files)
+        target = tmp_path / "pulled"
+        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(target), "--output", "json"))
+        order = await ordered(ann)
+        await upload(ann, files.messages(order.ticket, 1 << 20))
+        result = await pulling
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["checkpoint"]["round"] == 5
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == files.files
+        assert sum(path.stat().st_size for path in home.data_dir.rglob("*") if path.is_file()) < 2 << 20
+
+
+async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
+    data_dir = tmp_path / "c"
+    async with training(data_dir, "ann", "bob") as (_, nodes):
+        await hold(nodes[0], checkpoint(nodes[0].identity, 7))
+        await hold(nodes[1], checkpoint(nodes[1].identity, 9))
+        await hold(nodes[0], checkpoint(nodes[0].identity, 8))  # 7 is gone
+    async with coordinator(data_dir) as home:
+        listed = json.loads((await ctl(home, "list", "--output", "json")).stdout)["checkpoints"]
+        assert [(item["checkpoint"]["round"], item["connected"]) for item in listed] == [(9, False), (8, False)]
+        result = await ctl(home, "pull", "--to", str(tmp_path / "x"))
+        assert isinstance(result.exception, Unreachable)
+
+
+async def refused(home: Coordinator, target: Path, *arguments: str) -> AtollError:
+    result = await ctl(home, "pull", "--to", str(target), *arguments)
+    assert isinstance(result.exception, AtollError), result.output
+    assert not list(target.parent.glob("*pulled*"))
+    return result.exception
+
+
+async def test_what_ends_a_pull_is_told_as_what_it_is(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann, target = nodes[0], tmp_path / "pulled"
+        files = checkpoint(ann.identity)
+        assert isinstance(await refused(home, target), NotFound)
+        await hold(ann, files)
+        assert isinstance(await refused(home, target, "--round", "6"), NotFound)
+        pulling = asyncio.create_task(refused(home, target))  # the node has dropped it
+        order = await ordered(ann)
+        refusal = mb.CheckpointOpening(ticket=order.ticket, round=5, refusal="dropped \x1b[31m it")
+        await upload(ann, [mb.CheckpointUpload(opening=refusal)])
+        assert str(await pulling).endswith("dropped [31m it")
+        for messages, status, verdict in (
+            (lambda ticket: files.messages(ticket)[:3], grpc.StatusCode.UNAVAILABLE, Unreachable),
+            (lambda ticket: renamed(files, ticket), grpc.StatusCode.INVALID_ARGUMENT, PeerMisbehaved),
+            (lambda ticket: other(ann, ticket), grpc.StatusCode.INVALID_ARGUMENT, PeerMisbehaved),
+            (lambda ticket: forged(files, ticket), grpc.StatusCode.OK, CheckpointCorrupt),
+        ):
+            ann.heard.clear()
+            pulling = asyncio.create_task(refused(home, target))
+            order = await ordered(ann)
+            assert await upload_status(ann, messages(order.ticket)) is status
+            assert isinstance(await pulling, verdict)
+
+
+async def upload_status(node: Node, messages: Iterable[mb.CheckpointUpload]) -> grpc.StatusCode:
+    try:
+        await upload(node, messages)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def renamed(files: Files, ticket: bytes) -> list[mb.CheckpointUpload]:
+    messages = files.messages(ticket)
+    messages[0].opening.files[0].name = "../anchor"
+    return messages
+
+
+def other(node: Node, ticket: bytes) -> list[mb.CheckpointUpload]:
+    return [mb.CheckpointUpload(opening=checkpoint(node.identity, 6).opening(ticket))]
+
+
+def forged(files: Files, ticket: bytes) -> list[mb.CheckpointUpload]:
+    messages = files.messages(ticket)
+    messages[2].data = b"\0" * len(messages[2].data)
+    return messages
+
+
+async def test_a_node_that_goes_ends_the_pull_at_once(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann, bob = nodes
+        await hold(ann, checkpoint(ann.identity, 5))
+        pulling = asyncio.create_task(refused(home, tmp_path / "pulled"))
+        await ordered(ann)
+        await ann.close()  # before it began
+        assert isinstance(await pulling, Unreachable)
+        files = checkpoint(bob.identity, 9, elements=400_000)
+        await hold(bob, files)
+        pulling = asyncio.create_task(refused(home, tmp_path / "pulled"))
+        order = await ordered(bob)
+        begun = asyncio.Event()
+
+        async def sending() -> AsyncIterator[mb.CheckpointUpload]:
+            for message in files.messages(order.ticket, 1 << 20)[:4]:
+                yield message
+            begun.set()
+            await asyncio.Event().wait()
+
+        call = bob.stub.UploadCheckpoint(sending(), timeout=SECONDS)
+        await asyncio.wait_for(begun.wait(), SECONDS)
+        call.cancel()
+        assert isinstance(await pulling, Unreachable)
+
+
+async def test_only_the_node_that_was_asked_may_answer(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann, bob = nodes
+        files = checkpoint(ann.identity)
+        await hold(ann, files)
+        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(tmp_path / "pulled")))
+        order = await ordered(ann)
+        for ticket in (order.ticket, b"x" * 16):
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await upload(bob, files.messages(ticket))
+            assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
+        await upload(ann, files.messages(order.ticket))
+        assert (await pulling).exit_code == 0
+
+
+async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann = nodes[0]
+        files = checkpoint(ann.identity, elements=1_000_000)  # 24 MB
+        await hold(ann, files)
+        call = home.admin.PullCheckpoint(admin.PullCheckpointRequest(), timeout=SECONDS)
+        order = await ordered(ann)
+        uploading = asyncio.create_task(upload_status(ann, files.messages(order.ticket, 1 << 20)))
+        assert (await call.read()).opening.round == 5
+        call.cancel()
+        assert await asyncio.wait_for(uploading, SECONDS) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_whoever_is_slower_sets_the_pace() -> None:
+    upload = Upload("peer", 1)
+    messages = [mb.CheckpointUpload(data=bytes([number])) for number in range(12)]
+
+    async def send() -> None:
+        for message in messages:
+            await upload.put(message)
+        upload.end()
+
+    sending = asyncio.create_task(send())
+    for number, message in enumerate(messages):
+        for _ in range(20):  # as often as the sender could want to run
+            await asyncio.sleep(0)
+        assert sending.done() is (number >= len(messages) - BETWEEN)
+        assert await upload.get() == message
+    assert await upload.get() is None
+    await sending

@@ -1,0 +1,97 @@
+"""Small checkpoints, made here by the letter of the safetensors format, and the manifests that go with them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+
+from unit.coordinator.world import LAYERS, RUN, commit
+
+from atoll.core import protocol
+from atoll.core.identity import Identity
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+
+def tensors(seed: int, elements: int = 300) -> dict[str, bytes]:
+    """A flat fp32 tensor for every layer, unlike each other."""
+    return {
+        name: struct.pack(f"<{elements}f", *(seed + index + number / 7 for number in range(elements)))
+        for index, name in enumerate(LAYERS)
+    }
+
+
+def safetensors(values: dict[str, bytes], dtype: str = "F32") -> bytes:
+    """The file."""
+    header: dict[str, object] = {"__metadata__": {"atoll": "{}"}}
+    offset = 0
+    for name, data in values.items():
+        header[name] = {"dtype": dtype, "shape": [len(data) // 4], "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(values.values())
+
+
+@dataclass
+class Files:
+    """What a node would send."""
+
+    round: int
+    manifest: manifest_pb2.CommittedManifest
+    files: dict[str, bytes]
+
+    def opening(self, ticket: bytes = b"") -> mb.CheckpointOpening:
+        """The first message."""
+        files = [
+            mb.CheckpointFile(name=name, bytes=len(data), sha256=hashlib.sha256(data).digest())
+            for name, data in self.files.items()
+        ]
+        return mb.CheckpointOpening(ticket=ticket, round=self.round, manifest=self.manifest, files=files)
+
+    def messages(self, ticket: bytes = b"", size: int = 1000) -> list[mb.CheckpointUpload]:
+        """All of them."""
+        data = b"".join(self.files.values())
+        pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        return [
+            mb.CheckpointUpload(opening=self.opening(ticket)),
+            *(mb.CheckpointUpload(data=piece) for piece in pieces),
+        ]
+
+    def info(self) -> mb.CheckpointInfo:
+        """As a heartbeat tells it."""
+        return mb.CheckpointInfo(
+            round=self.round,
+            manifest_hash=hashlib.sha256(self.manifest.payload).digest(),
+            bytes=sum(map(len, self.files.values())),
+            written_unix_ms=1_700_000_000_000,
+            committed_tokens=1000,
+        )
+
+
+def checkpoint(signer: Identity, number: int = 5, elements: int = 300) -> Files:
+    """A true one."""
+    anchor, momentum = tensors(number, elements), tensors(-number, elements)
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=pb.RoundId(run_id=RUN, plan_version=1, number=number),
+        layers=[
+            manifest_pb2.LayerState(
+                layer=index,
+                anchor_digest=hashlib.sha256(anchor[name]).digest(),
+                momentum_digest=hashlib.sha256(momentum[name]).digest(),
+            )
+            for index, name in enumerate(LAYERS)
+        ],
+        committed_tokens=1000,
+    )
+    committed = commit(manifest.SerializeToString(), [signer])
+    files = {
+        "anchor.safetensors": safetensors(anchor),
+        "momentum.safetensors": safetensors(momentum),
+        "manifest": committed.SerializeToString(),
+        "run.toml": b"version = 1\n",
+    }
+    return Files(number, committed, files)

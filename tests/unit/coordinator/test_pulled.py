@@ -1,0 +1,138 @@
+"""A pulled checkpoint is there whole and true, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit.coordinator.model_files import Files, checkpoint, safetensors, tensors
+from unit.coordinator.world import LAYERS, RUN
+
+from atoll.coordinator.cli import pulled
+from atoll.core.errors import AlreadyExists, AtollError, CheckpointCorrupt
+from atoll.core.identity import Identity
+from atoll.v1 import membership_pb2 as mb
+
+SIGNER = Identity.generate()
+
+
+def receive(messages: list[mb.CheckpointUpload], target: Path) -> list[tuple[int, int]]:
+    told: list[tuple[int, int]] = []
+    pulled.receive(iter(messages), target, RUN, LAYERS, lambda done, total: told.append((done, total)))
+    return told
+
+
+def test_all_files_are_there_and_progress_ends_at_the_end(tmp_path: Path) -> None:
+    files = checkpoint(SIGNER)
+    told = receive(files.messages(size=777), tmp_path / "c")  # messages do not end where files do
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == files.files
+    total = sum(map(len, files.files.values()))
+    assert told[-1] == (total, total)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_manifest_is_written_when_it_only_stood_in_the_opening(tmp_path: Path) -> None:
+    files = checkpoint(SIGNER)
+    sent = files.files.pop("manifest")
+    receive(files.messages(), tmp_path / "c")
+    assert (tmp_path / "c" / "manifest").read_bytes() == sent
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine").write_text("precious")
+    with pytest.raises(AlreadyExists):
+        receive(checkpoint(SIGNER).messages(), tmp_path / "c")
+    assert (tmp_path / "c" / "mine").read_text() == "precious"
+
+
+def wrong_layer(files: Files) -> None:
+    files.files["anchor.safetensors"] = safetensors(tensors(6))
+
+
+def wrong_momentum(files: Files) -> None:
+    files.files["momentum.safetensors"] = files.files["anchor.safetensors"]
+
+
+def half_floats(files: Files) -> None:
+    files.files["anchor.safetensors"] = safetensors(tensors(5), dtype="F16")
+
+
+def no_anchor(files: Files) -> None:
+    del files.files["anchor.safetensors"]
+
+
+def other_layers(files: Files) -> None:
+    files.files["anchor.safetensors"] = safetensors({"more": b"\0" * 4, **tensors(5)})
+
+
+def no_safetensors(files: Files) -> None:
+    files.files["anchor.safetensors"] = b"\xff" * 100
+
+
+def other_manifest(files: Files) -> None:
+    files.files["manifest"] = checkpoint(SIGNER, 6).files["manifest"]
+
+
+def other_round(files: Files) -> None:
+    files.round = 6
+
+
+def forged(files: Files) -> None:
+    files.manifest.signatures[0].signature = b"\0" * 64
+
+
+def outside(files: Files) -> None:
+    files.files["../outside"] = b"x"
+
+
+def nothing(files: Files) -> None:
+    files.files.clear()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        wrong_layer,
+        wrong_momentum,
+        half_floats,
+        no_anchor,
+        other_layers,
+        no_safetensors,
+        other_manifest,
+        other_round,
+        forged,
+        outside,
+        nothing,
+    ],
+)
+def test_what_is_not_true_leaves_nothing(tmp_path: Path, spoil: Callable[[Files], None]) -> None:
+    files = checkpoint(SIGNER)
+    spoil(files)
+    with pytest.raises(AtollError):
+        receive(files.messages(), tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_that_are_missing_or_changed_are_noticed(tmp_path: Path) -> None:
+    files = checkpoint(SIGNER)
+    messages = files.messages()
+    for wrong in (messages[:-1], messages[:1], [], [*messages[:2], mb.CheckpointUpload(data=b"x"), *messages[3:]]):
+        with pytest.raises(CheckpointCorrupt):
+            receive(wrong, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 200), value=st.integers(0, 255))
+def test_no_header_does_worse_than_be_refused(tmp_path: Path, position: int, value: int) -> None:
+    data = bytearray(safetensors(tensors(5)))
+    data[position] = value
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    digests = dict.fromkeys(LAYERS, bytes(32))
+    with pytest.raises(CheckpointCorrupt):
+        pulled.check_layers(path, digests)
