@@ -172,11 +172,15 @@ async def test_only_the_node_that_was_asked_may_answer(tmp_path: Path) -> None:
 async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
-        files = checkpoint(ann.identity, elements=1_000_000)  # 24 MB
+        files = checkpoint(ann.identity)
         await hold(ann, files)
+        size = 200  # MiB: more than fits into what lies between the two
         call = home.admin.PullCheckpoint(admin.PullCheckpointRequest(), timeout=SECONDS)
         order = await ordered(ann)
-        uploading = asyncio.create_task(upload_status(ann, files.messages(order.ticket, 1 << 20)))
+        opening = files.opening(order.ticket)
+        opening.files[0].bytes = (size << 20) - sum(item.bytes for item in opening.files[1:])
+        messages = [mb.CheckpointUpload(opening=opening), *[mb.CheckpointUpload(data=bytes(1 << 20))] * size]
+        uploading = asyncio.create_task(upload_status(ann, messages))
         assert (await call.read()).opening.round == 5
         call.cancel()
         assert await asyncio.wait_for(uploading, SECONDS) is grpc.StatusCode.UNAVAILABLE
