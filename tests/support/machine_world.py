@@ -484,7 +484,7 @@ class World:
         state = state_of(payload)
         if any(self._reachable(node.peer, peer) and state in self.nodes[peer].staged for peer in holders):
             node.staged.add(state)
-            self.feed(node.peer, rt.Obtained(round_id))
+            self.feed(node.peer, rt.Obtained(round_id, payload))
         else:
             self.feed(node.peer, rt.Failed(round_id, "no holder answers"))
 

@@ -380,7 +380,7 @@ class AveragingEngine:
             self._events.put_nowait(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
             return
         self._keep_staged(staged)
-        self._events.put_nowait(rt.Obtained(round_id))
+        self._events.put_nowait(rt.Obtained(round_id, payload))
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> None:
         self._events.put_nowait(await self._listener.ask_coordinator(round_id, payload))

@@ -176,6 +176,8 @@ class Opener:
         holders = self._holders(adopting) if adopting is not None else ()
         if adopting is not None and holders:
             self._adopt(adopting, holders)
+        elif adopting is not None and b"" not in self._asked:
+            self._ask(b"")  # perhaps it takes the coordinator's vote to commit that, and it never gave one
         elif adopting is not None:
             self._abandon(
                 "an earlier result may have been committed, but nobody who answered still has its state; "

@@ -97,7 +97,6 @@ class _Following:
     start: dp.Start | None = None
     parted: bool = False
     settle: dp.Settle | None = None
-    adopting: bytes = b""
     commit: manifest_pb2.CommittedManifest | None = None  # it came before our own result was staged
 
 
@@ -215,8 +214,8 @@ class RoundMachine:
                 self._parted(event)
             case Staged(round_id, layers):
                 self._staged(round_id, layers)
-            case Obtained(round_id):
-                self._obtained(round_id)
+            case Obtained(round_id, payload):
+                self._obtained(round_id, payload)
             case Failed(round_id, reason):
                 if self._is_following(round_id):
                     self._give_up(reason)
@@ -286,7 +285,8 @@ class RoundMachine:
         self._due_since = self._now if self._due_since is None else self._due_since
         order = self.round_id.order(self.plan.members)
         turn = (order.index(self.me) - self.attempt) % len(order)
-        if self._now - self._due_since < turn * self.policy.open_timeout.total_seconds():
+        before_us = {order[(self.attempt + ahead) % len(order)] for ahead in range(turn)} & self._lately()
+        if self._now - self._due_since < len(before_us) * self.policy.open_timeout.total_seconds():
             return
         round_id = replace(self.round_id, attempt=self.attempt + turn)
         self._opener = Opener(
@@ -318,7 +318,7 @@ class RoundMachine:
         leaving = any(self._heard[peer].leaving for peer in voters if peer in self._heard)
         began = self.head.round > self.plan.base.round
         patience = _LATELY * self.policy.report_interval.total_seconds() if began else self._paces.ready.ceiling
-        everyone = lately == set(self.plan.members) or self._now - self._settled_in >= patience
+        everyone = self.electorate.members <= lately or self._now - self._settled_in >= patience
         overdue = self._now - self._last_commit >= self.policy.round_max.total_seconds()
         due = self.policy.due_tokens(self.head.committed_tokens, len(lately))
         return total > 0 and ((everyone and total >= due) or overdue or leaving)
@@ -578,7 +578,6 @@ class RoundMachine:
             return
         seconds = min(message.deadline_ms / 1000, self._paces.exchange.ceiling)
         following.deadline = self._now + seconds + TIE_SECONDS
-        following.adopting = message.payload
         if message.payload in self._held:
             self._hold(following, message.payload)
             return
@@ -586,10 +585,12 @@ class RoundMachine:
         holders = tuple(peer for peer in message.holders if peer != self.me)
         self._actions.append(Obtain(following.round_id, message.payload, holders, seconds))
 
-    def _obtained(self, round_id: RoundId) -> None:
-        following = self._following
-        if self.phase is Phase.STAGING and following is not None and following.round_id == round_id:
-            self._hold(following, following.adopting)
+    def _obtained(self, round_id: RoundId, payload: bytes) -> None:
+        if not self._fits(payload):
+            return  # the head moved meanwhile
+        self._held.add(payload)
+        if self.phase is Phase.STAGING and self._following is not None and self._following.round_id == round_id:
+            self._hold(self._following, payload)
 
     def _hold(self, following: _Following, payload: bytes) -> None:
         """We have the state that `payload` names: install it when it is committed already, else vote."""

@@ -129,6 +129,7 @@ class Obtained:
     """The state of an earlier attempt's result was fetched and verified."""
 
     round_id: RoundId
+    payload: bytes
 
 
 @dataclass(frozen=True)

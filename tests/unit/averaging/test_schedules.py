@@ -1,0 +1,166 @@
+"""Thousands of seeded schedules of trouble against the shipped round machine, and mutations that they must catch."""
+
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing import get_context
+from unittest.mock import patch
+
+import pytest
+from support.machine_world import Violation, World
+from support.schedules import Outcome, run_schedule
+
+from atoll.core.quorum import Ballot, Electorate
+from atoll.node.averaging import opener
+from atoll.node.averaging.round import RoundMachine
+
+CHUNK = 250
+
+
+def run_chunk(first: int) -> list[Outcome]:
+    """`CHUNK` schedules; a failure names its seed."""
+    outcomes = []
+    for seed in range(first, first + CHUNK):
+        try:
+            outcomes.append(run_schedule(seed))
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+    return outcomes
+
+
+def run_all(first: int, count: int) -> Counter:
+    totals = Counter()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as workers:
+        for outcomes in workers.map(run_chunk, range(first, first + count, CHUNK)):
+            for outcome in outcomes:
+                totals["schedules"] += 1
+                totals["rounds"] += outcome.rounds
+                totals["kills"] += outcome.kills
+                totals[f"recovered: {outcome.recovered}" if outcome.recovered else "went on by itself"] += 1
+    return totals
+
+
+@pytest.mark.timeout(900)
+def test_ten_thousand_schedules_break_nothing(record_property):
+    totals = run_all(0, 10_000)
+    record_property("totals", dict(totals))
+    assert totals["schedules"] == 10_000
+    assert totals["rounds"] > 20_000  # they do make progress
+    assert totals["went on by itself"] > 7_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
+def test_a_million_schedules_break_nothing(capsys):
+    totals = run_all(1_000_000, 1_000_000)
+    with capsys.disabled():
+        print("\n", dict(totals))
+    assert totals["schedules"] == 1_000_000
+
+
+# --- mutations: each breaks one rule of the protocol, and some schedule must notice ------------------------
+
+
+class HalfIsEnough(Electorate):
+    def decides(self, votes, tie_break=False):
+        return super().decides(votes, tie_break) or self.is_half(votes)
+
+
+def half_is_enough():
+    return patch.object(
+        RoundMachine, "electorate", property(lambda self: HalfIsEnough(self.plan.electorate(self.head).members))
+    )
+
+
+def votes_are_forgotten():
+    """A restart knows its promise, but not what it voted for."""
+    recall = RoundMachine._recall
+
+    def forgetful(self):
+        if self._record is not None:
+            self._record = replace(self._record, voted=None)
+        recall(self)
+
+    return patch.object(RoundMachine, "_recall", forgetful)
+
+
+def promises_are_forgotten():
+    """Whoever lost its disk votes at once, and whoever kept it takes any ballot."""
+    recall = RoundMachine._recall
+
+    def forgetful(self):
+        self._record = None
+        recall(self)
+        self._voter = True
+
+    return patch.object(RoundMachine, "_recall", forgetful)
+
+
+def nothing_is_adopted():
+    return patch.object(opener, "must_adopt", lambda *_: None)
+
+
+def snapshots_are_taken_again():
+    """An abandoned exchange gives its snapshot up, though others may commit it."""
+    release = RoundMachine._release
+
+    def thaw(self):
+        self._exposed = False
+        release(self)
+
+    return patch.object(RoundMachine, "_release", thaw)
+
+
+def votes_of_all_attempts_add_up():
+    """The opener adopts, but everyone votes in the first ballot they knew: promises bind nobody."""
+    opened = RoundMachine._opened
+
+    def backwards(self, peer, round_id, message):
+        self._promised = None
+        self.attempt = min(self.attempt, round_id.attempt)
+        opened(self, peer, round_id, message)
+
+    return patch.object(RoundMachine, "_opened", backwards)
+
+
+MUTATIONS = [
+    half_is_enough,
+    votes_are_forgotten,
+    promises_are_forgotten,
+    nothing_is_adopted,
+    snapshots_are_taken_again,
+    votes_of_all_attempts_add_up,
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_broken_rule_is_noticed(mutation, record_property):
+    with ExitStack() as stack:
+        stack.enter_context(mutation())
+        for seed in range(4_000):
+            try:
+                run_schedule(seed)
+            except Violation as violation:
+                record_property("caught", f"seed {seed}: {violation}")
+                return
+            except AssertionError:
+                continue  # it may also hang; that is not what is looked for
+    pytest.fail("no schedule noticed")
+
+
+# --- the world itself ------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_a_function_of_its_seed():
+    assert run_schedule(4711) == run_schedule(4711)
+
+
+def test_a_quiet_world_commits_without_anyone_falling_behind():
+    world = World(4, seed=3)
+    world.run(60)
+    assert world.rounds() >= 10
+    assert not world.caught_up
+    assert all(report.manifest is not None for report in world.reports)
+    assert {Ballot(1, 0)} == {head.ballot for head in world.committed.values()}
