@@ -29,8 +29,11 @@ from atoll.node.config import NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
+from atoll.node.control.upload import Uploads
 from atoll.node.localapi import LocalApi
 from atoll.node.session import NodeContext, TrainingSession
+from atoll.node.state.checkpoint import CheckpointStore
+from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
@@ -65,6 +68,13 @@ class Daemon:
         self._directives = Directives(
             credentials.authority, self._deny_listed, self._seeds_moved, self._run_dir / "plan"
         )
+        self._checkpoints = CheckpointWriter(
+            CheckpointStore(self._run_dir / "checkpoints", self._spec, keep=config.checkpoint_keep),
+            timedelta(seconds=config.checkpoint_interval_seconds),
+            clock,
+        )
+        self._checkpoints_told: tuple[mb.CheckpointInfo, ...] = ()
+        self._uploads = Uploads(self._send_checkpoint)
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
         self._farewell = "left"
@@ -77,7 +87,7 @@ class Daemon:
             identity,
             clock,
             describe=self._describe,
-            received=self._directives.take,
+            received=self._heard,
             renewed=self._certificate_renewed,
         )
 
@@ -97,6 +107,7 @@ class Daemon:
             await self._supervise(work)
         finally:
             await api.close()
+            await self._uploads.close()
             if self._session is not None:
                 await self._session.stop_trainer()
             if self._host is not None:
@@ -280,7 +291,19 @@ class Daemon:
             request.multiaddrs.extend(self._host.multiaddrs())
         if self._session is not None and self._session.genesis is not None:
             request.genesis.CopyFrom(self._session.genesis)
+        held = self._checkpoints.held()
+        if first or held is not self._checkpoints_told:
+            self._checkpoints_told = held
+            request.checkpoints_changed = True
+            request.checkpoints.extend(held)
         return request
+
+    def _heard(self, response: mb.HeartbeatResponse) -> None:
+        self._directives.take(response)
+        self._uploads.take(response.uploads)
+
+    async def _send_checkpoint(self, order: mb.UploadOrder) -> None:
+        await self._link.upload(order, self._checkpoints.store.path(order.round))
 
     def _bytes_sent(self) -> tuple[int, int]:
         if self._host is None:

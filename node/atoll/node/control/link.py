@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,6 +24,7 @@ from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
 from atoll.node.control.credentials import Credentials
+from atoll.node.control.upload import upload
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -142,6 +144,11 @@ class CoordinatorLink:
                 return await stub.Vote(request, timeout=VOTE_TIMEOUT.total_seconds())
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}") from error
+
+    async def upload(self, order: mb.UploadOrder, directory: Path) -> None:
+        """Answer an upload order with the checkpoint in `directory`."""
+        async with self._channel() as channel:
+            await upload(membership_pb2_grpc.MembershipServiceStub(channel), order, directory)
 
     async def flush(self, timeout: timedelta) -> bool:
         """Wait until every report is durable; False when the time is over."""
