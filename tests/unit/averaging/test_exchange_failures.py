@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm
+import torch
+from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, start_message
 from support.virtual_time import run_virtually
 
 from atoll.core.frames import Frame, FrameKind
+from atoll.node.averaging.average import Average
+from atoll.node.averaging.reducer import Inlet
 from atoll.node.transport_memory import Passage
 
 STALL_SECONDS = STALL.total_seconds()
@@ -157,6 +162,36 @@ def test_a_reducer_that_waits_for_a_frozen_contributor_is_not_given_up():
     run_virtually(scene())
 
 
+def test_one_that_wakes_up_again_gets_the_averages_it_missed_over_the_streams_it_had():
+    async def scene() -> None:
+        asleep = asyncio.Event()
+        awake = asyncio.Event()
+        sent = 0
+
+        async def sleep(passage: Passage) -> Frame:
+            nonlocal sent
+            sent += passage.sender == "b"
+            if sent > 4 and "b" in (passage.sender, passage.receiver):
+                asleep.set()
+                await awake.wait()
+            return passage.frame
+
+        swarm = Swarm(WEIGHTS, "fp32", {"a": 1, "c": 1}, sleep)  # b only contributes
+        await swarm.begin(["a", "b", "c"])
+        await asleep.wait()
+        await asyncio.sleep(1.5 * STALL_SECONDS)
+        assert not swarm.tasks["b"].done()
+        awake.set()
+        await swarm.finish()
+        assert swarm.held["b"].digests == swarm.held["a"].digests == swarm.held["c"].digests
+        assert all(swarm.held["b"].digests)
+        assert {name for held in swarm.held.values() for name in held.partial} == {"b"}
+        assert all(held.faults == {} for held in swarm.held.values())
+        await swarm.close()
+
+    run_virtually(scene())
+
+
 def test_a_member_that_never_begins():
     async def scene() -> None:
         swarm = Swarm(WEIGHTS, "fp32")
@@ -277,6 +312,26 @@ def test_out_of_time_says_what_there_is_and_tells_the_others():
     run_virtually(scene())
 
 
+def test_a_reducer_out_of_time_says_so_instead_of_leaving_others_to_wait():
+    async def scene() -> None:
+        async def slow(passage: Passage) -> Frame:
+            if passage.frame.kind is FrameKind.PART and passage.receiver == "a":
+                await asyncio.sleep(STALL_SECONDS * 0.4)
+            return passage.frame
+
+        swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32", {"a": 1}, slow)
+        await swarm.begin(["a"], timeout=STALL)
+        await swarm.begin(["b", "c"])
+        await swarm.tasks["a"]
+        async with asyncio.timeout(0.1):
+            held = await swarm.tasks["c"]
+        assert held.digests == (await swarm.tasks["a"]).digests
+        assert not all(held.digests)
+        await swarm.close()
+
+    run_virtually(scene())
+
+
 def test_the_parts_that_were_reported_do_not_change_afterwards():
     """The time is up while sums are under way: what comes later is in no average."""
 
@@ -292,6 +347,38 @@ def test_the_parts_that_were_reported_do_not_change_afterwards():
         await swarm.close()
 
     run_virtually(scene())
+
+
+async def test_a_contributor_that_waits_for_room_goes_on_when_its_inlet_is_closed():
+    inlet = Inlet("b", 5)
+    for _ in range(2):
+        await inlet.put(torch.ones(1))
+    blocked = asyncio.create_task(inlet.put(torch.ones(1)))
+    await asyncio.sleep(0)
+    assert not blocked.done()
+    assert inlet.close()
+    await asyncio.wait_for(blocked, 1)
+    assert [value is None for value in [await inlet.next() for _ in range(4)]] == [False, False, True, True]
+
+
+async def test_a_cancelled_put_is_over_when_it_says_so():
+    """Nothing writes to the vector behind the back of who gave up waiting."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(5)
+
+    with ThreadPoolExecutor(1) as executor:
+        average = Average(start_message({"a": 1}, "fp32"), torch.zeros(1), executor)
+        task = asyncio.create_task(average.compute(work))
+        await asyncio.to_thread(begun.wait, 5)
+        task.cancel()
+        await asyncio.wait([task], timeout=0.05)
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 def test_a_cancelled_exchange_leaves_nothing_behind():
@@ -312,7 +399,7 @@ def test_a_cancelled_exchange_leaves_nothing_behind():
     run_virtually(scene())
 
 
-def test_what_a_given_up_contributor_had_sent_is_released():
+def test_what_a_given_up_contributor_had_sent_and_all_encoded_parts_are_released():
     async def scene() -> None:
         swarm, _ = freezing({"b": 4}, WEIGHTS, "fp32")
         await swarm.begin()
@@ -320,6 +407,10 @@ def test_what_a_given_up_contributor_had_sent_is_released():
             await swarm.tasks[peer]
             inlets = swarm.exchanges[peer]._reducer._inlets
             assert all(inlet._waiting.qsize() == 0 for inlet in inlets.values())
+            average = swarm.exchanges[peer]._average
+            assert average.body(0) is not None
+            swarm.servers[peer].end(ROUND)
+            assert average.body(0) is None
         await swarm.close()
 
     run_virtually(scene())
