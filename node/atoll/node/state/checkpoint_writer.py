@@ -52,18 +52,18 @@ class CheckpointWriter:
         """A round was committed. Writes it if one is due and none is being written; returns at once."""
         if self._background is None and self._clock.monotonic() >= self._next:
             self._next = self._clock.monotonic() + self._interval.total_seconds()
-            self._background = asyncio.create_task(self._write_copy(state))
+            self._background = asyncio.create_task(self._write_beside(state))
 
     async def flush(self, state: CheckpointState, timeout: timedelta) -> Path:
-        """Make `state`, which nobody changes any more, durable; returns its directory.
+        """Make `state` durable, due or not; returns its directory.
 
-        Raises `DeadlineExceeded`, `DataDirUnusable`, `CheckpointCorrupt`.
+        Raises `DeadlineExceeded`, `DataDirUnusable`, and `CheckpointCorrupt` when a round was committed meanwhile.
         """
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 if self._background is not None:
                     await asyncio.wait([self._background])
-                return await self._write(state)
+                return await self._write_copy(state)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"round {state.head.round} was not on disk within {timeout.total_seconds():g} s"
@@ -75,11 +75,9 @@ class CheckpointWriter:
             self._background.cancel()
             await asyncio.wait([self._background])
 
-    async def _write_copy(self, state: CheckpointState) -> None:
+    async def _write_beside(self, state: CheckpointState) -> None:
         try:
-            # the anchor is changed in place by the next commit; the momentum is replaced
-            copy_E = await asyncio.to_thread(state.anchor_E.clone)
-            await self._write(replace(state, anchor_E=copy_E))
+            await self._write_copy(state)
         except CheckpointCorrupt as error:
             self._next = self._clock.monotonic()
             _log.warning("checkpoint skipped", reason=str(error))
@@ -88,6 +86,11 @@ class CheckpointWriter:
             _log.warning("checkpoint not written", reason=str(error), retry_seconds=self._interval.total_seconds())
         finally:
             self._background = None
+
+    async def _write_copy(self, state: CheckpointState) -> Path:
+        # the anchor is changed in place by the next commit; the momentum is replaced
+        copy_E = await asyncio.to_thread(state.anchor_E.clone)
+        return await self._write(replace(state, anchor_E=copy_E))
 
     async def _write(self, state: CheckpointState) -> Path:
         given_up = threading.Event()
