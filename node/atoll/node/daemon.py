@@ -45,6 +45,7 @@ from atoll.v1 import membership_pb2 as mb
 START_TIMEOUT = timedelta(seconds=60)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 CLOSE_TIMEOUT = timedelta(seconds=5)
+SAVE_TIMEOUT = timedelta(seconds=60)
 ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
 LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
@@ -109,6 +110,7 @@ class Daemon:
             await api.close()
             await self._uploads.close()
             if self._session is not None:
+                await self._keep_state(self._session)
                 await self._session.stop_trainer()
             if self._host is not None:
                 await self._host.close(CLOSE_TIMEOUT)
@@ -157,6 +159,7 @@ class Daemon:
                 link=self._link,
                 manifests=ManifestStore(self._run_dir / "manifests", self._spec.run.name),
                 votes=VoteStore(self._run_dir),
+                checkpoints=self._checkpoints,
                 operator_key=self._credentials.operator_key,
                 status=self._status,
                 run_dir=self._run_dir,
@@ -197,6 +200,14 @@ class Daemon:
             await self._link.flush(CLOSE_TIMEOUT)
         await self._link.leave(self._farewell)
         _log.info("left", reason=self._farewell)
+
+    async def _keep_state(self, session: TrainingSession) -> None:
+        """The next start of this node, or of the whole swarm, goes on from here."""
+        try:
+            await session.save(SAVE_TIMEOUT)
+        except AtollError as error:
+            _log.warning("the state was not saved; the last checkpoint stands", reason=str(error))
+        await self._checkpoints.close()
 
     async def _watch_p2pd(self, host: SwarmHost) -> None:
         raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")

@@ -1,4 +1,4 @@
-"""A run on one node, read top-down: load → (genesis) → synchronise → train in rounds → finish.
+"""A run on one node, read top-down: load → restore or genesis → synchronise → train in rounds → finish.
 
 The session owns the trainer and the committed state. It follows the coordinator's directives but needs the
 coordinator for none of its steps once it has a plan. If the trainer dies, the session starts another one
@@ -31,10 +31,13 @@ from atoll.node.averaging.engine import AveragingEngine, Listener, policy_of
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
-from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.anchor import AnchorState, Fetched, Staged
 from atoll.node.state.catchup import catch_up
+from atoll.node.state.checkpoint import ANCHOR, CheckpointState
+from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
+from atoll.node.state.tensor_file import Layers
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.training.trainer import Trainer, TrainerConfig
@@ -45,6 +48,7 @@ from atoll.v1 import membership_pb2 as mb
 
 LOAD_TIMEOUT = timedelta(minutes=10)
 STOP_TIMEOUT = timedelta(seconds=5)
+FINISH_TIMEOUT = timedelta(minutes=10)  # to write the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
 _TRAINER_RESTARTS = 5  # in a row, with no committed round between them
@@ -66,9 +70,10 @@ class NodeContext:
     link: CoordinatorLink
     manifests: ManifestStore
     votes: VoteStore
+    checkpoints: CheckpointWriter
     operator_key: bytes
     status: LiveStatus
-    run_dir: Path  # final anchor and the trainer's log
+    run_dir: Path  # of the trainer's log
     clock: Clock
 
 
@@ -125,7 +130,18 @@ class TrainingSession:
             self._state.anchor_E = trainer.anchor
         else:
             self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
+            await self._restore(self._state, Layers.of(trainer.facts.layers))
         return trainer
+
+    async def _restore(self, state: AnchorState, layers: Layers) -> None:
+        """Begin where the last process of this node stopped; the others tell what happened since."""
+        found = await self._it.checkpoints.restore(layers)
+        if found is None:
+            return
+        fetched = Fetched(found.head, found.anchor_E, found.momentum_E)
+        await asyncio.to_thread(state.adopt, fetched)
+        await asyncio.to_thread(self._it.manifests.append, found.head)
+        self._moved(found.head)
 
     async def _train_through(self, trainer: Trainer) -> None:
         while not self.finished.is_set():
@@ -188,19 +204,18 @@ class TrainingSession:
             await it.directives.until(partial(self._differs_from, plan.version, wanted))
 
     async def _finish(self, trainer: Trainer) -> None:
-        """Write the anchor of the last common round and say so."""
+        """Write the state of the last common round and say so."""
         it = self._it
         await trainer.pause()
+        path = await self.save(FINISH_TIMEOUT)
+        assert path is not None
         assert self._head is not None
-        assert self._state is not None
-        names = [layer.name for layer in trainer.facts.layers.layers]
-        path = await asyncio.to_thread(self._state.write, it.run_dir, self._head, names)
-        it.status.anchor_path = str(path)
-        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; anchor at {path}")
+        it.status.anchor_path = str(path / ANCHOR)
+        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; checkpoint at {path}")
         _log.info(
             "run finished; still serving until told to stop",
             round=self._head.round,
-            anchor=str(path),
+            checkpoint=str(path),
         )
         it.link.hurry()
         self.finished.set()
@@ -241,7 +256,7 @@ class TrainingSession:
         try:
             fetched = await catch_up(it.network, plan, self._state, self._head, operator_key=it.operator_key)
         except Unreachable:
-            if self._head is None:
+            if self._head is None or not plan.accepts(self._head):
                 raise
             return self._head  # nobody else has any: we wrote genesis, or are alone
         if fetched is None:
@@ -319,6 +334,14 @@ class TrainingSession:
             if self.finished.is_set():
                 await self.stop_trainer()
 
+    async def save(self, timeout: timedelta) -> Path | None:
+        """A checkpoint of the head, while nothing moves it; None when there is no head yet.
+
+        Raises `DeadlineExceeded`, `DataDirUnusable`.
+        """
+        state = self._checkpoint_state()
+        return await self._it.checkpoints.flush(state, timeout) if state is not None else None
+
     async def stop_trainer(self) -> None:
         """End the trainer process, if there is one."""
         if self._trainer is not None:
@@ -361,7 +384,16 @@ class TrainingSession:
         status = self._it.status
         self._head = head
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
+        state = self._checkpoint_state()
+        if state is not None and head.round > 0:
+            self._it.checkpoints.offer(state)
         self._it.directives.wake()
+
+    def _checkpoint_state(self) -> CheckpointState | None:
+        if self._head is None or self._state is None or self._it.status.facts is None:
+            return None
+        layers = Layers.of(self._it.status.facts.layers)
+        return CheckpointState(self._head, layers, self._state.anchor_E, self._state.momentum_E)
 
     def _evaluated(self, report: mb.EvaluationReport) -> None:
         self._it.status.validation_loss = report.loss

@@ -1,23 +1,18 @@
 """The committed state of a run on this node: anchor and outer momentum, and what the next round staged.
 
 The anchor lives in memory that the trainer shares, so `commit` writes it only between two orders to the
-trainer. Files hold one flat fp32 tensor a layer and kind, with round and manifest hash as metadata.
+trainer.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.core.errors import CheckpointCorrupt, DataDirUnusable
+from atoll.core.errors import CheckpointCorrupt
 from atoll.core.manifest import Head
 from atoll.node.averaging.outer import layer_states, outer_step
 from atoll.v1 import manifest_pb2
@@ -73,34 +68,3 @@ class AnchorState:
         if layer_states(anchor_E, momentum_E, self.offsets, head.round) != tuple(head.manifest.layers):
             raise CheckpointCorrupt(f"the state of round {head.round} does not match its digests")
         return Fetched(head, anchor_E, momentum_E)
-
-    def write(self, directory: Path, head: Head, layer_names: Sequence[str]) -> Path:
-        """`anchor.safetensors` and `momentum.safetensors` of `head`; returns the anchor's path."""
-        # one key, because safetensors writes several in any order and equal anchors shall be equal files
-        facts = {"run": head.manifest.round.run_id, "round": head.round, "manifest": head.hash.hex()}
-        metadata = {"atoll": json.dumps(facts)}
-        directory.mkdir(parents=True, exist_ok=True)
-        paths = []
-        for name, vector_E in (("anchor", self.anchor_E), ("momentum", self.momentum_E)):
-            pieces = {
-                layer: vector_E[start:end].clone()
-                for layer, (start, end) in zip(layer_names, pairwise(self.offsets), strict=True)
-            }
-            paths.append(_save(pieces, directory / f"{name}.safetensors", metadata))
-        return paths[0]
-
-
-def _save(pieces: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> Path:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        save_file(pieces, temporary, metadata=metadata)
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataDirUnusable(f"cannot write {path}: {error.strerror or error}") from error
-    return path
