@@ -43,6 +43,7 @@ class CoordinatorConfig(BaseModel):
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
     genesis_seconds: Seconds = 600.0
+    recover_seconds: Seconds = 10.0
     drain_seconds: Seconds = 5.0  # for calls in progress when told to stop
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
@@ -75,6 +76,7 @@ class CoordinatorConfig(BaseModel):
             lost_after_seconds=self.lost_after_seconds,
             debounce_seconds=self.plan_debounce_seconds,
             genesis_seconds=self.genesis_seconds,
+            recover_seconds=self.recover_seconds,
         )
 
 

@@ -111,6 +111,7 @@ class Node:
         self.enrolled = enrolment.EnrolResponse()
         self.heard: list[mb.HeartbeatResponse] = []
         self.plan_version = 0  # the newest heard of
+        self.head: tuple[int, bytes] = (0, b"")  # what it says it holds
         self._stack = AsyncExitStack()
         self._sequence = 0
 
@@ -158,7 +159,8 @@ class Node:
     async def say(self, state: mb.NodeState = mb.NODE_STATE_TRAINING, **more: object) -> int:
         """One heartbeat; its sequence number."""
         self._sequence += 1
-        status = mb.NodeStatus(state=state, plan_version=self.plan_version)
+        number, digest = self.head
+        status = mb.NodeStatus(state=state, plan_version=self.plan_version, head_round=number, head_hash=digest)
         await self.call.write(mb.HeartbeatRequest(sequence=self._sequence, status=status, **more))  # type: ignore[arg-type]
         return self._sequence
 

@@ -16,7 +16,7 @@ from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.lifecycle import EDGES
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Event, Run
-from atoll.coordinator.state.snapshot import Draft, State, Step
+from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan
@@ -64,13 +64,14 @@ class StoringWorld(World):
         """Only what was stored comes back."""
         deny = self.state.deny if self.state.deny.number else None
         old = self.state
-        self.state = machine.restore(self.store.load(), tuple(self.plans), deny, self.now)
+        self.state = machine.restore(self.store.load(), tuple(self.plans), deny, self.now, self.operator.public_key)
         self.sessions.clear()
         assert (self.state.nodes, self.state.tokens, self.state.runs) == (old.nodes, old.tokens, old.runs)
         assert self.state.last_event_id == old.last_event_id
         assert self.state.memory[RUN].committed == old.memory[RUN].committed
         assert self.state.memory[RUN].opened == old.memory[RUN].opened
         assert self.state.memory[RUN].plan == old.memory[RUN].plan
+        assert self.state.memory[RUN].bases == old.memory[RUN].bases
 
 
 class Swarm(RuleBasedStateMachine):
@@ -147,9 +148,11 @@ class Swarm(RuleBasedStateMachine):
             report = round_report(
                 number, tip, identities, plan_version=plan.version, committed_before=before, attempt=attempt
             )
+        decides = electorate_after(memory, run.head_round)
         self.world.say(opener, rounds=[report, report])
         if commits:
-            assert self.world.run.head_round == number
+            enough = decides is not None and decides.decides(set(plan.members))
+            assert self.world.run.head_round == (number if enough else number - 1)
 
     @rule(name=st.sampled_from(NAMES))
     def leave(self, name: str) -> None:

@@ -132,6 +132,7 @@ class World:
     plans: list[Plan] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)
     sessions: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # by name: what a node says it holds
 
     def __post_init__(self) -> None:
         self.state = replace(self.state, operator_key=self.operator.public_key)
@@ -209,7 +210,9 @@ class World:
     def say(self, name: str, state: mb.NodeState = mb.NODE_STATE_TRAINING, **request: object) -> None:
         """One heartbeat."""
         peer = self.identities[name].peer_id
-        message = mb.HeartbeatRequest(status=mb.NodeStatus(state=state), **request)  # type: ignore[arg-type]
+        number, digest = self.heads.get(name, (0, b""))
+        status = mb.NodeStatus(state=state, head_round=number, head_hash=digest)
+        message = mb.HeartbeatRequest(status=status, **request)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
 
     def hang_up(self, name: str) -> None:

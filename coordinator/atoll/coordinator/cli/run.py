@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import count, loss, moment
 from atoll.coordinator.text import clean, enum_word
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, UsageError
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
@@ -147,6 +148,39 @@ def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials:
     with connect(credentials) as client:
         view = client.call(client.stub.StopRun, wire.RunRequest(run_id=run))
     _show_rows(output, {"run": plain(view)}, [view])
+
+
+@app.command()
+def recover(
+    run: RunArgument = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Go on from the newest state that connected nodes hold, when a majority is gone for good.
+
+    Newer rounds become void, also on nodes that come back later. Where a majority can come back, wait for it.
+
+    [bold]Example[/bold]
+
+      atollctl run recover reef
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
+        if not yes:
+            nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=view.run_id)).nodes
+            held = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
+            say(f"run {clean(view.run_id)} is at round {view.head_round}; connected nodes hold: {_tally(held)}")
+            say("newer rounds than the newest of these become void for good, wherever they are")
+            if not typer.confirm("recover it?", err=True):
+                raise UsageError("nothing was done", "say yes, or pass --yes")
+        view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id))
+    _show_rows(output, {"run": plain(view)}, [view])
+
+
+def _tally(rounds: list[int]) -> str:
+    found = Counter(rounds)
+    return ", ".join(f"round {number} on {found[number]}" for number in sorted(found, reverse=True)) or "nothing"
 
 
 def _read(file: Path) -> str:

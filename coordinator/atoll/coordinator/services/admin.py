@@ -12,7 +12,7 @@ import grpc
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import admission, checkpoints, find, lifecycle, views
+from atoll.coordinator.state import admission, checkpoints, find, lifecycle, recovery, views
 from atoll.coordinator.state.records import Node, Run
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
@@ -123,6 +123,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def StopRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
         """End it for good."""
         return await self._run(await self._controller.do(lambda state, now: lifecycle.stop(state, now, request.run_id)))
+
+    async def RecoverRun(self, request: wire.RecoverRunRequest, context: Context) -> wire.RunView:
+        """Go on from the newest state that is left."""
+        return await self._run(
+            await self._controller.do(lambda state, now: recovery.recover(state, now, request.run_id))
+        )
 
     async def GetRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
         """With its losses."""

@@ -22,9 +22,10 @@ from atoll.core.errors import (
     TokenUnknown,
     TokenUsedUp,
 )
-from atoll.core.membership import Deny
+from atoll.core.membership import Authority, Deny
 from atoll.core.tokens import secret_matches
 from atoll.core.units import duration_text
+from atoll.v1 import common_pb2 as pb
 
 TOKEN_ROLES = ("node", "seed")
 MAX_REASON_CHARACTERS = 200
@@ -168,6 +169,25 @@ def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
         because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
     return draft.done(node)
+
+
+def take_deny_list(draft: Draft, sealed: pb.Signed) -> None:
+    """A member holds a newer deny-list of ours than we do: this is a restored coordinator, and it is put right.
+
+    Raises `SignatureInvalid`, `CertificateInvalid` for one that is not ours.
+    """
+    shown = Authority(draft.state.operator_key, "").verify_deny_list(sealed)
+    known = draft.state.deny
+    if shown.number <= known.number:
+        return
+    number = max(shown.number, draft.state.deny_reserved) + 1
+    draft.issue_deny(Deny(number, known.peer_ids | shown.peer_ids))
+    for peer_id in sorted(shown.peer_ids - known.peer_ids):
+        node = draft.state.nodes.get(peer_id)
+        if node is not None:
+            draft.put(replace(node, banned=True))
+        name = node.name if node else peer_id
+        draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
 
 
 def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:

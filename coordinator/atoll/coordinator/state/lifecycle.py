@@ -92,8 +92,8 @@ def finish_if_due(draft: Draft, run_id: str) -> None:
 def begin_training(draft: Draft, run_id: str) -> None:
     """Genesis is durable: issue plan 1 to every node that is ready for it."""
     state = draft.state
-    ready = sorted({state.memory[run_id].writer, *_ready(state, run_id, corpus_expected(state, run_id))})
-    _issue(draft, run_id, ready, "the run begins")
+    ready = sorted({state.memory[run_id].writer, *fit_nodes(state, run_id)})
+    issue(draft, run_id, ready, "the run begins")
     _move(draft, run_id, "TRAINING", f"training begins with {len(ready)} nodes")
 
 
@@ -111,6 +111,37 @@ def advance(draft: Draft, run_id: str, policy: Policy) -> None:
 def ready_count(state: State, run_id: str) -> int:
     """How many nodes with the same text could start or do train: what `min_nodes` is compared with."""
     return len(_ready(state, run_id, corpus_expected(state, run_id) or _most_common_corpus(state, run_id)))
+
+
+def fit_nodes(state: State, run_id: str) -> list[str]:
+    """Peer ids of the connected nodes with the run's text that train or could, ordered."""
+    return _ready(state, run_id, corpus_expected(state, run_id))
+
+
+def next_version(run: Run) -> int:
+    """Of the run's next plan: never one that was issued, not even one that a restore forgot."""
+    return max(run.plan_version, run.plan_floor) + 1
+
+
+def issue(draft: Draft, run_id: str, members: list[str], reason: str, base: Base | None = None) -> None:
+    """The next plan, for these peer ids; `base` when it is a new one."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    genesis = manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload)
+    plan = replicate(
+        memory.spec,
+        version=next_version(run),
+        members=members,
+        previous=memory.plan,
+        head_round=run.head_round,
+        layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
+        base=base or (memory.plan.base if memory.plan else Base(genesis, tuple(sorted(members)))),
+        issued_unix_ms=draft.now.unix_ms,
+        reason=reason,
+    )
+    draft.put(replace(run, plan_version=plan.version))
+    draft.issue_plan(plan)
+    nodes = "1 node" if len(members) == 1 else f"{len(members)} nodes"
+    draft.event("plan.issued", run_id, str(plan.version), f"plan {plan.version} for {nodes}: {reason}")
 
 
 def corpus_expected(state: State, run_id: str) -> str:
@@ -220,7 +251,7 @@ def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
         draft.remember(run_id, changed_since=now)
     elif now - memory.changed_since >= policy.debounce_seconds:
         reason = _difference(draft.state, memory.plan.members, members)
-        _issue(draft, run_id, members, reason or "the coordinator was restored from a backup")
+        issue(draft, run_id, members, reason or "the coordinator was restored from a backup")
 
 
 def _members(state: State, run_id: str, now: float) -> list[str]:
@@ -255,26 +286,6 @@ def _may_return(state: State, peer_id: str) -> bool:
     if live is None or live.lost:
         return False
     return not live.connected or live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)
-
-
-def _issue(draft: Draft, run_id: str, members: list[str], reason: str) -> None:
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    genesis = manifest_hash(manifest_pb2.CommittedManifest.FromString(run.genesis).payload)
-    plan = replicate(
-        memory.spec,
-        version=max(run.plan_version, run.plan_floor) + 1,
-        members=members,
-        previous=memory.plan,
-        head_round=run.head_round,
-        layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
-        base=memory.plan.base if memory.plan else Base(genesis, tuple(sorted(members))),
-        issued_unix_ms=draft.now.unix_ms,
-        reason=reason,
-    )
-    draft.put(replace(run, plan_version=plan.version))
-    draft.issue_plan(plan)
-    nodes = "1 node" if len(members) == 1 else f"{len(members)} nodes"
-    draft.event("plan.issued", run_id, str(plan.version), f"plan {plan.version} for {nodes}: {reason}")
 
 
 def _difference(state: State, before: tuple[str, ...], after: list[str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from atoll.coordinator.state import checkpoints, find, lifecycle, reports
+from atoll.coordinator.state import admission, checkpoints, find, lifecycle, recovery, reports
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -94,6 +94,8 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     node, live = check_session(state, peer_id, session)
     _check_request(request)
     draft = Draft(state, now)
+    if request.HasField("deny_list"):
+        admission.take_deny_list(draft, request.deny_list)
     _take_addresses(draft, node, request)
     live = replace(
         live,
@@ -169,6 +171,8 @@ def _watch_streams(draft: Draft, policy: Policy) -> None:
 def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     _tell_strays(draft, run_id)
     lifecycle.advance(draft, run_id, policy)
+    if draft.state.runs[run_id].state == "TRAINING":
+        recovery.watch(draft, run_id, policy)
 
 
 def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> RunMemory:
@@ -178,11 +182,10 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> Run
     bases: tuple[Base, ...] = ()
     for plan in own:
         bases = with_base(bases, plan.base)
+    void = {row.manifest_hash for row in rounds if row.committed and is_void(bases, row.number, row.made_under)}
     committed = {base.round: Commit(base.manifest_hash, committed_tokens=None) for base in bases[-1:]}
     committed |= {
-        row.number: reports.commit_of(row)
-        for row in rounds
-        if row.committed and not is_void(bases, row.number, row.made_under)
+        row.number: reports.commit_of(row) for row in rounds if row.committed and row.manifest_hash not in void
     }
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
@@ -194,6 +197,7 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> Run
         committed=committed,
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
         bases=bases,
+        void=frozenset(void),
     )
 
 

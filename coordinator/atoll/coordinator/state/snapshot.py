@@ -40,6 +40,9 @@ class Policy:
     debounce_seconds: float = 1.0  # changes this close together make one plan
     resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
+    recover_seconds: float = (
+        10.0  # that all who decide must have been back, with older rounds, before the run goes back
+    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class RunMemory:
     committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number; what a recovery made void is out
     votes: Mapping[int, Vote] = field(default_factory=dict)  # by round number: those that may still matter
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
+    void: frozenset[bytes] = frozenset()  # manifest hashes of rounds that a recovery went back behind
     recoverable_since: float | None = None  # when it was first seen that the newest round is lost to all who decide
     writer: str = ""  # who writes genesis
     writer_since: float = 0.0

@@ -1,0 +1,132 @@
+"""Going on from a state that is left, when those who decide are gone or the newest round is lost to all of them. Pure.
+
+A recovery issues a plan with a new *base*: a manifest, and who decides the round after it. Higher rounds that were
+made under earlier plans are void from then on, on every node that follows the plan. Nothing else ever goes back
+behind a committed round, so there are two ways only: the operator orders it (`recover`), or every node that decides
+the next round is here and says that it holds an older one (`watch`), as after a power cut that took the whole swarm
+back to its checkpoints. Then nobody is left who could go on with what is made void.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from atoll.coordinator.state import find, lifecycle, votes
+from atoll.coordinator.state.records import Run
+from atoll.coordinator.state.reports import MAX_GAP
+from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
+from atoll.core.errors import InvalidTransition
+from atoll.core.plan import Base
+
+_HASH_BYTES = 32
+
+
+@dataclass(frozen=True, order=True)
+class Left:
+    """A committed state that connected nodes hold."""
+
+    round: int
+    holders: int  # of two results with one number, the one that more nodes hold is newer
+    manifest_hash: bytes
+
+
+def recover(state: State, now: Moment, run_id: str) -> Step[Run]:
+    """Go on from the newest state that is left. Raises `NotFound`, `InvalidTransition`."""
+    run = find.run(state, run_id)
+    memory = state.memory[run.run_id]
+    if run.state != "TRAINING" or memory.plan is None:
+        raise InvalidTransition(
+            f"run {run.run_id!r} is {run.state.lower()}: only a run that trains can be recovered",
+            "start it first: `atollctl run start`",
+        )
+    here = lifecycle.fit_nodes(state, run.run_id)
+    left = newest_left(state, run)
+    if left is None:
+        raise InvalidTransition(
+            f"no connected node holds any state of run {run.run_id!r}: there is nothing to go on from",
+            "start a node that still has its data directory, or begin a new run",
+        )
+    electorate = electorate_after(memory, run.head_round)
+    tie_break = not votes.abstains(run, memory)
+    if electorate is not None and electorate.decides(set(here), tie_break) and left.round >= run.head_round:
+        raise InvalidTransition(
+            f"{len(electorate.members & set(here))} of the {len(electorate.members)} nodes that decide the next round "
+            "are connected, and the newest round is there: nothing needs to be recovered",
+            "see `atollctl run rounds` for how rounds end",
+        )
+    draft = Draft(state, now)
+    _go_on_from(draft, run.run_id, left, "the operator recovered the run")
+    return draft.done(draft.state.runs[run.run_id])
+
+
+def watch(draft: Draft, run_id: str, policy: Policy) -> None:
+    """Recover by itself once it has been plain for a while that the newest round is lost to all who decide."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    left = _left_to_all(draft.state, run_id)
+    if left is None:
+        if memory.recoverable_since is not None:
+            draft.remember(run_id, recoverable_since=None)
+    elif memory.recoverable_since is None:
+        draft.remember(run_id, recoverable_since=now)
+    elif now - memory.recoverable_since >= policy.recover_seconds:
+        _go_on_from(draft, run_id, left, "all who decide hold older rounds")
+
+
+def newest_left(state: State, run: Run) -> Left | None:
+    """The newest committed state that fit nodes say they hold."""
+    memory = state.memory[run.run_id]
+    told = (state.live[peer].status for peer in lifecycle.fit_nodes(state, run.run_id))
+    held = Counter((status.head_round, status.head_hash) for status in told if len(status.head_hash) == _HASH_BYTES)
+    found = (Left(number, count, digest) for (number, digest), count in held.items())
+    return max((item for item in found if _counts(run, memory, item)), default=None)
+
+
+def _counts(run: Run, memory: RunMemory, left: Left) -> bool:
+    """Whether a state is of the history that counts, as far as is known here."""
+    commit = memory.committed.get(left.round)
+    if commit is not None:
+        return commit.manifest_hash == left.manifest_hash
+    known_base = memory.bases[-1].round if memory.bases else 0
+    return known_base < left.round <= run.head_round + MAX_GAP and left.manifest_hash not in memory.void
+
+
+def _left_to_all(state: State, run_id: str) -> Left | None:
+    """What is left, if every node that decides the next round or is planned is here and holds an older one."""
+    run, memory = state.runs[run_id], state.memory[run_id]
+    electorate = electorate_after(memory, run.head_round)
+    here = set(lifecycle.fit_nodes(state, run_id))
+    if memory.plan is None or electorate is None or not electorate.members:
+        return None
+    if not here >= electorate.members | set(memory.plan.members):
+        return None
+    if any(state.live[peer].status.head_round >= run.head_round for peer in here):
+        return None
+    return newest_left(state, run)
+
+
+def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    here = lifecycle.fit_nodes(draft.state, run_id)
+    void = {number: commit for number, commit in memory.committed.items() if number > left.round}
+    kept = {number: commit for number, commit in memory.committed.items() if number <= left.round}
+    kept.setdefault(left.round, Commit(left.manifest_hash, committed_tokens=None))
+    draft.remember(
+        run_id,
+        committed=kept,
+        void=memory.void | {commit.manifest_hash for commit in void.values()},
+        recoverable_since=None,
+    )
+    draft.forget_votes(run_id, list(memory.votes))
+    tokens = max(commit.committed_tokens or 0 for commit in kept.values())  # a lower bound where it is not known
+    loss_round = min(run.loss_round, left.round)
+    draft.put(replace(run, head_round=left.round, committed_tokens=tokens, loss_round=loss_round))
+    lost = f"rounds {left.round + 1} to {run.head_round} are void" if void else "no round that was told is lost"
+    told = f"{why}: it goes on from round {left.round}, which {_nodes(left.holders)}; {lost}"
+    draft.event("run.recovered", run_id, str(left.round), told)
+    base = Base(left.manifest_hash, tuple(sorted(here)), left.round, lifecycle.next_version(run))
+    lifecycle.issue(draft, run_id, here, f"{why}, from round {left.round}", base)
+
+
+def _nodes(count: int) -> str:
+    return "1 node holds" if count == 1 else f"{count} nodes hold"
