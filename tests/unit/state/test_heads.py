@@ -186,3 +186,26 @@ async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(reef
     reef.hub.join(EVE.peer_id).handle(PROTOCOL, freeze)
     async with asyncio.timeout(2):
         assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+
+
+async def test_a_void_history_does_not_win_by_numbers(reef):
+    plan = plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, voters=(ANN, BOB, DAN))
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST, SECOND), TWO)
+    reef.serve(DAN, history(FIRST), ONE)
+    assert (await believed(reef, plan)).hash == FIRST.hash
+
+
+async def test_rounds_cannot_be_skipped(reef):
+    leap = commit(TWO, 7, [ANN, BOB, DAN], after=GENESIS)
+    reef.serve(ANN, history(leap), TWO)
+    with pytest.raises(Unreachable):
+        await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+
+
+async def test_the_manifest_before_counts_only_if_it_is_the_one_that_the_head_names(reef):
+    unrelated = commit(ONE, 2, [EVE], after=FIRST)
+    claimed = commit(TWO, 3, [EVE], after=SECOND, present=[ANN, BOB, EVE])
+    reef.serve(EVE, history(FIRST, unrelated, claimed), TWO)
+    with pytest.raises(Unreachable):
+        await believed(reef, plan_of(ANN, BOB, CLEO, EVE))

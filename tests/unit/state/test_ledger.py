@@ -162,3 +162,43 @@ def test_nobody_to_ask_is_not_finished(donors):
     world = Simulation([4], donors)
     world.run()
     assert not world.ledger.finished
+
+
+def test_a_false_piece_of_many_is_fetched_from_one_alone_and_then_the_liar_is_known():
+    world = Simulation([4, 4, 4, 16], {"a": always(True), "liar": until(1), "c": always(True)})
+    for donor in world.donors:  # each proves itself
+        world.ask(donor, 1)
+        world.answer(donor)
+    for donor in world.donors:  # a begins the large piece, the others help from its tail
+        assert world.ask(donor, 1)
+    world.answer("liar")
+    world.answer("a")
+    assert world.ask("a", 1)
+    world.answer("a")
+    assert world.ledger.release_slow(world.now + 100, 10.0)  # c owes its chunk: a is asked for that one too
+    assert world.ask("a", 1)
+    world.answer("a")
+    assert not world.ledger.finished
+    assert not world.ledger.reasons
+    world.answer("c")  # late, and not of one piece with what it is asked for now
+    assert world.ask("c", 4)
+    assert not world.ask("a")
+    while world.answer("c"):
+        pass
+    assert world.ledger.finished
+    assert set(world.ledger.reasons) == {"liar"}
+    assert world.answers["c"] == 1 + 1 + 4
+
+
+def test_what_a_liar_delivered_elsewhere_is_fetched_again():
+    world = Simulation([4, 4, 16], {"a": always(True), "liar": until(1)})
+    for donor in world.donors:
+        world.ask(donor, 1)
+        world.answer(donor)
+    for donor in world.donors:
+        world.ask(donor, 1)
+        world.answer(donor)
+    world.ledger.give_up("liar", "found out elsewhere")
+    world.run()
+    assert world.ledger.finished
+    assert world.answers["a"] == 1 + 4

@@ -110,8 +110,8 @@ class _Fetch:
                 failures += 3 if isinstance(error, DeadlineExceeded) else 1
                 if failures >= self._policy.failures:
                     self._ledger.give_up(donor, str(error))
-            except AtollError as error:
-                self._ledger.distrust(donor, str(error))
+            except AtollError as error:  # it answered with something else than it was asked for, or refused
+                self._ledger.give_up(donor, str(error))
             self._tell()
             if self._ledger.asks(donor):
                 await asyncio.sleep(min(1.0, self._policy.pause.total_seconds() * 2**failures))

@@ -9,7 +9,7 @@ false is fetched again from one donor alone; then the chunks that differ name th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from atoll.node.state.pieces import Piece
@@ -52,6 +52,12 @@ class _Work:
         self.sources = [None] * len(self.chunks)
         self.wanted = set(range(len(self.chunks)))
         self.owner = None
+
+    def forget(self, peers: Set[str]) -> None:
+        for index, source in enumerate(self.sources):
+            if source in peers:
+                self.sources[index] = None
+                self.wanted.add(index)
 
     def disown(self) -> None:
         """Its owner is gone or slow: others may go on with it, or begin it anew where it must come from one."""
@@ -162,14 +168,14 @@ class Ledger:
                 self._donors[peer].proven = True
             for (peer, claimed), digest in zip(work.suspects, chunk_digests, strict=False):
                 if claimed != digest:
-                    self.distrust(peer, f"a part of {work.piece} was false")
+                    self.give_up(peer, f"a part of {work.piece} was false")
             return
-        liars = {peer for peer in sources if self._donors[peer].gone}
+        gone = {peer for peer in sources if self._donors[peer].gone}
         if len(set(sources)) == 1:
             work.reset()
-            self.distrust(sources[0], f"{work.piece} did not match its digest")
-        elif liars:
-            self._forget(work, liars)
+            self.give_up(sources[0], f"{work.piece} did not match its digest")
+        elif gone:
+            work.forget(gone)
         else:
             work.suspects = tuple(zip(sources, chunk_digests, strict=True))
             work.alone, work.avoid = True, frozenset(sources)
@@ -185,16 +191,9 @@ class Ledger:
         donor.wire.clear()
 
     def give_up(self, peer: str, reason: str) -> None:
-        """Do not ask this donor again; what it delivered stays."""
+        """Do not ask this donor again. What it delivered stays until a piece with it turns out to be false."""
         self.left(peer)
         self._donors[peer].gone = reason
-
-    def distrust(self, peer: str, reason: str) -> None:
-        """It lied: do not ask it again, and forget what it delivered to pieces that are not verified."""
-        self.give_up(peer, reason)
-        for work in self._works:
-            if work.open:
-                self._forget(work, {peer})
 
     def release_slow(self, now: float, patience: float) -> bool:
         """Let others take over from donors that let us wait for long, by their own measure too; whether there are any.
@@ -255,14 +254,6 @@ class Ledger:
             work = self._works[chunk.piece]
             if work.open and work.sources[chunk.index] is None and not (slow_only and work.alone):
                 work.wanted.add(chunk.index)
-
-    def _forget(self, work: _Work, peers: set[str]) -> None:
-        for index, source in enumerate(work.sources):
-            if source in peers:
-                work.sources[index] = None
-                work.wanted.add(index)
-        if work.owner in peers:
-            work.owner = None
 
 
 def _work(number: int, piece: Piece, chunk_elements: int) -> _Work:

@@ -59,7 +59,7 @@ class Workspace:
     """Two vectors that are filled piece by piece, and what of them is known to be true."""
 
     def __init__(self, elements: int) -> None:
-        self.vectors: dict[Kind, Tensor] = {"anchor": torch.zeros(elements), "momentum": torch.zeros(elements)}
+        self.vectors: dict[Kind, Tensor] = {"anchor": torch.empty(elements), "momentum": torch.empty(elements)}
         self._true: dict[tuple[Kind, int], bytes] = {}
 
     def take_over(self, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
