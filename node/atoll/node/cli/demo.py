@@ -33,6 +33,12 @@ def demo(
     inner_steps: Annotated[
         int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
     ] = 20,
+    kill: Annotated[int, typer.Option("--kill", min=0, help="Kill that many nodes while they train (SIGKILL).")] = 0,
+    together: Annotated[bool, typer.Option("--together", help="Kill them all at one moment.")] = False,
+    freeze: Annotated[int, typer.Option("--freeze", min=0, help="Freeze that many for 20 s (SIGSTOP).")] = 0,
+    kill_coordinator: Annotated[
+        bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at that moment.")
+    ] = False,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 15.0,
     output: OutputOption = Output.TEXT,
@@ -40,15 +46,20 @@ def demo(
     """Start a coordinator, a seed and four nodes on loopback and train a language model on real text.
 
     Without --data the text is the Python standard library. Two of the nodes are slowed to half and a quarter
-    of the pace; the others find that out by measurement.
+    of the pace; the others find that out by measurement. What is killed or frozen comes back; the model must not
+    notice.
     """
     import asyncio
 
     from atoll.node.lab.demo import SLOWDOWNS, DemoOptions, run_demo
     from atoll.node.lab.demo_view import live_view
+    from atoll.node.lab.trouble import TroublePlan
 
     slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
-    options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes))
+    trouble = TroublePlan(kill, together, freeze, kill_coordinator)
+    options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), trouble)
+    if kill + freeze > nodes:
+        raise UsageError(f"{kill} nodes to kill and {freeze} to freeze are more than {nodes}", "start more --nodes")
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-demo-"))
@@ -86,6 +97,12 @@ def _tell(it: DemoResult, keep: Path | None) -> None:
     console.print(f"  validation loss   {it.val_loss_first:.3f} → [bold]{it.val_loss_last:.3f}[/] nats/byte")
     console.print(f"  rounds            {it.rounds_committed} committed of {it.rounds_opened} opened")
     console.print(f"  anchors           {equal} on all nodes ({next(iter(it.anchor_digests.values()))[:16]}…)")
+    if it.kills or it.freezes or it.coordinator_restarts:
+        console.print(
+            f"  trouble           {it.kills} killed, {it.freezes} frozen, coordinator restarted "
+            f"{it.coordinator_restarts}×; {it.rejoined} of {it.kills + it.freezes} back in the last round; "
+            f"{it.rounds_tie_broken} ties broken; chains {'[green]equal[/]' if it.chains_equal else '[red]DIFFER[/]'}"
+        )
     console.print(f"  steps             {steps}")
     console.print(
         f"  averaging         {bytes_text(it.averaging_bytes_sent)} sent, {saved:.1f}× less than fp32"

@@ -1,7 +1,8 @@
 """The demo: coordinator, seed and nodes on loopback train a small model on real text until T tokens.
 
 Everything that happens here, an operator could do by hand. Two nodes are slowed by an option that the
-others do not know; their pace must be discovered by measurement and shows up as fewer steps.
+others do not know; their pace must be discovered by measurement and shows up as fewer steps. With trouble asked
+for, programs are killed and frozen while they train, and the chains of all nodes are compared round by round.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, first_error
 from atoll.core.manifest import Head
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.lab.trouble import NO_TROUBLE, Trouble, TroubleLog, TroublePlan
 from atoll.node.localclient import call
 from atoll.node.state.manifests import ManifestStore
 
@@ -80,6 +82,7 @@ class DemoOptions:
     slowdowns: tuple[float, ...]
     inner_steps: int  # of a full-speed node, a round
     timeout: timedelta
+    trouble: TroublePlan = NO_TROUBLE
 
 
 @dataclass
@@ -94,6 +97,7 @@ class DemoView:
     rounds_opened: int = 0
     rounds_committed: int = 0
     page: str = ""
+    trouble: list[str] = field(default_factory=list)  # what was done to the swarm
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,14 @@ class DemoResult:
     val_loss_last: float
     anchor_digests: dict[str, str]
     anchors_equal: bool
+    chains_equal: bool  # every round that any node knows has one manifest on all that know it
+    rounds_tie_broken: int
     averaging_bytes_sent: int
     averaging_bytes_fp32: int
     other_bytes_sent: int
     kills: int
-    rejoined: int
+    freezes: int
+    rejoined: int  # of those killed or frozen, how many took part in the last round
     coordinator_restarts: int
     checkpoint: str
     seconds: float
@@ -131,18 +138,30 @@ async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], 
     view = DemoView(started=time.monotonic(), stop_tokens=options.tokens)
     names = [f"node-{i + 1}" for i in range(options.nodes)]
     try:
-        await _start(swarm, options, names, view, show)
-        await _watch(swarm, options, names, view, show)
+        endpoints = await _start(swarm, options, names, view, show)
+        trouble = Trouble(swarm, options.trouble, names, options.seed, endpoints)
+        view.trouble = trouble.log.events
+        async with asyncio.TaskGroup() as tasks:
+            making = tasks.create_task(trouble.run(lambda: _share(view)))
+            tasks.create_task(_watch(swarm, options, names, view, show, making))
         view.phase = "collecting"
         show(view)
-        return await _collect(swarm, options, names, view)
+        return await _collect(swarm, options, names, view, trouble.log)
+    except ExceptionGroup as group:
+        raise first_error(group) from group
     finally:
         await swarm.close()
 
 
+def _share(view: DemoView) -> float:
+    """How much of the run is done, 0 to 1."""
+    committed = max((node.get("committed_tokens", 0) for node in view.nodes.values()), default=0)
+    return min(1.0, committed / view.stop_tokens)
+
+
 async def _start(
     swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, show: Callable[[DemoView], None]
-) -> None:
+) -> dict[str, Any]:
     corpus = _corpus(options, swarm.root)
     endpoints = await swarm.start_coordinator()
     view.page = endpoints["http"]
@@ -156,15 +175,22 @@ async def _start(
     for name, slowdown in zip(names, options.slowdowns, strict=True):
         flags = ("--cpu-threads", "1", "--minimum-step-seconds", f"{FULL_PACE_SECONDS * slowdown:g}")
         await swarm.start_member(name, "node", *flags)
+    return endpoints
 
 
 async def _watch(
-    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, show: Callable[[DemoView], None]
+    swarm: LocalSwarm,
+    options: DemoOptions,
+    names: list[str],
+    view: DemoView,
+    show: Callable[[DemoView], None],
+    trouble: asyncio.Task[None],
 ) -> None:
-    """Show what happens until every node has written its anchor."""
+    """Show what happens until all trouble is over and every node has written its anchor."""
 
     def finished() -> bool:
-        return bool(view.nodes) and all(view.nodes.get(name, {}).get("state") == "finished" for name in names)
+        states = [view.nodes.get(name, {}).get("state") for name in names]
+        return trouble.done() and all(state == "finished" for state in states)
 
     deadline = time.monotonic() + options.timeout.total_seconds()
     while not finished():
@@ -172,7 +198,9 @@ async def _watch(
         if time.monotonic() > deadline:
             await swarm.until(finished, "the run did not finish", timedelta(0))
         for name in names:
-            view.nodes[name] = swarm.status(name) or view.nodes.get(name, {})
+            before = view.nodes.get(name, {})
+            now = await asyncio.to_thread(swarm.status, name)
+            view.nodes[name] = now or (before and {**before, "state": "down"})
         await _look_at_run(view)
         if any(node.get("state") == "training" for node in view.nodes.values()):
             view.phase = "training"
@@ -197,11 +225,16 @@ def _read_json(url: str) -> dict[str, Any]:
         return result
 
 
-async def _collect(swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView) -> DemoResult:
+async def _collect(
+    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, log: TroubleLog
+) -> DemoResult:
     run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
     digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
+    chains = [_chain(swarm.root / name / "runs" / RUN / "manifests") for name in names]
+    last = {item.peer_id for item in chains[0][max(chains[0])].manifest.contributions}
+    struck = {statuses[name]["peer_id"] for name in (*log.killed, *log.frozen)}
     answer = await asyncio.to_thread(
         call, swarm.programs[names[0]].directory, "generate", GENERATE_TIMEOUT, prompt=PROMPT, tokens=240
     )
@@ -209,31 +242,39 @@ async def _collect(swarm: LocalSwarm, options: DemoOptions, names: list[str], vi
         nodes=options.nodes,
         rounds_opened=run["rounds_opened"],
         rounds_committed=run["rounds_committed"],
-        parts_zeroed=_parts_zeroed(swarm.programs[names[0]].directory / "runs" / RUN / "manifests"),
+        parts_zeroed=sum(head.manifest.parts_zeroed for head in chains[0].values()),
         tokens=run["committed_tokens"],
         steps_per_node={name: status["steps"] for name, status in statuses.items()},
         val_loss_first=losses[0][1],
         val_loss_last=losses[-1][1],
         anchor_digests=digests,
         anchors_equal=len(set(digests.values())) == 1,
+        chains_equal=_equal(chains),
+        rounds_tie_broken=sum(head.committed.HasField("tie_break") for head in chains[0].values()),
         averaging_bytes_sent=sum(status["averaging_bytes_sent"] for status in statuses.values()),
         averaging_bytes_fp32=sum(status["averaging_bytes_fp32"] for status in statuses.values()),
         other_bytes_sent=sum(status["other_bytes_sent"] for status in statuses.values()),
-        kills=0,
-        rejoined=0,
-        coordinator_restarts=0,
+        kills=len(log.killed),
+        freezes=len(log.frozen),
+        rejoined=len(struck & last),
+        coordinator_restarts=log.coordinator_restarts,
         checkpoint=statuses[names[0]]["anchor"],
         seconds=round(time.monotonic() - view.started, 1),
         sample=answer["text"],
     )
 
 
-def _parts_zeroed(manifests: Path) -> int:
-    """Summed over the chain that the first node keeps."""
-    store = ManifestStore(manifests, RUN)
+def _chain(directory: Path) -> dict[int, Head]:
+    """The manifests that a node keeps, by round; it has none of the rounds that it slept through."""
+    store = ManifestStore(directory, RUN)
     newest = store.newest()
-    heads = [store.get(number) for number in range(1, newest.round + 1)] if newest else []
-    return sum(Head(committed).manifest.parts_zeroed for committed in heads if committed is not None)
+    found = {number: store.get(number) for number in range(1, newest.round + 1)} if newest else {}
+    return {number: Head(committed) for number, committed in found.items() if committed is not None}
+
+
+def _equal(chains: Sequence[dict[int, Head]]) -> bool:
+    rounds = {number for chain in chains for number in chain}
+    return all(len({chain[number].hash for chain in chains if number in chain}) == 1 for number in rounds)
 
 
 def _sha256(path: Path) -> str:

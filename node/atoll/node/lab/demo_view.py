@@ -18,7 +18,14 @@ from atoll.node.lab.demo import DemoView
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH, _CURVE_HEIGHT = 56, 5
-_COLOURS = {"training": "green", "finished": "cyan", "ready": "blue", "catching-up": "yellow", "failed": "red"}
+_COLOURS = {
+    "training": "green",
+    "finished": "cyan",
+    "ready": "blue",
+    "catching-up": "yellow",
+    "failed": "red",
+    "down": "red",
+}
 
 
 @contextlib.contextmanager
@@ -40,12 +47,16 @@ class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last: tuple[str, int] = ("", -1)
+        self._told = 0
 
     def show(self, view: DemoView) -> None:
         now = (view.phase, view.rounds_committed)
         if now != self._last:
             self._last = now
             loss = f", validation loss {view.losses[-1][1]:.3f}" if view.losses else ""
+            for event in view.trouble[self._told :]:
+                self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {event}")
+            self._told = len(view.trouble)
             self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {view.phase}: round {now[1]}{loss}")
 
 
@@ -56,6 +67,8 @@ def draw(view: DemoView) -> RenderableType:
     if view.losses:
         parts += [Text(), _curve(view.losses)]
     parts += [Text(), _facts(view)]
+    if view.trouble:
+        parts.append(Text.from_markup(f"[red]{' · '.join(view.trouble)}[/]"))
     return Panel(
         Group(*parts), title=f"[bold]atoll demo[/] · {view.phase} · {elapsed}", subtitle=f"[dim]{view.page}[/]"
     )

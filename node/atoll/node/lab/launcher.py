@@ -132,9 +132,9 @@ class LocalSwarm:
             program.check()
 
     def status(self, name: str) -> dict[str, Any] | None:
-        """What that member's local API says; None while it does not answer."""
+        """What that member's local API says; None while it does not answer, or is down."""
         try:
-            return call(self.programs[name].directory, "status", timedelta(seconds=2))
+            return call(self.root / name, "status", timedelta(seconds=2))
         except Unreachable:
             return None
 

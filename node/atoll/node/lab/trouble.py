@@ -1,0 +1,141 @@
+"""Trouble for a swarm on this machine: programs killed, frozen and started again, at moments drawn from a seed.
+
+What is killed gets SIGKILL and nothing else; its children are the kernel's to end. What is frozen gets SIGSTOP with
+all its children, like a laptop that sleeps. Everything that was taken down is brought back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from atoll.node.lab.launcher import LocalSwarm
+
+FREEZE_SECONDS = 20.0
+DOWN_SECONDS = 5.0  # of one that is killed alone
+TOGETHER_SECONDS = 30.0  # of several at once: long enough to be missed, and to go on without them
+_FROM, _TO = 0.12, 0.7  # of the run's tokens: trouble needs a run before it, and time after it
+
+
+@dataclass(frozen=True)
+class TroublePlan:
+    """What shall happen."""
+
+    kills: int = 0
+    together: bool = False  # all of them at one moment
+    freezes: int = 0
+    kill_coordinator: bool = False
+
+
+NO_TROUBLE = TroublePlan()
+
+
+@dataclass
+class TroubleLog:
+    """What happened."""
+
+    killed: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    coordinator_restarts: int = 0
+    events: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Event:
+    at: float  # share of the run's tokens
+    kind: str
+    victims: tuple[str, ...]
+
+
+class Trouble:
+    """Carries a plan out while the run goes on."""
+
+    def __init__(
+        self, swarm: LocalSwarm, plan: TroublePlan, names: list[str], seed: int, endpoints: dict[str, Any]
+    ) -> None:
+        self.log = TroubleLog()
+        self._swarm = swarm
+        self._plan = plan
+        self._endpoints = endpoints
+        self._events = _schedule(plan, names, random.Random(seed))
+
+    async def run(self, share: Callable[[], float]) -> None:
+        """Until the last victim is back. `share` tells how far the run is, 0 to 1."""
+        while self._events:
+            if share() < self._events[0].at:
+                await asyncio.sleep(0.2)
+                continue
+            event = self._events[0]
+            self.log.events.append(f"{event.kind} {', '.join(event.victims)} at {share():.0%}")
+            match event.kind:
+                case "freeze":
+                    await self._freeze(event.victims[0])
+                case _:
+                    await self._kill(event.victims)
+            self._events.pop(0)
+
+    async def _freeze(self, name: str) -> None:
+        self.log.frozen.append(name)
+        family = _family(self._swarm.programs[name].pid)
+        for process in family:
+            process.suspend()
+        try:
+            await asyncio.sleep(FREEZE_SECONDS)
+        finally:
+            for process in reversed(family):
+                process.resume()
+
+    async def _kill(self, victims: tuple[str, ...]) -> None:
+        for name in victims:
+            await kill(self._swarm, name)
+        await asyncio.sleep(TOGETHER_SECONDS if len(victims) > 1 and self._plan.together else DOWN_SECONDS)
+        for name in sorted(victims):  # the coordinator first
+            if name == "coordinator":
+                await self._swarm.start_coordinator(*same_ports(self._endpoints))
+                self.log.coordinator_restarts += 1
+            else:
+                await self._swarm.restart_member(name)
+                self.log.killed.append(name)
+
+
+async def kill(swarm: LocalSwarm, name: str) -> None:
+    """SIGKILL to one program, and forget it. Its children end by themselves."""
+    program = swarm.programs.pop(name)
+    if program.child.returncode is None:
+        os.kill(program.pid, signal.SIGKILL)
+    await program.child.wait()
+
+
+def same_ports(endpoints: dict[str, Any]) -> list[str]:
+    """The flags with which a coordinator listens where it did."""
+    http = endpoints["http"].rstrip("/").rpartition(":")[2]
+    enrol, member = (endpoints[name].rpartition(":")[2] for name in ("enrolment", "membership"))
+    return ["--enrol-port", enrol, "--member-port", member, "--http-port", http]
+
+
+def _schedule(plan: TroublePlan, names: list[str], rng: random.Random) -> list[_Event]:
+    """Who is struck when: different nodes as long as there are some."""
+    victims = rng.sample(names, len(names)) * (1 + (plan.kills + plan.freezes) // len(names))
+    if plan.together:
+        struck = tuple(victims[: plan.kills]) + (("coordinator",) if plan.kill_coordinator else ())
+        kinds = [("kill", struck)]
+    else:
+        kinds = [("kill", (victims[i],)) for i in range(plan.kills)]
+        kinds += [("kill", ("coordinator",))] if plan.kill_coordinator else []
+    kinds += [("freeze", (victims[plan.kills + i],)) for i in range(plan.freezes)]
+    rng.shuffle(kinds)
+    width = (_TO - _FROM) / max(1, len(kinds))
+    return [_Event(_FROM + (i + rng.random() * 0.8) * width, kind, struck) for i, (kind, struck) in enumerate(kinds)]
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """The process and all its descendants."""
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
