@@ -93,6 +93,10 @@ class DatabaseCorrupt(StateError):
     """The coordinator's database cannot be opened."""
 
 
+class BackupCorrupt(StateError):
+    """A backup is not what `atoll-coordinator backup` wrote."""
+
+
 class CheckpointCorrupt(StateError):
     """An anchor, momentum or manifest file does not match its digest."""
 

@@ -1,4 +1,4 @@
-"""`atoll-coordinator`: run the coordinator, or show the settings it would run with."""
+"""`atoll-coordinator`: run the coordinator, back it up, show the settings it would run with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from atoll.coordinator.cli import backup
 from atoll.core.cli import run_cli
 from atoll.core.output import Output, OutputOption
 
@@ -91,6 +92,10 @@ def show_config(
     values = json.loads(loaded.config.model_dump_json())
     rows = [{"key": key, "value": value, "origin": loaded.origin[key]} for key, value in values.items()]
     show(output, {"settings": rows}, [Column("key"), Column("value"), Column("origin")], rows)
+
+
+app.command("backup")(backup.backup)
+app.command("restore")(backup.restore)
 
 
 def main() -> None:

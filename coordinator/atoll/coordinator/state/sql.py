@@ -46,7 +46,7 @@ class SqlStore(Store):
 
     def __init__(self, url: str) -> None:
         self._where = _printable(url)
-        self._engine = _engine(url)
+        self._engine = open_engine(url)
         try:
             with self._translated():
                 if self._engine.dialect.name == "sqlite":
@@ -149,7 +149,8 @@ class SqlStore(Store):
         )
 
 
-def _engine(url: str) -> Engine:
+def open_engine(url: str) -> Engine:
+    """Connections to a database, set up as the store needs them. Raises `ConfigError`."""
     try:
         engine = create_engine(url)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:

@@ -1,0 +1,185 @@
+"""Backup and restore: keys, the admin credential and the database as one file.
+
+`write` may run while the coordinator serves: SQLite copies a consistent snapshot, other databases are read in one
+transaction, and either way the archive holds a SQLite file. `restore` makes a new data directory of it, or none.
+
+What happened after the backup is forgotten, so a restored coordinator must not trust its own memory of what it signed:
+plans and deny-lists go on above any number that may have been issued, it abstains from votes until that is safe
+(`state/votes.py`), and all tokens are revoked, because their uses may have been spent since.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+
+from atoll.coordinator.archive import pack, unpack
+from atoll.coordinator.state.copying import copy_rows
+from atoll.coordinator.state.records import Change, DenyRow, Event
+from atoll.coordinator.state.sql import SqlStore
+from atoll.core.certs import certificate_sha256
+from atoll.core.disk import OS_DISK
+from atoll.core.errors import AlreadyExists, DatabaseCorrupt, DataDirUnusable
+from atoll.core.files import unusable
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, issue_deny_list
+
+DATABASE = "coordinator.db"
+KEYS = ("ca.key", "ca.crt", "operator.key")
+CREDENTIAL = ("admin/admin.key", "admin/admin.crt", "admin/ca.crt", "admin/admin.toml")
+SPARE_NUMBERS = 1000  # that may have been issued since the backup, and
+SPARE_PER_SECOND = 10  # as many more for every second since
+_BUSY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a backup or a restore ended with, for people."""
+
+    path: Path
+    ca_sha256: str
+    created_unix_ms: int
+
+
+def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> Made:
+    """Everything into a new file `target`, mode 0600. Raises `AlreadyExists`, `DataDirUnusable`, `DatabaseCorrupt`."""
+    missing = [name for name in KEYS if not (data_dir / name).is_file()]
+    if missing:
+        raise DataDirUnusable(
+            f"there is no coordinator in {data_dir}: {', '.join(missing)} not found", "name it with --data-dir"
+        )
+    if target.exists():
+        raise AlreadyExists(f"{target} exists already", "name a new file")
+    with _staging(target) as staging:
+        copy = staging / DATABASE
+        if database_url.startswith("sqlite:"):
+            _copy_sqlite(_sqlite_path(database_url), copy)
+        else:
+            copy_rows(database_url, f"sqlite:///{copy}")
+        sources = {name: data_dir / name for name in (*KEYS, *CREDENTIAL) if (data_dir / name).is_file()}
+        sources[DATABASE] = copy
+        archive = staging / "archive"
+        pack(archive, sources, unix_ms)
+        try:
+            os.link(archive, target)  # unlike a rename, never over another file
+            OS_DISK.sync_directory(target.parent)
+        except FileExistsError as error:
+            raise AlreadyExists(f"{target} exists already", "name a new file") from error
+        except OSError as error:
+            raise unusable(target, error) from error
+    return _made(target, data_dir, unix_ms)
+
+
+def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> Made:
+    """A new data directory from a backup; `database_url` is empty for SQLite in it, else an empty database's.
+
+    Raises `AlreadyExists` for a directory or a database that is not empty, `BackupCorrupt`, `DataDirUnusable`.
+    """
+    if data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir())):
+        raise AlreadyExists(f"{data_dir} is not empty", "restore into a new directory, and move it afterwards")
+    with _staging(data_dir) as staging:
+        directory = staging / "data"
+        directory.mkdir(mode=0o700)
+        created = unpack(archive, directory, (*KEYS, DATABASE), CREDENTIAL)
+        database = directory / DATABASE
+        _leave_marks(f"sqlite:///{database}", directory / "operator.key", created, unix_ms)
+        _flatten(database)
+        if database_url:
+            copy_rows(f"sqlite:///{database}", database_url)
+            database.unlink()
+        try:
+            OS_DISK.sync_directory(directory)
+            OS_DISK.rename(directory, data_dir)
+            OS_DISK.sync_directory(data_dir.parent)
+        except OSError as error:
+            raise unusable(data_dir, error) from error
+    return _made(data_dir, data_dir, created)
+
+
+def _leave_marks(url: str, operator_key: Path, created_ms: int, unix_ms: int) -> None:
+    """What the restored coordinator must know of its own forgetting, in one transaction."""
+    spare = SPARE_NUMBERS + SPARE_PER_SECOND * max(0, unix_ms - created_ms) // 1000
+    operator = Identity.load(operator_key)
+    store = SqlStore(url)
+    try:
+        contents = store.load()
+        empty = issue_deny_list(operator, EMPTY_DENY.number, EMPTY_DENY.peer_ids, unix_ms / 1000)
+        deny = contents.deny or DenyRow(EMPTY_DENY.number, empty.SerializeToString())
+        told = "restored from a backup: all tokens are revoked, and votes wait for a round of a newer plan"
+        changes: list[Change] = [
+            *(replace(run, plan_floor=max(run.plan_version, run.plan_floor) + spare) for run in contents.runs),
+            *(replace(token, revoked=True) for token in contents.tokens),
+            replace(deny, number=deny.number + spare),
+            Event(contents.last_event_id + 1, unix_ms, "coordinator.restored", "", "", told),
+        ]
+        store.apply(changes)
+    finally:
+        store.close()
+
+
+# --- databases ---------------------------------------------------------------------------------------
+
+
+def _sqlite_path(url: str) -> Path:
+    return Path(url.removeprefix("sqlite:///"))
+
+
+def _copy_sqlite(source: Path, target: Path) -> None:
+    """A consistent copy of a database in use, by SQLite's own means: neither side waits for the other."""
+    try:
+        reading = sqlite3.connect(f"file:{quote(str(source))}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
+        try:
+            writing = sqlite3.connect(target)
+            try:
+                reading.backup(writing)
+            finally:
+                writing.close()
+        finally:
+            reading.close()
+        target.chmod(0o600)
+        _flatten(target)
+    except sqlite3.Error as error:
+        raise DatabaseCorrupt(f"the database {source} cannot be copied: {error}") from error
+
+
+def _flatten(path: Path) -> None:
+    """One sound file without companions. Raises `DatabaseCorrupt`."""
+    try:
+        connection = sqlite3.connect(path)
+        try:
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            connection.execute("PRAGMA journal_mode=DELETE").fetchone()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise DatabaseCorrupt(f"the database {path} cannot be used: {error}") from error
+    if verdict != "ok":
+        raise DatabaseCorrupt(f"the database {path} is damaged: {verdict}")
+
+
+# --- shared ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """A private directory beside `target`, gone afterwards. Raises `DataDirUnusable`."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise unusable(target, error) from error
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _made(path: Path, directory: Path, unix_ms: int) -> Made:
+    return Made(path, certificate_sha256((directory / "ca.crt").read_bytes()), unix_ms)

@@ -1,0 +1,79 @@
+"""`atoll-coordinator backup` and `restore`: one file with everything that a coordinator is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.core.output import Output, OutputOption, print_json, say
+
+if TYPE_CHECKING:
+    from atoll.coordinator.backup import Made
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a TOML file with settings")]
+DataDirOption = Annotated[Path | None, typer.Option(help="of the coordinator")]
+Database = Annotated[str | None, typer.Option(metavar="URL", help="SQLAlchemy URL; default: SQLite in data-dir")]
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="a new file, or a directory to put one in")],
+    config: ConfigOption = None,
+    data_dir: DataDirOption = None,
+    database: Database = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write keys, credential and database to one file, also while the coordinator serves.
+
+    Whoever has that file can be the operator: keep it as you keep the keys.
+
+    [bold]Example[/bold]
+
+      atoll-coordinator backup /srv/backups
+    """
+    from atoll.coordinator import backup as backups
+    from atoll.coordinator.config import load
+    from atoll.coordinator.paths import default_data_dir
+
+    flags = {"data_dir": data_dir, "database": database}
+    settings = load(flags, os.environ, config, default_data_dir(os.environ, os.getuid())).config
+    now = time.time()
+    file = (
+        target / time.strftime("atoll-coordinator-%Y%m%dT%H%M%SZ.tar", time.gmtime(now)) if target.is_dir() else target
+    )
+    made = backups.write(settings.data_dir, settings.database_url, file.absolute(), int(now * 1000))
+    _tell(made, output, f"backed up; the authority is {made.ca_sha256[:16]}…")
+
+
+def restore(
+    archive: Annotated[Path, typer.Argument(metavar="FILE", help="what `backup` wrote")],
+    data_dir: Annotated[Path, typer.Option(help="a new or empty directory")],
+    database: Annotated[
+        str, typer.Option(metavar="URL", help="an empty database to fill; default: SQLite in data-dir")
+    ] = "",
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Make a data directory from a backup. Only when the coordinator that it is of will never run again.
+
+    [bold]Example[/bold]
+
+      atoll-coordinator restore atoll-coordinator-20260101T030000Z.tar --data-dir /var/lib/atoll/coordinator
+    """
+    from atoll.coordinator import backup as backups
+
+    made = backups.restore(archive, data_dir.expanduser().absolute(), database, int(time.time() * 1000))
+    _tell(
+        made, output, f"restored; the authority is {made.ca_sha256[:16]}…. All join tokens are revoked: make new ones"
+    )
+
+
+def _tell(made: Made, output: Output, sentence: str) -> None:
+    if output is Output.JSON:
+        facts = {"path": str(made.path), "ca_sha256": made.ca_sha256, "created_unix_ms": made.created_unix_ms}
+        print_json({"backup": facts})
+        return
+    say(sentence)
+    print(made.path)

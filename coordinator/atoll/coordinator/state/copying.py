@@ -1,0 +1,46 @@
+"""All rows of one database into another, empty one: for backups of databases that are not SQLite, and back."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from atoll.coordinator.state.sql import SqlStore, open_engine
+from atoll.coordinator.state.tables import METADATA
+from atoll.core.errors import AlreadyExists, DatabaseCorrupt
+
+_BATCH = 500
+
+
+def copy_rows(source_url: str, target_url: str) -> None:
+    """Copy what one transaction sees; the schema is made in the target, which must hold no row.
+
+    Raises `AlreadyExists` for a target with rows, `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`.
+    """
+    SqlStore(target_url).close()  # the schema, and every error that a first connection can meet
+    source, target = open_engine(source_url), open_engine(target_url)
+    try:
+        with _snapshot(source) as reading, target.begin() as writing:
+            _refuse_rows(writing)
+            for table in METADATA.sorted_tables:
+                for rows in reading.execute(select(table)).mappings().partitions(_BATCH):
+                    writing.execute(table.insert(), [dict(row) for row in rows])
+    except SQLAlchemyError as error:
+        raise DatabaseCorrupt(f"the database cannot be copied: {error}") from error
+    finally:
+        source.dispose()
+        target.dispose()
+
+
+def _snapshot(engine: Engine) -> Connection:
+    """A connection whose reads all see the same moment; SQLite's do anyway."""
+    connection = engine.connect()
+    if engine.dialect.name == "sqlite":
+        return connection
+    return connection.execution_options(isolation_level="REPEATABLE READ")
+
+
+def _refuse_rows(connection: Connection) -> None:
+    for table in METADATA.sorted_tables:
+        if connection.scalar(select(func.count()).select_from(table)):
+            raise AlreadyExists(f"the database holds rows already, in {table.name}", "restore into an empty database")
