@@ -48,7 +48,8 @@ _TICK_SECONDS = 0.2
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _LOOK_TIMEOUT = timedelta(seconds=20)
-_STALL = timedelta(seconds=4)  # without a due frame, after which a peer is given up for this exchange
+_STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
+_STALL_FLOOR = timedelta(seconds=0.5)
 _STAGED_KEPT = 2  # results of one head that may still be committed
 
 _log = log.get("rounds")
@@ -126,6 +127,7 @@ class AveragingEngine:
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
         self._exchange: _Running | None = None
+        self._served: RoundId | None = None  # the exchange whose parts others may ask for
         self._asides: set[asyncio.Task[None]] = set()
         self._catching_up = False
         self._counted_from = trainer.status.tokens
@@ -341,16 +343,21 @@ class AveragingEngine:
             average_E,
             self._executor,
             timedelta(seconds=seconds),
-            min(_STALL, timedelta(seconds=seconds / 4)),
+            max(_STALL_FLOOR, timedelta(seconds=seconds * _STALL)),
         )
         self._end_exchange()
+        if self._served is not None:
+            self._exchanges.end(self._served)
+        self._served = exchange.round_id
         self._exchanges.begin(exchange)
         self._exchange = _Running(exchange, average_E, self._aside(self._run_exchange(exchange)))
 
     async def _run_exchange(self, exchange: Exchange) -> None:
-        held = await exchange.run()
-        for peer, fault in held.faults.items():
-            _log.warning("a member failed in the exchange", peer=peer, reason=fault, round=str(exchange.round_id))
+        try:
+            held = await exchange.run()
+        except RoundAbandoned as error:  # our own update is of no use
+            self._events.put_nowait(rt.Failed(exchange.round_id, str(error)))
+            return
         self._events.put_nowait(rt.Parted(exchange.round_id, held.digests, held.partial))
 
     async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
@@ -396,10 +403,10 @@ class AveragingEngine:
         self._end_exchange()
 
     def _end_exchange(self) -> None:
+        """Ours is over; its parts are served until the next one begins, because others may still repair theirs."""
         running, self._exchange = self._exchange, None
         if running is not None:
             running.task.cancel()
-            self._exchanges.end(running.exchange.round_id)
 
     def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1
@@ -504,7 +511,7 @@ class AveragingEngine:
 
 @dataclass(frozen=True)
 class _Running:
-    """The exchange of the attempt that this node takes part in; its parts are kept for repair."""
+    """The exchange of the attempt that this node takes part in."""
 
     exchange: Exchange
     average_E: Tensor

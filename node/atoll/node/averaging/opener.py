@@ -18,10 +18,10 @@ from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.decide import build_start
+from atoll.node.averaging.decide import build_start, parts_total
 from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
-from atoll.node.averaging.settlement import settle
+from atoll.node.averaging.settlement import check_report, settle
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -100,8 +100,7 @@ class Opener:
                 self._ready[peer] = message.ready
                 self._answered()
             case "parts", Stage.PARTS if peer in self._members:
-                self._parts[peer] = message.parts
-                self._answered()
+                self._take_parts(peer, message.parts)
             case "digest", Stage.VOTES if peer in self._members:
                 self._take_vote(peer, message.digest)
             case "decline", _:
@@ -211,11 +210,7 @@ class Opener:
         if not self._waiting_for():
             self.paces.exchange.observe(self.now - self._stage_began)
         there = [peer for peer in self._members if peer in self._parts]
-        try:
-            digests, holders, partial = settle(self._parts, there)
-        except PeerMisbehaved as error:
-            self._abandon(str(error))
-            return
+        digests, holders, partial = settle(self._parts, there)
         seconds = self.paces.decision.patience
         message = dp.Settle(
             round=self.round_id.to_proto(),
@@ -227,6 +222,16 @@ class Opener:
         )
         self._enter(Stage.VOTES, seconds)
         self._tell(self._members, dp.RoundMessage(settle=message))
+
+    def _take_parts(self, peer: str, report: dp.Parts) -> None:
+        assert self._start is not None
+        try:
+            check_report(peer, report, parts_total(self._start))
+        except PeerMisbehaved as error:
+            self.declined[peer] = str(error)
+        else:
+            self._parts[peer] = report
+        self._answered()
 
     def _take_vote(self, peer: str, digest: dp.Digest) -> None:
         if any(peer in votes for votes in self._votes.values()):
