@@ -1,0 +1,97 @@
+"""Whole swarms that stop, or are killed, and start again go on from what was committed."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+
+import pytest
+from support.reef import reef
+
+from atoll.core.manifest import Head
+from atoll.node.state.checkpoint import read_checkpoint
+from atoll.node.state.manifests import ManifestStore
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+NODES = ("ann", "bob")
+
+
+def on_disk(root, name):
+    """The newest checkpoint's head."""
+    directory = root / name / "runs/reef/checkpoints"
+    return read_checkpoint(max(path for path in directory.iterdir() if path.name.isdecimal())).head
+
+
+async def kill(swarm, *names):
+    programs = [swarm.programs.pop(name) for name in names]
+    for program in programs:
+        os.kill(program.pid, signal.SIGKILL)
+    await asyncio.gather(*(program.child.wait() for program in programs))
+
+
+async def start_again(swarm):
+    """Everything where it was before: who is off for long keeps its addresses, or nobody finds it."""
+    told = json.loads((swarm.root / "coordinator/endpoints.json").read_text())
+    ports = {
+        "--enrol-port": told["enrolment"],
+        "--member-port": told["membership"],
+        "--http-port": told["http"].strip("/"),
+    }
+    flags = [word for flag, where in ports.items() for word in (flag, where.rpartition(":")[2])]
+    await swarm.start_coordinator(*flags)
+    seed = json.loads((swarm.root / "ann/credentials.json").read_text())["seeds"][0]
+    port = re.search(r"/tcp/(\d+)", seed)[1]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ATOLL_PORT", port)
+        await swarm.restart_member("seed")
+    await swarm.reach("seed", "ready")
+    for name in NODES:
+        await swarm.restart_member(name)
+
+
+async def finish(swarm, root, stopped):
+    """Train to the end; one history, which goes through `stopped`, and every token counted once."""
+    for name in NODES:
+        await swarm.reach(name, "finished")
+    assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
+    chain = ManifestStore(root / "ann/runs/reef/manifests", "reef")
+    before, after = stopped, Head(chain.get(stopped.round + 1))
+    while True:
+        assert after.manifest.previous_hash == before.hash
+        assert after.committed_tokens > before.committed_tokens
+        found = chain.get(after.round + 1)
+        if found is None:
+            break
+        before, after = after, Head(found)
+    assert after.hash == chain.newest().hash
+    assert after.committed_tokens >= 30_000
+
+
+async def test_a_swarm_that_was_stopped_in_order_goes_on_from_its_last_round(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=30_000, codec="fp32")
+        for name in NODES:
+            await swarm.node(name)
+        await swarm.rounds("ann", 4)
+        await swarm.stop(*NODES)
+        await swarm.stop("seed", "coordinator")
+        stopped = [on_disk(tmp_path, name) for name in NODES]
+        assert stopped[0].hash == stopped[1].hash, "an orderly end leaves the newest round on every disk"
+        await start_again(swarm)
+        await finish(swarm, tmp_path, stopped[0])
+
+
+async def test_a_swarm_that_was_killed_goes_on_from_its_newest_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=30_000, codec="fp32")
+        for name in NODES:
+            await swarm.node(name)
+        await swarm.rounds("ann", 4)
+        known = max(map(swarm.round, NODES))
+        await kill(swarm, *NODES, "seed", "coordinator")
+        newest = max((on_disk(tmp_path, name) for name in NODES), key=lambda head: head.round)
+        assert newest.round >= known - 1, "no more is lost than the checkpoint that was being written"
+        await start_again(swarm)
+        await finish(swarm, tmp_path, newest)
