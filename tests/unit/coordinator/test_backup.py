@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.coordinator.world import World
+from support.postgres import missing, postgres
+from unit.coordinator.world import RUN, World
 
 from atoll.coordinator import archive, backup
 from atoll.coordinator.ca import Keys, write_admin_credential
@@ -96,6 +97,24 @@ def test_a_deny_list_of_somebody_else_is_not_taken_over() -> None:
     with pytest.raises(SignatureInvalid):
         world.say("ann", deny_list=foreign)
     assert world.state.deny.number == 0
+
+
+def test_a_backup_moves_a_coordinator_to_another_database_and_back(home: Path, tmp_path: Path) -> None:
+    if missing():
+        pytest.skip(missing())
+    backup.write(home, url(home), tmp_path / "b.tar", MADE_MS)
+    with postgres() as server:
+        elsewhere = server.fresh()
+        backup.restore(tmp_path / "b.tar", tmp_path / "new", elsewhere, MADE_MS)
+        assert not (tmp_path / "new" / "coordinator.db").exists()
+        with pytest.raises(AlreadyExists):
+            backup.restore(tmp_path / "b.tar", tmp_path / "other", elsewhere, MADE_MS)
+        backup.write(tmp_path / "new", elsewhere, tmp_path / "c.tar", MADE_MS)
+    backup.restore(tmp_path / "c.tar", tmp_path / "back", "", MADE_MS)
+    store = SqlStore(url(tmp_path / "back"))
+    (run,) = store.load().runs
+    store.close()
+    assert (run.run_id, run.plan_floor) == (RUN, 1 + 2 * backup.SPARE_NUMBERS)
 
 
 def test_a_backup_is_never_written_over_anything(home: Path, tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, text
+from support.postgres import Postgres, missing, postgres
 from unit.coordinator.world import round_report
 
 from atoll.coordinator.state import migrations
+from atoll.coordinator.state.copying import copy_rows
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import (
     RECORDS,
+    Checkpoint,
+    Delete,
     DenyRow,
     Evaluation,
     Event,
@@ -25,38 +29,61 @@ from atoll.coordinator.state.records import (
     Round,
     Run,
     Token,
+    Vote,
 )
 from atoll.coordinator.state.sql import SqlStore
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import METADATA
-from atoll.core.errors import ConfigError, DatabaseCorrupt, DataDirUnusable
+from atoll.core.errors import AlreadyExists, ConfigError, DatabaseCorrupt, DataDirUnusable
 from atoll.core.identity import Identity
 
 TOKEN = Token("t1", "hash", "reef", ("node", "seed"), 3, 2, 10, 20)
 NODE = Node("p1", "ann", "reef", ("node",), b"\0\xff", 1, 10, multiaddrs=("/ip4/1", "/ip6/2"))
 RUN = Run("reef", "version = 1\n", "CREATED", 10)
 PLAN = PlanRow("reef", 1, b"signed", 11)
-ROUND = Round("reef", 1, 1, 0, 0, True, "", "p1", 1.5, 12, tokens=2**62, manifest_hash=b"h", manifest=b"m")
+ROUND = Round(
+    "reef", 1, 1, 0, 0, True, "", "p1", 1.5, 12, tokens=2**62, manifest_hash=b"h", manifest=b"m", present=("p1", "p2")
+)
 LOSS = Evaluation("reef", 1, 4.125, 1000)
 DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
-ALL = (TOKEN, NODE, RUN, PLAN, ROUND, LOSS, DENY, EVENT)
+VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
+HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
+ALL = (TOKEN, NODE, RUN, PLAN, ROUND, VOTE, HELD, LOSS, DENY, EVENT)
 
 
-def memory(_path: Path) -> Store:
-    return MemoryStore()
+@pytest.fixture(scope="module")
+def server() -> Iterator[Postgres]:
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    with postgres() as running:
+        yield running
 
 
 def sqlite(path: Path) -> Store:
     return SqlStore(f"sqlite:///{path / 'c.db'}")
 
 
-@pytest.fixture(params=[memory, sqlite], ids=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    make: Callable[[Path], Store] = request.param
-    made = make(tmp_path)
+    make: dict[str, Callable[[], Store]] = {
+        "memory": MemoryStore,
+        "sqlite": lambda: sqlite(tmp_path),
+        "postgres": lambda: SqlStore(request.getfixturevalue("server").fresh()),
+    }
+    made = make[request.param]()
     yield made
     made.close()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a database that outlives its store."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'c.db'}"
+    fresh: str = request.getfixturevalue("server").fresh()
+    return fresh
 
 
 def test_an_empty_store_is_empty(store: Store) -> None:
@@ -67,7 +94,8 @@ def test_an_empty_store_is_empty(store: Store) -> None:
 
 def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
-    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (replace(ROUND, manifest=b""),), DENY, 1)
+    kept = replace(ROUND, manifest=b"")
+    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,))
     assert store.events(0, 10) == (EVENT,)
     assert store.rounds("reef", 0, 10) == (replace(ROUND, manifest=b""),)
     assert store.evaluations("reef") == (LOSS,)
@@ -107,25 +135,58 @@ def test_closing_twice_is_fine(store: Store) -> None:
     store.close()
 
 
-# --- only for files --------------------------------------------------------------------------------
+def test_what_is_deleted_is_gone_and_deleting_nothing_is_fine(store: Store) -> None:
+    other = replace(VOTE, number=9)
+    store.apply([VOTE, other, Delete(Vote, ("reef", 8))])
+    store.apply([Delete(Vote, ("reef", 8)), Delete(Checkpoint, ("p1", 77)), HELD])
+    assert (store.load().votes, store.load().checkpoints) == ((other,), (HELD,))
+    store.apply([Delete(Vote, ("reef", 9)), other])  # the last one wins
+    assert store.load().votes == (other,)
 
 
-def test_a_database_opened_again_has_everything(tmp_path: Path) -> None:
+# --- only for databases ----------------------------------------------------------------------------
+
+
+def test_a_database_opened_again_has_everything(url: str) -> None:
     for _ in range(2):
-        store = sqlite(tmp_path)
+        store = SqlStore(url)
         store.apply(ALL)
         store.close()
-    store = sqlite(tmp_path)
+    store = SqlStore(url)
     assert store.load().nodes == (NODE,)
     store.close()
 
 
-def test_a_failed_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    store = sqlite(tmp_path)
+def test_a_failed_step_leaves_nothing_behind(url: str) -> None:
+    store = SqlStore(url)
     with pytest.raises(DatabaseCorrupt):
         store.apply([TOKEN, replace(NODE, name=None)])  # type: ignore[arg-type]
     assert store.load().tokens == ()
+    store.apply([TOKEN])
+    assert store.load().tokens == (TOKEN,)
     store.close()
+
+
+def test_rows_travel_from_one_database_to_another(url: str, tmp_path: Path) -> None:
+    store = SqlStore(url)
+    store.apply(ALL)
+    loaded, target = store.load(), f"sqlite:///{tmp_path / 'copy.db'}"
+    store.close()
+    copy_rows(url, target)
+    copied = SqlStore(target)
+    assert (copied.load(), copied.events(0, 10), copied.evaluations("reef")) == (loaded, (EVENT,), (LOSS,))
+    copied.close()
+    with pytest.raises(AlreadyExists):
+        copy_rows(target, url)
+
+
+def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
+    if missing():
+        pytest.skip(missing())
+    with pytest.raises(DataDirUnusable) as refusal:
+        SqlStore(f"postgresql+psycopg://ann:hunter2@/reef?host={tmp_path}")
+    assert "hunter2" not in str(refusal.value)
+    assert "server" in refusal.value.remedy
 
 
 def test_writes_are_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
@@ -136,9 +197,9 @@ def test_writes_are_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_migrations_make_exactly_the_tables_of_the_records(tmp_path: Path) -> None:
-    sqlite(tmp_path).close()
-    engine = create_engine(f"sqlite:///{tmp_path / 'c.db'}")
+def test_the_migrations_make_exactly_the_tables_of_the_records(url: str) -> None:
+    SqlStore(url).close()
+    engine = create_engine(url)
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
     engine.dispose()
@@ -194,8 +255,7 @@ def test_passwords_stay_out_of_messages() -> None:
     assert "hunter2" not in str(refusal.value)
 
 
-def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'c.db'}"
+def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(url: str) -> None:
     engine = create_engine(url)
     migrations.upgrade(engine, "0001")
     report = round_report(7, b"x" * 32, [Identity.generate()], tokens_each=500, committed_before=9000)
@@ -204,11 +264,13 @@ def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(tmp_path:
     with engine.begin() as connection:
         connection.execute(
             text(
-                f"INSERT INTO rounds ({keys}, {rest}) VALUES ('reef',7,1,0,0,1,'','p1',1,1,1,500,1,0,x'00',:manifest)"
+                f"INSERT INTO rounds ({keys}, {rest}) "
+                "VALUES ('reef',7,1,0,0,:yes,'','p1',1,1,1,500,1,0,:hash,:manifest)"
             ),
-            {"manifest": report.manifest.SerializeToString()},
+            {"yes": True, "hash": b"h", "manifest": report.manifest.SerializeToString()},
         )
     engine.dispose()
     store = SqlStore(url)
-    assert [row.committed_tokens for row in store.load().rounds] == [9500]
+    (row,) = store.load().rounds
+    assert (row.committed_tokens, row.made_under, row.previous_hash, len(row.present)) == (9500, 1, b"x" * 32, 1)
     store.close()

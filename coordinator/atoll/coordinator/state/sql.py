@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Select, create_engine, event, func, select
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from atoll.coordinator.state import migrations
 from atoll.coordinator.state.records import (
@@ -128,7 +128,8 @@ class SqlStore(Store):
                 "run the release that wrote it, or a newer one",
             ) from error
         except DBAPIError as error:
-            raise self._failure(str(error.orig)) from error
+            lost = self._engine.dialect.name != "sqlite" and isinstance(error, OperationalError)
+            raise (self._no_server if lost else self._failure)(str(error.orig)) from error
         except (SQLAlchemyError, ValueError) as error:
             raise self._corrupt(str(error)) from error
 
@@ -141,6 +142,12 @@ class SqlStore(Store):
             )
         return self._corrupt(text)
 
+    def _no_server(self, text: str) -> DataDirUnusable:
+        return DataDirUnusable(
+            f"cannot reach the database {self._where}: {text}",
+            "see that its server runs and admits the coordinator; what was acknowledged is there",
+        )
+
     def _corrupt(self, text: str) -> DatabaseCorrupt:
         return DatabaseCorrupt(
             f"the database {self._where} cannot be used: {text}",
@@ -152,7 +159,7 @@ class SqlStore(Store):
 def open_engine(url: str) -> Engine:
     """Connections to a database, set up as the store needs them. Raises `ConfigError`."""
     try:
-        engine = create_engine(url)
+        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))  # a server may have restarted
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise ConfigError(f"database {_printable(url)!r} is not usable: {error}", "see --database") from error
     if engine.dialect.name == "sqlite":
