@@ -1,0 +1,67 @@
+"""Small files that a node starts from, cut at every offset or changed in one byte: told apart, never believed."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.machine_world import make_plan
+
+from atoll.core.identity import Identity
+from atoll.core.membership import Authority
+from atoll.core.plan import sign_plan
+from atoll.core.quorum import Ballot, Voted
+from atoll.node.averaging.round_types import VoteRecord
+from atoll.node.control.directives import Directives
+from atoll.node.state.votes import VoteStore
+from atoll.v1 import membership_pb2 as mb
+
+OPERATOR = Identity.generate()
+PLAN = make_plan(["ann", "bob"], 7)
+RECORD = VoteRecord(5, b"\x07" * 32, Ballot(2, 3), Voted(Ballot(2, 1), b"payload" * 5))
+
+
+def directives(path: Path) -> Directives:
+    authority = Authority(OPERATOR.public_key, PLAN.run_id)
+    return Directives(authority, lambda deny, sealed: None, lambda seeds: None, path)
+
+
+@pytest.fixture
+async def plan_file(tmp_path):
+    """A plan as a node keeps it."""
+    directives(tmp_path / "plan").take(mb.HeartbeatResponse(plan=sign_plan(OPERATOR, PLAN)))
+    assert directives(tmp_path / "plan").plan == PLAN
+    return tmp_path / "plan"
+
+
+def test_a_plan_that_was_cut_is_not_followed(plan_file):
+    data = plan_file.read_bytes()
+    for length in range(len(data)):
+        plan_file.write_bytes(data[:length])
+        assert directives(plan_file).plan is None
+
+
+def test_no_byte_of_a_plan_may_change(plan_file):
+    data = plan_file.read_bytes()
+    for offset in range(len(data)):
+        plan_file.write_bytes(data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :])
+        assert directives(plan_file).plan is None, offset
+
+
+def test_votes_that_were_cut_make_the_node_abstain(tmp_path):
+    VoteStore(tmp_path).save(RECORD)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    assert VoteStore(tmp_path).load() == RECORD
+    for length in range(len(data.rstrip())):
+        path.write_bytes(data[:length])
+        assert VoteStore(tmp_path).load() is None
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(junk=st.binary(max_size=100) | st.sampled_from([b"[]", b"1", b'{"voted": 1}', b'{"voted": []}', b"null"]))
+def test_junk_for_votes_is_no_crash(tmp_path, junk):
+    VoteStore(tmp_path).save(RECORD)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(junk)
+    assert VoteStore(tmp_path).load() is None
