@@ -56,12 +56,16 @@ def write_corpus(path: Path) -> Path:
 class Reef(LocalSwarm):
     """A launcher with a test's shorthands."""
 
+    endpoints: dict[str, Any]
+
     async def begin(
         self, *, nodes: int, tokens: int, round_tokens: int = 3000, codec: str = "int4", **flags: str
     ) -> None:
         """Coordinator, run and seed."""
         corpus = write_corpus(self.root / "corpus.txt")
-        await self.start_coordinator(*(word for name, value in flags.items() for word in (f"--{name}", value)))
+        self.endpoints = await self.start_coordinator(
+            *(word for name, value in flags.items() for word in (f"--{name}", value))
+        )
         await self.create_run(
             SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, round_tokens=round_tokens, codec=codec)
         )

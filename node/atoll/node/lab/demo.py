@@ -233,7 +233,8 @@ async def _collect(
     statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
     digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
     chains = [_chain(swarm.root / name / "runs" / RUN / "manifests") for name in names]
-    last = {item.peer_id for item in chains[0][max(chains[0])].manifest.contributions}
+    known = {number: head for chain in chains for number, head in chain.items()}
+    last = {item.peer_id for item in known[max(known)].manifest.contributions}
     struck = {statuses[name]["peer_id"] for name in (*log.killed, *log.frozen)}
     answer = await asyncio.to_thread(
         call, swarm.programs[names[0]].directory, "generate", GENERATE_TIMEOUT, prompt=PROMPT, tokens=240
@@ -242,7 +243,7 @@ async def _collect(
         nodes=options.nodes,
         rounds_opened=run["rounds_opened"],
         rounds_committed=run["rounds_committed"],
-        parts_zeroed=sum(head.manifest.parts_zeroed for head in chains[0].values()),
+        parts_zeroed=sum(head.manifest.parts_zeroed for head in known.values()),
         tokens=run["committed_tokens"],
         steps_per_node={name: status["steps"] for name, status in statuses.items()},
         val_loss_first=losses[0][1],
@@ -250,7 +251,7 @@ async def _collect(
         anchor_digests=digests,
         anchors_equal=len(set(digests.values())) == 1,
         chains_equal=_equal(chains),
-        rounds_tie_broken=sum(head.committed.HasField("tie_break") for head in chains[0].values()),
+        rounds_tie_broken=sum(head.committed.HasField("tie_break") for head in known.values()),
         averaging_bytes_sent=sum(status["averaging_bytes_sent"] for status in statuses.values()),
         averaging_bytes_fp32=sum(status["averaging_bytes_fp32"] for status in statuses.values()),
         other_bytes_sent=sum(status["other_bytes_sent"] for status in statuses.values()),

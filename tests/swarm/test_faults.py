@@ -1,0 +1,170 @@
+"""Real processes, real SIGKILL and SIGSTOP: nothing committed is lost, nobody hangs, every replica is equal."""
+
+import os
+import signal
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from support.reef import READY, Reef, reef
+
+from atoll.core.manifest import Head
+from atoll.node.lab.trouble import kill, same_ports
+from atoll.node.state.manifests import ManifestStore
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+MANY = 10**9
+
+
+def chain(swarm: Reef, name: str) -> dict[int, Head]:
+    """The manifests that a node has on disk."""
+    store = ManifestStore(swarm.root / name / "runs/reef/manifests", "reef")
+    newest = store.newest()
+    found = {number: store.get(number) for number in range(1, newest.round + 1)} if newest else {}
+    return {number: Head(committed) for number, committed in found.items() if committed is not None}
+
+
+def assert_one_history(swarm: Reef, *names: str) -> None:
+    """No two nodes know different manifests for one round."""
+    chains = [chain(swarm, name) for name in names]
+    for number in {number for known in chains for number in known}:
+        assert len({known[number].hash for known in chains if number in known}) == 1, f"round {number}"
+
+
+@contextmanager
+def frozen(swarm: Reef, name: str, *, whole: bool):
+    """SIGSTOP of the daemon alone (its p2pd keeps its streams open), or of all its processes."""
+    daemon = psutil.Process(swarm.programs[name].pid)
+    family = [daemon, *(daemon.children(recursive=True) if whole else [])]
+    for process in family:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in family:
+            process.resume()
+
+
+async def test_a_frozen_member_is_dropped_and_comes_back(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=3, tokens=MANY)
+        for name in ("ann", "bob", "cleo"):
+            await swarm.node(name)
+        await swarm.rounds("ann", 4)
+        for whole in (False, True):
+            held = swarm.round("ann")
+            with frozen(swarm, "cleo", whole=whole):
+                await swarm.rounds("ann", 3)
+            cleo = swarm.status("cleo")["peer_id"]
+            after = [chain(swarm, "ann")[number] for number in range(held + 2, held + 4)]
+            assert any(cleo not in head.electorate.members for head in after)
+            await swarm.until(
+                lambda known=held, cleo=cleo: any(
+                    cleo in head.electorate.members
+                    for number, head in chain(swarm, "ann").items()
+                    if number > known + 3
+                ),
+                "cleo did not come back",
+                READY,
+            )
+        await swarm.rounds("cleo", 1)
+        assert_one_history(swarm, "ann", "bob", "cleo")
+
+
+async def test_half_go_on_with_the_coordinator_and_wait_without_it(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY, **{"lost-after-seconds": "3600"})
+        endpoints = swarm.endpoints
+        await swarm.node("ann")
+        await swarm.node("bob")
+        await swarm.rounds("ann", 4)
+        await kill(swarm, "bob")
+        await swarm.rounds("ann", 2)
+        alone = [head for head in chain(swarm, "ann").values() if head.committed.HasField("tie_break")]
+        assert alone
+
+        await swarm.restart_member("bob")
+        bob = swarm.status("ann")["peer_id"], swarm.round("ann")
+        await swarm.until(
+            lambda: any(
+                len(head.electorate.members) == 2 for number, head in chain(swarm, "ann").items() if number > bob[1]
+            ),
+            "bob did not come back",
+            READY,
+        )
+        await kill(swarm, "coordinator")
+        await kill(swarm, "bob")
+        await swarm.until(lambda: _settled(swarm, "ann"), "ann did not settle", READY)
+        held, steps = swarm.round("ann"), swarm.status("ann")["steps"]
+        await swarm.until(lambda: swarm.status("ann")["steps"] > steps + 100, "ann does not train on", READY)
+        assert swarm.round("ann") == held  # nothing is committed by half
+
+        await swarm.start_coordinator(*same_ports(endpoints))
+        await swarm.rounds("ann", 1)
+        committed = chain(swarm, "ann")[held + 1].manifest
+        assert sum(item.tokens for item in committed.contributions) > 0
+        await swarm.restart_member("bob")
+        await swarm.reach("bob", "training")
+        await swarm.rounds("bob", 2)
+        assert_one_history(swarm, "ann", "bob")
+
+
+def _settled(swarm: Reef, name: str) -> bool:
+    """Whether the round under way when its peer died is over."""
+    status = swarm.status(name)
+    return status is not None and status["rounds_abandoned"] > 0
+
+
+async def test_a_whole_swarm_stopped_and_started_goes_on_where_it_was(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY)
+        endpoints = swarm.endpoints
+        await swarm.node("ann")
+        await swarm.node("bob")
+        await swarm.rounds("ann", 4)
+        await swarm.stop("ann", "bob")
+        await swarm.stop("seed")
+        await swarm.stop("coordinator")
+        before = {name: chain(swarm, name) for name in ("ann", "bob")}
+        last = min(max(known) for known in before.values())
+
+        await swarm.start_coordinator(*same_ports(endpoints))
+        for name in ("seed", "ann", "bob"):
+            await swarm.restart_member(name)
+        await swarm.until(lambda: swarm.round("ann") > last, "the run does not go on", READY)
+        await swarm.rounds("bob", 1)
+        after = chain(swarm, "ann")
+        assert after[last].hash == before["ann"][last].hash
+        assert after[last + 1].manifest.previous_hash == after[last].hash
+        assert after[last + 1].committed_tokens > after[last].committed_tokens
+        assert after[last + 1].data.cursor >= after[last].data.cursor
+        assert_one_history(swarm, "ann", "bob")
+
+
+async def test_everything_killed_at_once_loses_at_most_a_checkpoint_interval(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "2")
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY)
+        endpoints = swarm.endpoints
+        for name in ("ann", "bob"):
+            await swarm.node(name)
+        await swarm.rounds("ann", 6)
+        pids = [swarm.programs[name].pid for name in ("coordinator", "seed", "ann", "bob")]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for name in ("coordinator", "seed", "ann", "bob"):
+            await kill(swarm, name)
+        checkpoints = [
+            int(path.name) for name in ("ann", "bob") for path in (tmp_path / name / "runs/reef/checkpoints").glob("0*")
+        ]
+        assert checkpoints
+
+        await swarm.start_coordinator(*same_ports(endpoints))
+        for name in ("seed", "ann", "bob"):
+            await swarm.restart_member(name)
+        await swarm.until(
+            lambda: min(swarm.round("ann"), swarm.round("bob")) > max(checkpoints), "the run does not go on", READY
+        )
+        await swarm.rounds("ann", 2)
+        newest = chain(swarm, "ann")[swarm.round("ann")]
+        assert newest.hash == chain(swarm, "bob").get(newest.round, newest).hash
