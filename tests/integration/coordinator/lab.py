@@ -145,11 +145,15 @@ class Node:
         credentials = grpc.ssl_channel_credentials(self.home.keys.ca.pem, self.key_pem, chain)
         return grpc.aio.secure_channel(self.home.endpoints.local, credentials, _OPTIONS)
 
+    def stub_on(self, channel: grpc.aio.Channel) -> membership_pb2_grpc.MembershipServiceStub:
+        """The members' calls on a channel of this node."""
+        return membership_pb2_grpc.MembershipServiceStub(channel)
+
     async def connect(self, state: mb.NodeState = mb.NODE_STATE_READY, corpus: str = CORPUS, **more: object) -> Node:
         """Open the heartbeat stream and send the first message; forgets what earlier streams said."""
         self.heard.clear()
         channel = await self._stack.enter_async_context(self.channel())
-        self.stub = membership_pb2_grpc.MembershipServiceStub(channel)
+        self.stub = self.stub_on(channel)
         self.call = self.stub.Heartbeat()
         self._stack.callback(self.call.cancel)
         first = {"profile": mb.NodeProfile(device="cpu"), "multiaddrs": ["/ip4/127.0.0.1/tcp/4001"], **more}
