@@ -20,7 +20,7 @@ from typing import Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ChildDied, InvalidTransition
+from atoll.core.errors import AtollError, ChildDied, InvalidTransition, PortInUse
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import Deny, Member
@@ -31,6 +31,7 @@ from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.control.upload import Uploads
 from atoll.node.localapi import LocalApi
+from atoll.node.ports import remember_port, remembered_port
 from atoll.node.session import NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -48,6 +49,7 @@ CLOSE_TIMEOUT = timedelta(seconds=5)
 SAVE_TIMEOUT = timedelta(seconds=60)
 ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
+ADDRESS_RETRY = timedelta(seconds=5)
 LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
 AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
@@ -119,16 +121,31 @@ class Daemon:
     # --- starting ------------------------------------------------------------------------------------
 
     async def _join_swarm(self) -> SwarmHost:
+        """On the port of the last time, if it is free: others remember where we were."""
+        ports = [self._config.port] if self._config.port else [*remembered_port(self._config.data_dir), 0]
+        for port in ports:
+            try:
+                host = await self._start_host(port)
+                break
+            except PortInUse:
+                if port == ports[-1]:
+                    raise
+        remember_port(self._config.data_dir, host.multiaddrs())
+        _log.info("joined the swarm", peer_id=self._identity.peer_id, addresses=list(host.multiaddrs()))
+        sdnotify.notify(self._notify_socket, "READY=1")
+        return host
+
+    async def _start_host(self, port: int) -> SwarmHost:
         config = self._config
-        is_seed = "seed" in self._me.roles
-        host = await SwarmHost.start(
+        return await SwarmHost.start(
             SwarmConfig(
                 identity_path=config.path("identity.key"),
                 runtime_dir=make_private_dir(config.path("run")),
-                listen=(_multiaddr(config.listen, config.port),),
-                announce=(_multiaddr(config.announce, config.port),) if config.announce else (),
+                listen=(_multiaddr(config.listen, port),),
+                announce=(_multiaddr(config.announce, port),) if config.announce else (),
                 seeds=self._credentials.seeds,
-                relay_service=is_seed,
+                relay_service="seed" in self._me.roles,
+                alone_is_fine=self._directives.plan is not None,  # seeds come back; the first start must find one
             ),
             identity=self._identity,
             authority=self._credentials.authority,
@@ -137,9 +154,6 @@ class Daemon:
             clock=self._clock,
             timeout=START_TIMEOUT,
         )
-        _log.info("joined the swarm", peer_id=self._identity.peer_id, addresses=list(host.multiaddrs()))
-        sdnotify.notify(self._notify_socket, "READY=1")
-        return host
 
     def _make_session(self, host: SwarmHost) -> TrainingSession:
         config = self._config
@@ -221,15 +235,17 @@ class Daemon:
     async def _keep_address(self, host: SwarmHost) -> None:
         """Our address and head in the DHT, renewed long before they expire."""
         while True:
+            pause = ADDRESS_REFRESH
             try:
                 await host.publish_address(ADDRESS_LIFETIME)
                 if self._status.head_hash:
                     await host.publish_head(self._status.head_round, self._status.head_hash, ADDRESS_LIFETIME)
             except AtollError as error:
                 _log.warning("could not publish in the DHT", reason=str(error))
+                pause = ADDRESS_RETRY
             known = self._status.head_round
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ADDRESS_REFRESH.total_seconds()):
+                async with asyncio.timeout(pause.total_seconds()):
                     await self._directives.until(partial(self._head_is_past, known))
 
     async def _find_members(self, host: SwarmHost) -> None:
@@ -338,6 +354,9 @@ class Daemon:
     def _seeds_moved(self, seeds: tuple[str, ...]) -> None:
         self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
         self._credentials.save(self._config.data_dir)  # the next start asks the new ones
+        if self._host is not None:
+            for seed in seeds:
+                self._host.learn_addresses(seed.rpartition("/p2p/")[2], [seed])
 
     # --- the local API -------------------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ class TrainingSession:
 
     async def _restore(self, state: AnchorState, layers: Layers) -> None:
         """Begin where the last process of this node stopped; the others tell what happened since."""
+        await asyncio.to_thread(self._it.manifests.sweep)
         found = await self._it.checkpoints.restore(layers)
         if found is None:
             return
@@ -207,16 +208,16 @@ class TrainingSession:
         """Write the state of the last common round and say so."""
         it = self._it
         await trainer.pause()
-        path = await self.save(FINISH_TIMEOUT)
-        assert path is not None
         assert self._head is not None
-        it.status.anchor_path = str(path / ANCHOR)
-        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; checkpoint at {path}")
-        _log.info(
-            "run finished; still serving until told to stop",
-            round=self._head.round,
-            checkpoint=str(path),
-        )
+        try:
+            path = await self.save(FINISH_TIMEOUT)
+        except AtollError as error:  # the others have it, and we still serve it from memory
+            told = f"but its state could not be written: {error}"
+        else:
+            it.status.anchor_path = str(path / ANCHOR) if path is not None else ""
+            told = f"checkpoint at {path}"
+        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; {told}")
+        _log.info("run finished; still serving until told to stop", round=self._head.round, outcome=told)
         it.link.hurry()
         self.finished.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from base64 import b64decode, b64encode
 from pathlib import Path
@@ -11,7 +12,7 @@ from atoll.core.files import write_atomic
 from atoll.core.quorum import Ballot, Voted
 from atoll.node.averaging.round_types import VoteRecord
 
-_FILE = "votes.json"
+_FILE = "votes"
 
 _log = log.get("rounds")
 
@@ -34,12 +35,16 @@ class VoteStore:
             if voted is None
             else {"ballot": list(voted.ballot), "payload": b64encode(voted.payload).decode()},
         }
-        write_atomic(self._path, json.dumps(plain, indent=1).encode())
+        body = json.dumps(plain, indent=1).encode()
+        write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
 
     def load(self) -> VoteRecord | None:
         """The record, or None: then this node abstains until it was part of a round again (round.py, `_recall`)."""
         try:
-            plain = json.loads(self._path.read_bytes())
+            body, _, checksum = self._path.read_bytes().rpartition(b"\n")
+            if hashlib.sha256(body).hexdigest().encode() != checksum:
+                raise ValueError("the checksum is wrong")
+            plain = json.loads(body)
             voted = plain["voted"]
             return VoteRecord(
                 number=int(plain["number"]),

@@ -79,7 +79,9 @@ class Directory:
         """Everybody's record under `name` by owner, verified, without the banned. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT.total_seconds()):
-                found = await self._running().get(name, latest=True)
+                node = self._running()
+                await self._rejoin(node)
+                found = await node.get(name, latest=True)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the DHT did not answer for {name} within {LOOKUP_TIMEOUT}") from error
         if found is None or not isinstance(found.value, Mapping):

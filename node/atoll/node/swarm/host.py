@@ -51,6 +51,7 @@ class SwarmConfig:
     announce: tuple[str, ...]  # what others should dial, where it differs from `listen`
     seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
     relay_service: bool
+    alone_is_fine: bool = False  # seeds that do not answer yet are met later
 
 
 class SwarmHost:
@@ -209,7 +210,7 @@ class SwarmHost:
         await self._door.listen(config.runtime_dir / "streams.sock")
         await self._p2p.control.serve_streams(hello.PROTOCOL)
         self._directory = Directory(self._p2p, authority, self._clock, config.seeds)
-        await self._directory.join(alone_is_fine=config.relay_service, timeout=timeout)
+        await self._directory.join(alone_is_fine=config.relay_service or config.alone_is_fine, timeout=timeout)
 
     async def _enter(self, peer_id: str, protocol: str, timeout: timedelta) -> P2PStream:
         """Open a stream and wait to be let in."""

@@ -83,7 +83,7 @@ class Attention(nn.Module):
 def rotation_tables(length: int, head_dimension: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, fp32 [T,E], each half of E the same."""
     pairs = torch.arange(0, head_dimension, 2, dtype=torch.float32, device=device)
-    frequencies = torch.pow(torch.tensor(theta, device=device), -pairs / head_dimension)
+    frequencies = 1.0 / theta ** (pairs / head_dimension)  # rounded as Hugging Face's Llama rounds it
     angles_TE = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies).repeat(1, 2)
     return angles_TE.cos(), angles_TE.sin()
 
