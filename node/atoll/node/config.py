@@ -1,28 +1,49 @@
 """What a node's owner decides: where things lie, what to listen on, which limits hold.
 
-Precedence: defaults < /etc/atoll/node.toml < user config < what `join` was told (`node.toml` in the data
-directory, so that `up` after a reboot means the same node) < `--config` < `ATOLL_*` < flags. `load` keeps the
-origin of every value for `atoll config show`. Unknown keys are errors.
+Precedence: defaults < /etc/atoll/node.toml < user config < what `join` and `set` were told (`node.toml` in the
+data directory, so that `up` after a reboot means the same node) < `--config` < `ATOLL_*` < flags. `load` keeps the
+origin of every value for `atoll config show`. Unknown keys are errors. `changed` is what `atoll set` does: limits
+only, all of them or none.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
+from atoll.node.policy import Policy, parse_hours
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
 REMEMBERED = "node.toml"  # in the data directory
+SET = "atoll set"  # the origin of what a running daemon was told
 ENVIRONMENT_PREFIX = "ATOLL_"
 _NOT_OURS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
 Value = str | int | float | bool
+
+
+def _key(
+    default: Value,
+    help_text: str,
+    *,
+    between: tuple[float, float] | None = None,
+    one_of: tuple[str, ...] = (),
+    limit: bool = False,
+) -> Any:
+    """A setting. `limit`: one that `atoll set` changes while the daemon runs."""
+    return field(default=default, metadata={"help": help_text, "between": between, "one_of": one_of, "limit": limit})
+
+
+def _limit(default: Value, help_text: str, *, between: tuple[float, float] | None = None, **rest: Any) -> Any:
+    return _key(default, help_text, between=between, limit=True, **rest)
 
 
 @dataclass(frozen=True)
@@ -30,24 +51,48 @@ class NodeConfig:
     """One node's settings."""
 
     data_dir: Path = field(metadata={"help": "keys, manifests, anchors, the local socket"})
-    name: str = field(default="", metadata={"help": "shown to people; default: derived from the peer id"})
-    listen: str = field(default="0.0.0.0", metadata={"help": "address for peers"})  # noqa: S104 - peers must reach us
-    port: int = field(default=0, metadata={"help": "TCP port for peers; 0 picks a free one"})
-    announce: str = field(default="", metadata={"help": "public address or host name, where it differs"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda:0, mps"})
-    cpu_threads: int = field(default=0, metadata={"help": "0 uses every core"})
-    data: str = field(default="", metadata={"help": "the corpus on this machine, where it is not the spec's path"})
-    minimum_step_seconds: float = field(default=0.0, metadata={"help": "paces training: no inner step is shorter"})
-    checkpoint_keep: int = field(default=3, metadata={"help": "how many of the last checkpoints to keep"})
-    checkpoint_interval_seconds: float = field(
-        default=300.0, metadata={"help": "between two checkpoints; 0 writes every round"}
+    name: str = _key("", "shown to people; default: derived from the peer id")
+    listen: str = _key("0.0.0.0", "address for peers")  # noqa: S104 - peers must reach us
+    port: int = _key(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
+    announce: str = _key("", "public address or host name, where it differs")
+    device: str = _key("auto", "auto, cpu, cuda:0, mps")
+    data: str = _key("", "the corpus on this machine, where it is not the spec's path")
+    vram_fraction: float = _limit(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
+    power_watts: float = _limit(0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000))
+    cpu_threads: int = _limit(0, "threads for training; 0 uses every core", between=(0, 4096))
+    minimum_step_seconds: float = _limit(0.0, "paces training: no inner step is shorter", between=(0, 3600))
+    upload_mbit_per_second: float = _limit(0.0, "to peers; 0: no limit", between=(0, 1e6))
+    download_mbit_per_second: float = _limit(0.0, "from peers; 0: no limit", between=(0, 1e6))
+    monthly_gigabytes: float = _limit(0.0, "to and from peers in a calendar month; 0: no limit", between=(0, 1e6))
+    hours: str = _limit("", 'local times of day in which to train, "22:00-07:00,12:00-13:00"; empty: always')
+    on_battery: str = _limit("pause", "pause or train while the machine runs on its battery", one_of=("pause", "train"))
+    only_when_idle_minutes: int = _limit(
+        0, "train after nobody has used the machine for so long; 0: always", between=(0, 1440)
     )
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning, error"})
-    log_format: str = field(default="auto", metadata={"help": "auto, console, json"})
+    checkpoint_keep: int = _key(3, "how many of the last checkpoints to keep", between=(1, 1000))
+    checkpoint_interval_seconds: float = _key(
+        300.0, "between two checkpoints; 0 writes every round", between=(0, 86400)
+    )
+    log_level: str = _key("info", "debug, info, warning, error", one_of=("debug", "info", "warning", "error"))
+    log_format: str = _key("auto", "auto, console, json", one_of=("auto", "console", "json"))
 
     def path(self, *parts: str) -> Path:
         """A path in the data directory."""
         return self.data_dir.joinpath(*parts)
+
+    @property
+    def policy(self) -> Policy:
+        """When this node may train."""
+        return Policy(
+            hours=parse_hours(self.hours),
+            monthly_bytes=self.monthly_gigabytes * 1e9,
+            pause_on_battery=self.on_battery == "pause",
+            idle_seconds=self.only_when_idle_minutes * 60,
+        )
+
+
+LIMITS = tuple(item.name for item in fields(NodeConfig) if item.metadata.get("limit"))
+_KINDS: dict[str, type] = get_type_hints(NodeConfig)
 
 
 @dataclass(frozen=True)
@@ -88,13 +133,28 @@ def load(flags: Mapping[str, Value | Path | None], environment: Mapping[str, str
     return Loaded(NodeConfig(**_typed(values, origin)), origin)  # type: ignore[arg-type]
 
 
+def changed(loaded: Loaded, changes: Mapping[str, Value]) -> Loaded:
+    """With these limits instead. Raises `ConfigError` that names the key and what it may be; nothing changes then."""
+    for key in changes:
+        if key not in LIMITS:
+            what = "is set when the node starts" if key in loaded.origin else "is no setting"
+            raise ConfigError(f"{key} {what}; `atoll set` changes limits", f"the limits are: {', '.join(LIMITS)}")
+    origin = {**loaded.origin, **dict.fromkeys(changes, SET)}
+    typed: dict[str, Any] = _typed(changes, origin)
+    return Loaded(replace(loaded.config, **typed), origin)
+
+
 def remember(loaded: Loaded) -> None:
-    """Keep what flags and environment said, now or at an earlier join, so that the next start says the same."""
-    kept = ("flag", "environment", str(loaded.config.path(REMEMBERED)))
+    """Keep what flags, environment and `atoll set` said, now or at an earlier join, for the next start.
+
+    Raises `DataDirUnusable`.
+    """
+    path = loaded.config.path(REMEMBERED)
+    kept = ("flag", "environment", SET, str(path))
     said = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
     said.pop("data_dir", None)
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in said.items()]
-    write_atomic(loaded.config.path(REMEMBERED), "".join(["# written by `atoll join`\n", *lines]).encode())
+    write_atomic(path, "".join(["# written by `atoll join` and `atoll set`\n", *lines]).encode())
 
 
 def known_environment(name: str) -> bool:
@@ -128,14 +188,12 @@ def _merge(
 
 def _typed(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dict[str, Value | Path]:
     """Values as the types of the fields say: TOML gives numbers, the environment only text."""
-    kinds: dict[str, type] = {"data_dir": Path, "port": int, "cpu_threads": int, "minimum_step_seconds": float}
-    kinds |= {"checkpoint_keep": int, "checkpoint_interval_seconds": float}
     typed: dict[str, Value | Path] = {}
     for key, value in values.items():
-        kind = kinds.get(key, str)
+        kind = _KINDS[key]
         try:
             typed[key] = Path(os.path.expanduser(str(value))).absolute() if kind is Path else kind(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{key} = {value!r} in {origin[key]} is not {_ARTICLE[kind]}") from error
     _check(typed, origin)
     return typed
@@ -144,14 +202,16 @@ def _typed(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dic
 _ARTICLE = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
 
-def _check(typed: Mapping[str, object], origin: Mapping[str, str]) -> None:
-    limits = {"port": (0, 65535), "cpu_threads": (0, 4096), "minimum_step_seconds": (0.0, 3600.0)}
-    limits |= {"checkpoint_keep": (1, 1000), "checkpoint_interval_seconds": (0.0, 86400.0)}
-    for key, (low, high) in limits.items():
-        value = typed.get(key, low)
-        if not low <= value <= high:  # type: ignore[operator]
-            raise ConfigError(f"{key} = {value} in {origin[key]} is not between {low} and {high}")
-    choices = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("auto", "console", "json")}
-    for key, allowed in choices.items():
-        if key in typed and typed[key] not in allowed:
-            raise ConfigError(f"{key} = {typed[key]!r} in {origin[key]} is none of {', '.join(allowed)}")
+def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None:
+    for item in fields(NodeConfig):
+        value, between, one_of = typed.get(item.name), item.metadata.get("between"), item.metadata.get("one_of")
+        if between is not None and isinstance(value, int | float):
+            low, high = between
+            if not (math.isfinite(value) and low <= value <= high):
+                raise ConfigError(f"{item.name} = {value} in {origin[item.name]} is not between {low:g} and {high:g}")
+        if one_of and value is not None and value not in one_of:
+            raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} is none of {', '.join(one_of)}")
+    try:
+        parse_hours(str(typed.get("hours", "")))
+    except ConfigError as error:
+        raise ConfigError(f"hours in {origin['hours']}: {error}", error.remedy) from error

@@ -1,0 +1,115 @@
+"""When a node may train: hours, the month's bytes, the battery, other users."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, time, timedelta
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import ConfigError
+from atoll.node.policy import SETTLE, Cause, Hours, Policy, Seen, Verdict, decide, next_month, parse_hours
+
+NOON = datetime(2026, 11, 21, 12, 0)
+times = st.times().map(lambda at: at.replace(second=0, microsecond=0))
+moments = st.datetimes(datetime(2024, 1, 1), datetime(2030, 1, 1))
+windows = st.lists(st.builds(Hours, times, times), max_size=3).map(tuple)
+policies = st.builds(
+    Policy,
+    hours=windows,
+    monthly_bytes=st.sampled_from([0.0, 1e9]),
+    pause_on_battery=st.booleans(),
+    idle_seconds=st.sampled_from([0.0, 60.0, 600.0]),
+)
+
+
+@st.composite
+def days(draw):
+    """Observations five seconds apart: plugs that are pulled, people who come back, bytes that add up."""
+    seen, at = [], draw(moments)
+    unused, month = 0.0, 0
+    for second in range(0, 5 * draw(st.integers(1, 120)), 5):
+        unused = 0.0 if draw(st.integers(0, 9)) == 0 else unused + 5
+        month += draw(st.integers(0, 10**8))
+        battery = draw(st.integers(0, 9)) == 0
+        seen.append(Seen(at + timedelta(seconds=second), float(second), month, battery, unused))
+    return seen
+
+
+def judge(policy, day):
+    verdict, verdicts = Verdict(), []
+    for seen in day:
+        verdict = decide(policy, seen, verdict)
+        verdicts.append(verdict)
+    return verdicts
+
+
+@given(policies, days())
+def test_it_trains_only_while_every_limit_allows_it(policy, day):
+    for seen, verdict in zip(day, judge(policy, day), strict=True):
+        assert verdict.train == (verdict.cause is None) == (not verdict.reason)
+        if verdict.train:
+            assert not policy.hours or any(window.contains(seen.local.time()) for window in policy.hours)
+            assert not policy.monthly_bytes or seen.month_bytes < policy.monthly_bytes
+            assert not (policy.pause_on_battery and seen.on_battery)
+            assert seen.unused_seconds >= policy.idle_seconds
+        if verdict.until is not None:
+            assert verdict.until > seen.local
+
+
+@given(policies.map(lambda policy: replace(policy, hours=())), days())
+def test_it_does_not_flap(policy, day):
+    """From one start to the next at least the settling time passes."""
+    verdicts = judge(policy, day)
+    starts = [now.monotonic for now, a, b in zip(day[1:], verdicts, verdicts[1:], strict=False) if b.train > a.train]
+    assert all(later - earlier >= SETTLE.total_seconds() for earlier, later in pairwise(starts))
+
+
+@given(policies, moments)
+def test_what_it_promises_comes_true(policy, at):
+    """At the time that a verdict names, with nothing else against it, the node trains."""
+    quiet = replace(policy, pause_on_battery=False, idle_seconds=0.0)
+    verdict = decide(quiet, Seen(at, 0.0, month_bytes=2 * 10**9), Verdict())
+    for _ in range(3):  # the month may turn outside the hours
+        if verdict.until is None:
+            break
+        then = Seen(verdict.until, 10.0, month_bytes=0)
+        verdict = decide(quiet, then, verdict)
+    assert verdict.train
+
+
+def test_the_battery_stops_at_once_and_mains_power_must_last():
+    unplugged = decide(Policy(), Seen(NOON, 100.0, on_battery=True), Verdict())
+    assert (unplugged.train, unplugged.cause) == (False, Cause.BATTERY)
+    back = decide(Policy(), Seen(NOON, 105.0), unplugged)
+    assert (back.train, back.cause) == (False, Cause.BATTERY)
+    assert decide(Policy(), Seen(NOON, 100.0 + SETTLE.total_seconds()), back).train
+    assert decide(Policy(pause_on_battery=False), Seen(NOON, 100.0, on_battery=True), Verdict()).train
+
+
+def test_a_window_over_midnight():
+    night = parse_hours("22:00-07:00")
+    allowed = [hour for hour in range(24) if night[0].contains(time(hour, 30))]
+    assert allowed == [0, 1, 2, 3, 4, 5, 6, 22, 23]
+    verdict = decide(Policy(hours=night), Seen(NOON, 0.0), Verdict())
+    assert (verdict.cause, verdict.until) == (Cause.HOURS, NOON.replace(hour=22))
+    assert "22:00" in verdict.reason
+
+
+def test_hours_as_people_write_them():
+    assert parse_hours(" ") == ()
+    assert parse_hours("9:00 - 24:00, 1:30-2:00") == (Hours(time(9), time(0)), Hours(time(1, 30), time(2)))
+    assert parse_hours("00:00-24:00")[0].contains(time(3))
+    for wrong in ("22-7", "25:00-07:00", "22:00", "22:00-07:00;", "22:00-24:01", ","):
+        with pytest.raises(ConfigError, match="window"):
+            parse_hours(wrong)
+
+
+@given(moments)
+def test_the_month_turns_on_its_first_day(at):
+    turn = next_month(at)
+    assert (turn.day, turn.time()) == (1, time(0))
+    assert (turn - timedelta(microseconds=1)).month == at.month
