@@ -124,6 +124,23 @@ def test_what_is_left_of_a_recovery_can_be_recovered_from(world: World) -> None:
         recover(world)
 
 
+def test_a_base_that_was_only_known_by_its_hash_may_be_told_later(world: World) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    fourth = round_report(4, hash_at(world, 3), everyone, committed_before=7500)
+    fifth = round_report(5, hash_of(fourth), everyone, committed_before=10_000, tokens_each=100)
+    for name in ("bob", "cid", "dan", "eve"):
+        world.hang_up(name)
+    world.heads["ann"] = (5, hash_of(fifth))
+    world.say("ann")
+    recover(world)
+    assert (world.run.head_round, world.run.committed_tokens) == (5, 7500)
+    world.say("ann", rounds=[fifth, fourth])
+    assert (world.run.head_round, world.run.committed_tokens) == (5, 10_500)
+    assert "round.rejected" not in world.kinds()
+    go_on(world, "ann", plan=world.plans[-1].version)
+    assert (world.run.head_round, world.run.committed_tokens) == (6, 11_000)
+
+
 @pytest.mark.parametrize("lost", [("dan", "eve"), ("eve",), ()])
 def test_it_is_refused_while_those_who_decide_are_there(world: World, lost: tuple[str, ...]) -> None:
     for name in lost:

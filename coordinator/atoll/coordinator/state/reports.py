@@ -34,10 +34,10 @@ def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) 
     """Store how a round ended, move the head, and finish the run when its tokens are reached."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     number, key = report.round.number, _key(report)
+    known = memory.committed.get(number)
     if report.committed:
-        if number in memory.committed and memory.committed[number].manifest_hash == manifest_hash(
-            report.manifest.payload
-        ):
+        told = known is not None and known.committed_tokens is not None
+        if known is not None and told and known.manifest_hash == manifest_hash(report.manifest.payload):
             return
     elif key in memory.opened:
         return
@@ -53,7 +53,7 @@ def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) 
         draft.event("round.abandoned", run_id, str(number), f"round {number} was abandoned: {row.reason}")
         return
     draft.event("round.committed", run_id, str(number), _committed_sentence(row))
-    if number > run.head_round:
+    if number >= run.head_round:  # equal: a base that we only knew by its hash
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
         lifecycle.finish_if_due(draft, run_id)
@@ -176,7 +176,8 @@ def _with_manifest(row: Round, operator_key: bytes, run: Run, memory: RunMemory,
     """The row of a committed round: made under a plan of ours, decided by those who decide it, and the chain holds."""
     head = read_head(report.manifest, run.run_id)
     made = head.manifest.round
-    if row.number in memory.committed:
+    known = memory.committed.get(row.number)
+    if known is not None and known.manifest_hash != head.hash:
         raise PeerMisbehaved(f"round {row.number} was committed before, with another manifest")
     if (made.number, made.fragment) != (row.number, row.fragment) or head.ballot != (row.plan_version, row.attempt):
         raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of another attempt or round")
@@ -252,8 +253,9 @@ def _total_tokens(number: int, run: Run, memory: RunMemory, tokens: int) -> tupl
     if before is not None:
         total = before.committed_tokens
         return (tokens, _MAX) if total is None else (total + tokens, total + tokens)
-    if number < run.head_round:
-        return tokens, run.committed_tokens
+    if number <= run.head_round:
+        known_total = number < run.head_round and memory.committed[run.head_round].committed_tokens is not None
+        return tokens, run.committed_tokens if known_total else _MAX
     unknown = number - 1 - run.head_round  # nobody can have trained more in them than the plans allow
     most = unknown * max(sum(caps.values()) for caps in memory.caps.values())
     known = memory.committed[run.head_round].committed_tokens
