@@ -87,7 +87,7 @@ class FakeSeals:
         ballot = Ballot(committed.ballot_plan_version, committed.ballot_attempt)
         if any(item.signature != _stamp(committed.payload, ballot) for item in committed.signatures):
             raise SignatureInvalid("a vote of another ballot")
-        signers = {item.public_key.decode() for item in committed.signatures}
+        signers = {item.public_key.decode(errors="replace") for item in committed.signatures}
         tie = committed.HasField("tie_break") and committed.tie_break.signature == _stamp(committed.payload, ballot)
         if not electorate.decides(signers, tie):
             raise SignatureInvalid("not enough votes")
