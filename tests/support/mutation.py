@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -77,10 +78,9 @@ class Mutator:
         elif change == 3 and items:
             items = items + [self.rng.choice(items)] * self.rng.choice((1, 2, 50, FLOOD))
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
-            empty = type(items[0])() if items else None
-            items = items + [empty] * self.rng.choice((1, 50)) if empty is not None else items
+            items += [GetMessageClass(field.message_type)()] * self.rng.choice((1, 50))
         else:
-            value = self._scalar(field, items[0] if items else field.default_value)
+            value = self._scalar(field, items[0] if items else _EMPTY.get(field.type, 0))
             items = [*items[1:], value] if self.rng.random() < 0.5 else [value] * self.rng.choice((1, 3, FLOOD))
         parent.ClearField(field.name)
         getattr(parent, field.name).extend(items)
@@ -94,7 +94,7 @@ class Mutator:
             case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
                 return self.rng.choice((0.0, -1.0, 1e300, float("inf"), float("nan")))
             case FieldDescriptor.CPPTYPE_STRING:
-                return self._text(now) if isinstance(now, str) else self.bytes(bytes(now))
+                return self._text(now) if field.type == FieldDescriptor.TYPE_STRING else self.bytes(now)
         low, high = _BOUNDS[field.cpp_type]
         near = (now - 1, now + 1, now * 2, 0, 1, low, high, high // 2, self.rng.randrange(0, 300))
         return min(high, max(low, self.rng.choice(near)))
@@ -154,8 +154,7 @@ class Mutator:
 
     def wire(self, frame: Frame) -> bytes:
         """A frame's bytes on a stream, at times with a prefix that lies about them."""
-        body = bytes(frame.body)
-        data = bytearray(pack_prefix(frame.kind, frame.header, body) + frame.header + body)
+        data = bytearray(on_wire(frame))
         match self.rng.randrange(8):
             case 0:
                 data[self.rng.randrange(16)] ^= 1 << self.rng.randrange(8)
@@ -170,12 +169,18 @@ class Mutator:
         return bytes(data)
 
 
+_EMPTY = {FieldDescriptor.TYPE_STRING: "", FieldDescriptor.TYPE_BYTES: b""}
 _BOUNDS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
+
+
+def on_wire(frame: Frame) -> bytes:
+    """A frame's true bytes on a stream."""
+    return pack_prefix(frame.kind, frame.header, frame.body) + frame.header + bytes(frame.body)
 
 
 def _places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:

@@ -64,6 +64,7 @@ class Introductions:
     """Says hello to those we dial, once for all who wait, and answers those who dial us."""
 
     def __init__(self, gate: Gate, open_socket: OpenSocket, sent: Counter[str], clock: Clock) -> None:
+        self.crashes = 0  # answers that raised something else than an `AtollError`
         self._gate = gate
         self._open_socket = open_socket
         self._sent = sent
@@ -91,7 +92,7 @@ class Introductions:
         try:
             stream = self._stream(peer_id, reader, writer)
             async with asyncio.timeout(HELLO_TIMEOUT.total_seconds()):
-                await run_handler(PROTOCOL, stream, self._answer, lambda: None)
+                await run_handler(PROTOCOL, stream, self._answer, self._count_crash)
         except TimeoutError:
             writer.transport.abort()
         finally:
@@ -127,6 +128,9 @@ class Introductions:
             sent=self._sent,
             max_frame_bytes=MAX_HELLO_BYTES,
         )
+
+    def _count_crash(self) -> None:
+        self.crashes += 1
 
     def _said(self, peer_id: str, task: asyncio.Task[None]) -> None:
         del self._saying[peer_id]

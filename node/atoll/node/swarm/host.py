@@ -116,7 +116,7 @@ class SwarmHost:
     @property
     def handler_crashes(self) -> int:
         """Handlers that raised something else than an `AtollError`."""
-        return self._door.crashes
+        return self._door.crashes + self._p2p.introductions.crashes
 
     @property
     def streams_refused(self) -> int:
