@@ -154,6 +154,7 @@ def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials:
 def recover(
     run: RunArgument = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    force: Annotated[bool, typer.Option("--force", help="although enough nodes are here: a lost result blocks")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -174,7 +175,7 @@ def recover(
             say("newer rounds than the newest of these become void for good, wherever they are")
             if not typer.confirm("recover it?", err=True):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
-        view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id))
+        view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
     _show_rows(output, {"run": plain(view)}, [view])
 
 

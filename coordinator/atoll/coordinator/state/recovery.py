@@ -31,8 +31,12 @@ class Left:
     manifest_hash: bytes
 
 
-def recover(state: State, now: Moment, run_id: str) -> Step[Run]:
-    """Go on from the newest state that is left. Raises `NotFound`, `InvalidTransition`."""
+def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> Step[Run]:
+    """Go on from the newest state that is left. Raises `NotFound`, `InvalidTransition`.
+
+    `force`: although enough nodes to decide are here. They cannot, when a result that they voted for may have been
+    committed and none of them has its state any more (docs/explain/rounds.md).
+    """
     run = find.run(state, run_id)
     memory = state.memory[run.run_id]
     if run.state != "TRAINING" or memory.plan is None:
@@ -49,11 +53,12 @@ def recover(state: State, now: Moment, run_id: str) -> Step[Run]:
         )
     electorate = electorate_after(memory, run.head_round)
     tie_break = not votes.abstains(run, memory)
-    if electorate is not None and electorate.decides(set(here), tie_break) and left.round >= run.head_round:
+    decidable = electorate is not None and electorate.decides(set(here), tie_break) and left.round >= run.head_round
+    if electorate is not None and decidable and not force:
         raise InvalidTransition(
             f"{len(electorate.members & set(here))} of the {len(electorate.members)} nodes that decide the next round "
             "are connected, and the newest round is there: nothing needs to be recovered",
-            "see `atollctl run rounds` for how rounds end",
+            "see `atollctl run rounds` for how rounds end; if a lost result blocks them, recover with --force",
         )
     draft = Draft(state, now)
     _go_on_from(draft, run.run_id, left, "the operator recovered the run")

@@ -180,7 +180,7 @@ class Opener:
         elif adopting is not None:
             self._abandon(
                 "an earlier result may have been committed, but nobody who answered still has its state; "
-                "if nobody will, the operator can go on without it: atollctl run recover"
+                "if nobody will, the operator can go on without it: atollctl run recover --force"
             )
         elif not any(ready.tokens for ready in self._ready.values()):
             self._abandon("nobody had trained a token")
