@@ -42,14 +42,14 @@ protos-check: protos  ## fails when the committed code is not what the .proto fi
 
 lock:  ## resolve all extras afresh into constraints.txt
 	rm -rf .make/lock && $(PYTHON) -m venv .make/lock
-	.make/lock/bin/pip install --quiet "torch==2.13.0" -e ".[node,coordinator,hf,dev]"
+	.make/lock/bin/pip install --quiet "torch==2.13.0" -e ".[node,coordinator,postgres,hf,dev]"
 	{ echo "# The full lock of all extras; \`make lock\` renews it."; \
 	  .make/lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[node,coordinator,hf,dev]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[node,coordinator,postgres,hf,dev]"
 	touch $@
 
 clean:
