@@ -250,10 +250,9 @@ class RoundMachine:
         self._adopt_plan()
         if self.phase is not Phase.IDLE or self.finished or self.me not in self.plan.members:
             return
-        if self.lagging:
-            return
-        self._report_tokens()
-        self._open_if_due()
+        self._report_tokens()  # those who are ahead answer with their head
+        if not self.lagging:
+            self._open_if_due()
 
     def _overdue(self, following: _Following) -> None:
         if following.commit is not None:
