@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -20,6 +19,7 @@ from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import HELLO_TIMEOUT, Introductions
+from atoll.node.swarm.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -88,7 +88,7 @@ def test_whatever_a_stranger_says_first(examples: int) -> None:
     def dial(seed: int, hangs_up: bool) -> None:
         async def scene() -> None:
             gate, data = gate_of(OWN), said(seed)
-            introductions = Introductions(gate, never, Counter(), CLOCK)
+            introductions = Introductions(gate, never, Traffic(CLOCK), CLOCK)
             writer = KeptWriter()
             await introductions.answer(PEER.peer_id, reader_of(data, ends=hangs_up), writer)  # type: ignore[arg-type]
             assert asyncio.get_running_loop().time() <= HELLO_TIMEOUT.total_seconds() + 2
@@ -119,7 +119,7 @@ def test_whatever_is_answered_to_our_hello(examples: int) -> None:
             async def connect(peer_id: str, protocol: str, timeout: timedelta) -> object:
                 return reader_of(data, ends=hangs_up), KeptWriter()
 
-            introductions = Introductions(gate, connect, Counter(), CLOCK)  # type: ignore[arg-type]
+            introductions = Introductions(gate, connect, Traffic(CLOCK), CLOCK)  # type: ignore[arg-type]
             try:
                 await introductions.ensure(PEER.peer_id)
                 assert is_honest(data)

@@ -78,7 +78,7 @@ def test_every_kind_of_message_is_lied_about() -> None:
         world.drop = liar
         world.run(12)
         kinds |= liar.kinds
-    assert kinds >= {"report", "open", "ready", "start", "parts", "settle", "digest", "commit"}
+    assert kinds >= {"report", "open", "ready", "start", "parts", "digest", "commit"}
 
 
 def words() -> list[dp.RoundMessage]:

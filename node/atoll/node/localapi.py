@@ -52,20 +52,34 @@ class LocalApi:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT.total_seconds()):
-                request = json.loads(await reader.readline())
-            answer = await self._answer(request)
-            writer.write(json.dumps(answer).encode() + b"\n")
+                line = await reader.readline()
+            writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
             await writer.drain()
-        except (TimeoutError, ValueError, ConnectionError):
+        except (TimeoutError, ValueError, ConnectionError):  # silent, endless, or gone
             return
         finally:
             writer.close()
 
-    async def _answer(self, request: Any) -> Answer:
-        command = self._commands.get(request.get("command", "")) if isinstance(request, dict) else None
+    async def _answer(self, line: bytes) -> Answer:
         try:
+            request = _parse(line)
+            command = self._commands.get(request["command"])
             if command is None:
                 raise UsageError("the daemon does not know that command")
-            return {"ok": await command(request)}
+            try:
+                return {"ok": await command(request)}
+            except (ValueError, TypeError, OverflowError) as error:
+                raise UsageError(f"the daemon cannot use what came with that command: {error}") from error
         except AtollError as error:
             return {"error": {"reason": error.reason, "message": str(error), "remedy": error.remedy}}
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """A request with the name of a command. Raises `UsageError`."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError("a request to the daemon is one JSON object on a line") from error
+    if not isinstance(request, dict) or not isinstance(request.get("command"), str):
+        raise UsageError("a request to the daemon names a command")
+    return request

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import Unreachable, by_reason
+from atoll.core.errors import ProtocolMismatch, Unreachable, by_reason
 
 SOCKET_NAME = "atoll.sock"
 MAX_LINE = 1 << 20
@@ -22,7 +22,10 @@ Answer = dict[str, Any]
 
 
 def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **arguments: object) -> Answer:
-    """Ask the daemon of `data_dir`. Raises `Unreachable` when none runs, and whatever it answers."""
+    """Ask the daemon of `data_dir`. Raises `Unreachable` when none runs, and whatever it answers.
+
+    `ProtocolMismatch` when that makes no sense.
+    """
     try:
         with socket_path(data_dir) as path, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout.total_seconds())
@@ -35,12 +38,18 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
         ) from error
     if not line:
         raise Unreachable(f"the daemon on {data_dir} hung up")
-    answer: Answer = json.loads(line)
-    if "error" in answer:
+    try:
+        answer = json.loads(line)
+        if "error" not in answer:
+            return dict(answer["ok"])
         problem = answer["error"]
-        raise by_reason(problem["reason"])(problem["message"], problem["remedy"])
-    result: Answer = answer["ok"]
-    return result
+        told = by_reason(problem["reason"])(str(problem["message"]), str(problem["remedy"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as cause:
+        raise ProtocolMismatch(
+            f"what answers on {data_dir} does not speak as this release of atoll does",
+            "restart the daemon after an upgrade, or name its directory with --data-dir",
+        ) from cause
+    raise told
 
 
 @contextlib.contextmanager

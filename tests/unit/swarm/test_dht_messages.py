@@ -31,8 +31,15 @@ def store(**changes: object) -> dht.StoreRequest:
     return dht.StoreRequest(**(fields | changes))
 
 
+def dictionary(*entries: object, latest: object = NOW + 60) -> bytes:
+    return msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, latest, list(entries)])))
+
+
+ENTRY = ["owner", msgpack.packb(b"value"), NOW + 60]
+
+
 def found(**changes: object) -> dht.FindResponse:
-    fields = {"type": dht.FOUND_DICTIONARY, "value": msgpack.packb([1]), "expiration_time": NOW + 60}
+    fields = {"type": dht.FOUND_DICTIONARY, "value": dictionary(ENTRY), "expiration_time": NOW + 60}
     return dht.FindResponse(results=[dht.FindResult(**(fields | changes))], peer=dht.NodeInfo(node_id=NODE_ID))
 
 
@@ -43,10 +50,25 @@ def bomb() -> bytes:
     return value
 
 
+NO_DICTIONARIES = [
+    msgpack.packb([1]),
+    msgpack.packb(msgpack.ExtType(0x50, b"\xc0")),
+    msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, NOW]))),
+    dictionary(latest="soon"),
+    dictionary(5),
+    dictionary(ENTRY[:2]),
+    *(dictionary([*ENTRY[:i], odd, *ENTRY[i + 1 :]]) for i in range(3) for odd in (None, [], 7)),
+    dictionary([{"a": {"b": 1}}, b"", 1.0]),
+    b"\xc7\x0c\x50\x93\xc0\xca\0\0\0\0\x91\x81\x01\x01\xc0",  # a map whose key is a number
+    b"\xa1\xff",  # text that is none
+]
+
+
 @pytest.mark.parametrize(
     "message",
     [
         store(),
+        store(subkeys=[b""], values=[dictionary(ENTRY, ["other", b"", NOW])]),
         found(),
         dht.PingRequest(),
         dht.FindRequest(keys=[KEY]),
@@ -70,6 +92,8 @@ def test_honest_messages_pass(message: dht.StoreRequest) -> None:
         store(values=[bomb()]),
         store(subkeys=[bomb()]),
         store(subkeys=[b""], values=[bomb()]),
+        *(store(subkeys=[b""], values=[value]) for value in NO_DICTIONARIES),
+        *(found(value=value) for value in NO_DICTIONARIES),
         store(peer=dht.NodeInfo(node_id=KEY)),
         dht.FindRequest(keys=[KEY] * 17),
         found(value=bomb()),

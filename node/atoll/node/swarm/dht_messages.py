@@ -2,7 +2,8 @@
 
 hivemind deserialises dictionary values before its validator sees them, trusts the expiry of a reply, and takes
 node ids as told. So: few keys per message, aligned lists, expiries that are finite and near, msgpack within
-limits, and a node id that is the hash of the peer id, so that nobody chooses a place in the key space.
+limits, dictionaries of the one shape that hivemind can take, and a node id that is the hash of the peer id, so that
+nobody chooses a place in the key space.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import math
 from collections.abc import Iterable
 
 import base58
+import msgpack
 from google.protobuf.message import Message
 from hivemind.proto import dht_pb2 as dht
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.records import MAX_LIFETIME
-from atoll.node.swarm.msgpack_scan import check_msgpack
+from atoll.node.swarm.msgpack_scan import DICTIONARY_EXTENSION, check_msgpack
 
 MAX_KEYS = 16
 MAX_NEIGHBOURS = 64
@@ -51,8 +53,12 @@ def _check_store(request: dht.StoreRequest, now: float) -> None:
         raise PeerMisbehaved("a store request has lists of different lengths")
     for expires in request.expiration_time:
         _check_expiry(expires, now)
-    for value in (*request.values, *filter(None, request.subkeys)):  # an empty subkey means a dictionary
-        check_msgpack(value)
+    for subkey, value in zip(request.subkeys, request.values, strict=True):
+        if subkey:
+            check_msgpack(subkey)
+            check_msgpack(value)
+        else:  # several entries at once
+            check_dictionary(value)
 
 
 def _check_found(response: dht.FindResponse, now: float) -> None:
@@ -64,9 +70,34 @@ def _check_found(response: dht.FindResponse, now: float) -> None:
             raise PeerMisbehaved("a find response names too many neighbours, or half of one")
         if any(node_id != node_id_bytes(peer) for node_id, peer in zip(ids, peers, strict=True)):
             raise PeerMisbehaved("a find response gives a neighbour a node id that is not its own")
-        if result.type != dht.NOT_FOUND:
-            _check_expiry(result.expiration_time, now)
+        if result.type == dht.NOT_FOUND:
+            continue
+        _check_expiry(result.expiration_time, now)
+        if result.type == dht.FOUND_DICTIONARY:
+            check_dictionary(result.value)
+        else:
             check_msgpack(result.value)
+
+
+def check_dictionary(data: bytes) -> None:
+    """Raise `PeerMisbehaved` unless `data` is a dictionary of owner → (bytes, expiry) as hivemind packs it.
+
+    What an entry says is the validator's to judge: a bad one does not hide the others.
+    """
+    check_msgpack(data)
+    try:
+        outer = msgpack.unpackb(data)
+        if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY_EXTENSION:
+            raise PeerMisbehaved("a DHT dictionary is none")
+        _, latest, entries = msgpack.unpackb(outer.data)  # the first is a capacity: hivemind's own is none
+        if not isinstance(latest, float) or not all(_is_entry(*entry) for entry in entries):
+            raise PeerMisbehaved("a DHT dictionary holds what is no entry")
+    except (ValueError, TypeError) as error:  # keys that are none, text that is none, too few or too many fields
+        raise PeerMisbehaved(f"a DHT dictionary cannot be read: {error}") from error
+
+
+def _is_entry(subkey: object, value: object, expires: object) -> bool:
+    return isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires, float)
 
 
 def _check_keys(keys: Iterable[bytes]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgpack
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
@@ -74,7 +75,10 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
             raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
         check_msgpack(record.subkey)
         check_msgpack(record.value)
-        subkey, value = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
+        try:
+            subkey, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
+        except ValueError as error:  # text that is none, keys of a map that are none
+            raise PeerMisbehaved(f"a DHT record cannot be read: {error}") from error
         if not isinstance(subkey, str) or not isinstance(value, bytes):
             raise PeerMisbehaved("a DHT record is a byte string under its owner's peer id")
         self.read(name, subkey, value, record.expiration_time)

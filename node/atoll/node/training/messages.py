@@ -207,11 +207,11 @@ class Envelope:
     @classmethod
     def parse(cls, line: bytes) -> Envelope:
         """The inverse. Raises `ValueError`."""
-        raw = json.loads(line)
         try:
+            raw = json.loads(line)
             fields = {name: _tuples(value) for name, value in raw["fields"].items()}
             return cls(int(raw["number"]), _CLASSES[raw["kind"]](**fields))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a message of ours: {line[:80]!r}") from error
 
 
