@@ -144,6 +144,11 @@ def changed(loaded: Loaded, changes: Mapping[str, Value]) -> Loaded:
     return Loaded(replace(loaded.config, **typed), origin)
 
 
+def limits_of(loaded: Loaded) -> dict[str, dict[str, Value]]:
+    """Every limit, with where its value comes from."""
+    return {key: {"value": getattr(loaded.config, key), "origin": loaded.origin[key]} for key in LIMITS}
+
+
 def remember(loaded: Loaded) -> None:
     """Keep what flags, environment and `atoll set` said, now or at an earlier join, for the next start.
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import time
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -25,12 +24,13 @@ from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import Deny, Member
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.config import NodeConfig
+from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.control.upload import Uploads
 from atoll.node.localapi import LocalApi
+from atoll.node.manners import Manners, Subjects
 from atoll.node.ports import remember_port, remembered_port
 from atoll.node.session import NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
@@ -59,8 +59,9 @@ _log = log.get("daemon")
 class Daemon:
     """A running member."""
 
-    def __init__(self, config: NodeConfig, identity: Identity, credentials: Credentials, clock: Clock) -> None:
-        self._config = config
+    def __init__(self, loaded: Loaded, identity: Identity, credentials: Credentials, clock: Clock) -> None:
+        self._config = config = loaded.config  # the limits among it may change; `_manners` has them as they are
+        self._manners = Manners(loaded, clock)
         self._identity = identity
         self._credentials = credentials
         self._clock = clock
@@ -84,7 +85,6 @@ class Daemon:
         self._patience = DRAIN_TIMEOUT
         self._host: SwarmHost | None = None
         self._session: TrainingSession | None = None
-        self._resume_timer: asyncio.TimerHandle | None = None
         self._link = CoordinatorLink(
             credentials,
             identity,
@@ -100,17 +100,23 @@ class Daemon:
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
         try:
-            self._host = await self._join_swarm()
-            work = [self._link.run(), self._watch_p2pd(self._host), self._keep_address(self._host), self._watchdog()]
+            self._host = host = await self._join_swarm()
             if "seed" in self._me.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
-                self._session = self._make_session(self._host)
-                work += [self._session.run(), self._find_members(self._host), self._obey_orders()]
+                self._session = self._make_session(host)
+            await self._manners.attach(
+                Subjects(host.traffic, self._session, self._limit_training, lambda: self._status.facts)
+            )
+            work = [self._link.run(), self._watch_p2pd(host), self._keep_address(host), self._watchdog()]
+            work.append(self._manners.run())
+            if self._session is not None:
+                work += [self._session.run(), self._find_members(host), self._obey_orders()]
             await self._supervise(work)
         finally:
             await api.close()
             await self._uploads.close()
+            await self._manners.close()
             if self._session is not None:
                 await self._keep_state(self._session)
                 await self._session.stop_trainer()
@@ -156,18 +162,11 @@ class Daemon:
         )
 
     def _make_session(self, host: SwarmHost) -> TrainingSession:
-        config = self._config
         return TrainingSession(
             NodeContext(
                 identity=self._identity,
                 spec=self._spec,
-                trainer=TrainerConfig(
-                    run_spec_toml=self._credentials.run_spec_toml,
-                    corpus_path=str(Path(config.data).resolve()) if config.data else None,
-                    device=config.device,
-                    cpu_threads=config.cpu_threads or os.cpu_count() or 1,
-                    minimum_step_seconds=config.minimum_step_seconds,
-                ),
+                trainer=self._trainer_config(self._manners.config),
                 network=host,
                 directives=self._directives,
                 link=self._link,
@@ -180,6 +179,20 @@ class Daemon:
                 clock=self._clock,
             )
         )
+
+    def _trainer_config(self, config: NodeConfig) -> TrainerConfig:
+        return TrainerConfig(
+            run_spec_toml=self._credentials.run_spec_toml,
+            corpus_path=str(Path(config.data).resolve()) if config.data else None,
+            device=config.device,
+            cpu_threads=config.cpu_threads or os.cpu_count() or 1,
+            minimum_step_seconds=config.minimum_step_seconds,
+            vram_fraction=config.vram_fraction,
+        )
+
+    async def _limit_training(self, config: NodeConfig) -> None:
+        if self._session is not None:
+            await self._session.limit(self._trainer_config(config))
 
     # --- supervising ---------------------------------------------------------------------------------
 
@@ -308,7 +321,7 @@ class Daemon:
                     device=facts.device,
                     device_name=facts.device_name,
                     device_memory_bytes=facts.device_memory_bytes,
-                    cpu_threads=self._config.cpu_threads or os.cpu_count() or 1,
+                    cpu_threads=self._manners.config.cpu_threads or os.cpu_count() or 1,
                     host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
                     atoll_version=version("atoll"),
                     tokens_per_second=facts.tokens_per_second,
@@ -362,9 +375,8 @@ class Daemon:
 
     def _commands(self) -> dict[str, Any]:
         return {
+            **self._manners.commands(),
             "status": self._api_status,
-            "pause": self._api_pause,
-            "resume": self._api_resume,
             "finish": self._api_finish,
             "leave": self._api_leave,
             "generate": self._api_generate,
@@ -383,25 +395,11 @@ class Daemon:
             "handler_crashes": self._host.handler_crashes if self._host else 0,
             "streams_refused": self._host.streams_refused if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
+            **self._manners.describe(),
         }
 
-    async def _api_pause(self, request: dict[str, Any]) -> dict[str, Any]:
-        session = self._training()
-        session.pause()
-        if self._resume_timer is not None:
-            self._resume_timer.cancel()
-        seconds = float(request.get("seconds") or 0)
-        if seconds > 0:
-            self._resume_timer = asyncio.get_running_loop().call_later(seconds, session.resume)
-        return {"paused": True, "until_unix": time.time() + seconds if seconds else None}
-
-    async def _api_resume(self, _: dict[str, Any]) -> dict[str, Any]:
-        if self._resume_timer is not None:
-            self._resume_timer.cancel()
-        self._training().resume()
-        return {"paused": False}
-
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._manners.finish()
         self.leave("finished its round at its owner's wish")
         return {"leaving": True}
 

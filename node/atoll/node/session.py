@@ -8,6 +8,7 @@ from the anchor; the membership does not notice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,7 +89,8 @@ class TrainingSession:
         self._state: AnchorState | None = None
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
-        self._owner_paused = False
+        self._resting = ""  # why this node does not train, for people; empty: it does
+        self._limits = context.trainer
         self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
@@ -122,8 +124,11 @@ class TrainingSession:
         """A trainer with the model and corpus loaded; the anchor survives in our memory if it had one."""
         it = self._it
         await self.stop_trainer()
-        trainer = await Trainer.spawn(it.trainer, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
+        limits = self._limits
+        trainer = await Trainer.spawn(limits, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
         self._trainer = trainer
+        if self._limits is not limits:  # changed while it loaded
+            await trainer.limit(self._limits)
         it.status.facts, it.status.trainer = trainer.facts, trainer
         if self._state is not None:
             trainer.anchor.copy_(self._state.anchor_E)
@@ -150,7 +155,7 @@ class TrainingSession:
             await self._or_trainer_death(trainer, self._it.directives.until(self._has_work))
             if self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None:
                 await self._write_genesis(trainer)
-            if self._in_plan() and not self._owner_paused:
+            if self._in_plan() and not self._resting:
                 await self._follow_plan(trainer)
 
     async def _follow_plan(self, trainer: Trainer) -> None:
@@ -297,21 +302,33 @@ class TrainingSession:
 
     # --- orders from the owner -------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """The owner wants the machine back. Progress since the last round is given up if a plan goes on without us."""
-        self._owner_paused = True
+    def pause(self, reason: str) -> None:
+        """The owner, or a limit, wants the machine back; `reason` tells people.
+
+        Progress since the last round is given up if a plan goes on without us.
+        """
+        self._resting = reason
+        if self._it.status.state == mb.NODE_STATE_PAUSED:
+            self._it.status.detail = reason
         self._it.directives.wake()
 
     def resume(self) -> None:
         """Train again."""
-        self._owner_paused = False
+        self._resting = ""
         self._it.directives.wake()
+
+    async def limit(self, limits: TrainerConfig) -> None:
+        """What this trainer, and those after it, may take. Raises `ModelTooLarge`; nothing changes then."""
+        if self._trainer is not None:
+            with contextlib.suppress(ChildDied):  # the next one is started with them
+                await self._trainer.limit(limits)
+        self._limits = limits
 
     async def next_round(self, timeout: timedelta) -> bool:
         """Wait for the next committed round, our last, so that no progress is lost by leaving; False if none came."""
         start = self._it.status.head_round
         engine = self._engine
-        if engine is None or self._owner_paused:
+        if engine is None or self._resting:
             return False
         engine.leave()
         try:
@@ -412,16 +429,16 @@ class TrainingSession:
         return plan is not None and self._it.identity.peer_id in plan.members
 
     def _may_train(self) -> bool:
-        return not self._owner_paused and self._it.directives.run_state != mb.RUN_STATE_PAUSED
+        return not self._resting and self._it.directives.run_state != mb.RUN_STATE_PAUSED
 
     def _differs_from(self, plan_version: int, training: bool) -> bool:
         return not self._in_plan() or (self._plan().version, self._may_train()) != (plan_version, training)
 
     def _why_paused(self) -> str:
-        return "paused by its owner" if self._owner_paused else "the operator paused the run"
+        return self._resting or "the operator paused the run"
 
     def _wait_state(self) -> None:
-        if self._owner_paused:
+        if self._resting:
             self._it.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
         else:
             self._it.status.enter(mb.NODE_STATE_READY, "ready; waiting for a plan")
@@ -429,8 +446,8 @@ class TrainingSession:
 
     def _has_work(self) -> bool:
         waiting_for_genesis = self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None
-        changed = self._owner_paused != (self._it.status.state == mb.NODE_STATE_PAUSED)
-        return waiting_for_genesis or changed or (self._in_plan() and not self._owner_paused)
+        changed = bool(self._resting) != (self._it.status.state == mb.NODE_STATE_PAUSED)
+        return waiting_for_genesis or changed or (self._in_plan() and not self._resting)
 
     async def _or_trainer_death(self, trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)

@@ -18,24 +18,28 @@ from atoll.core.errors import AlreadyRunning, DataDirUnusable, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
-from atoll.node.config import NodeConfig
+from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
+from atoll.node.owner import Wish, save_wish
 
 
-async def run_daemon(config: NodeConfig, token: JoinToken | None, clock: Clock) -> None:
+async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:
     """Be a member until told to leave. Raises the error that made it impossible."""
+    config = loaded.config
     make_private_dir(config.data_dir)
     with locked(config.data_dir):
         identity = Identity.load_or_create(config.path("identity.key"))
         name = config.name or f"node-{identity.peer_id[-6:].lower()}"
         log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
         credentials = await join(config, identity, name, token, clock)
+        if token is not None:
+            save_wish(config.data_dir, Wish())  # who joins wants to train, whatever was said before
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
 
-        await Daemon(config, identity, credentials, clock).run()
+        await Daemon(loaded, identity, credentials, clock).run()
 
 
 async def join(config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock) -> Credentials:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections import Counter
 from datetime import timedelta
 
 import pytest
 
+from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import DeadlineExceeded, FrameInvalid, NotIntroduced, RoundAbandoned, Unreachable
 from atoll.core.frames import FrameKind, pack_prefix
 from atoll.node.swarm import streams
 from atoll.node.swarm.refusals import printable, refusal_header
 from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.traffic import Traffic
 
 SOON = timedelta(milliseconds=20)
 
@@ -52,14 +53,16 @@ class FakeWriter:
         pass
 
 
-def make_stream(known: bool = True) -> tuple[P2PStream, asyncio.StreamReader, FakeWriter, Counter[str]]:
+def make_stream(
+    known: bool = True, clock: Clock | None = None
+) -> tuple[P2PStream, asyncio.StreamReader, FakeWriter, Traffic]:
     def guard() -> None:
         if not known:
             raise NotIntroduced("who is there")
 
-    reader, writer, sent = asyncio.StreamReader(), FakeWriter(), Counter[str]()
-    stream = P2PStream("peer", "/p/1", reader, writer, guard=guard, sent=sent)  # type: ignore[arg-type]
-    return stream, reader, writer, sent
+    reader, writer, traffic = asyncio.StreamReader(), FakeWriter(), Traffic(clock or SystemClock())
+    stream = P2PStream("peer", "/p/1", reader, writer, guard=guard, traffic=traffic)  # type: ignore[arg-type]
+    return stream, reader, writer, traffic
 
 
 def frame(kind: FrameKind, header: bytes, body: bytes = b"") -> bytes:
@@ -111,10 +114,10 @@ async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
 
 
 async def test_sent_bytes_are_counted_per_protocol_and_a_closed_stream_refuses() -> None:
-    stream, _, writer, sent = make_stream()
+    stream, _, writer, traffic = make_stream()
     await stream.send(FrameKind.PART, b"head", memoryview(b"b" * 100_000))
     assert bytes(writer.written) == frame(FrameKind.PART, b"head", b"b" * 100_000)
-    assert sent == {"/p/1": 16 + 4 + 100_000} == {"/p/1": stream.bytes_sent}
+    assert traffic.sent == {"/p/1": 16 + 4 + 100_000} == {"/p/1": stream.bytes_sent}
     with pytest.raises(FrameInvalid):
         await stream.send(FrameKind.PART, b"", bytes(8 * 1024 * 1024 + 1))
     await stream.close()

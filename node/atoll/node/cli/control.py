@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,19 +26,28 @@ def pause(
         print_json({"pause": answer})
     else:
         say(f"Paused for {duration_text(seconds)}." if seconds else "Paused until `atoll resume`.")
+        _warn(answer)
 
 
-def resume(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Train again after `pause`."""
-    answer = call(directory(data_dir), "resume")
+def resume(
+    force: Annotated[
+        bool, typer.Option("--force", help="Also against the limit that keeps it from training, until that changes.")
+    ] = False,
+    data_dir: DataDir = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Train again after `pause` or `finish`, if the limits allow it."""
+    answer = call(directory(data_dir), "resume", force=force)
     if output is Output.JSON:
         print_json({"resume": answer})
     else:
-        say("Training again.")
+        resting = f"Not paused any more, but resting: {answer.get('reason')}. `atoll resume --force` trains anyway."
+        say(resting if answer.get("reason") else "Training again.")
+        _warn(answer)
 
 
 def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Finish the current round, so that nothing trained is lost, then leave."""
+    """Finish the current round, so that nothing trained is lost, then leave; rests after a restart until `resume`."""
     answer = call(directory(data_dir), "finish")
     if output is Output.JSON:
         print_json({"finish": answer})
@@ -53,3 +62,8 @@ def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
         print_json({"leave": answer})
     else:
         say("Leaving.")
+
+
+def _warn(answer: dict[str, Any]) -> None:
+    if answer.get("warning"):
+        say(f"warning: {answer['warning']}")

@@ -12,8 +12,9 @@ import typer
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import say
+from atoll.node.cli.limits import limits_text
 from atoll.node.cli.options import ConfigFile, DataDir, settings
-from atoll.node.config import NodeConfig, remember
+from atoll.node.config import Loaded, NodeConfig, remember
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
@@ -43,6 +44,16 @@ Data = Annotated[
 Pace = Annotated[
     float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
 ]
+Vram = Annotated[float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory to use, 0.01 to 1.")]
+Power = Annotated[float | None, typer.Option("--power-watts", help="Power cap of the GPU while this runs.")]
+Upload = Annotated[float | None, typer.Option("--upload-mbit-per-second", help="To peers; 0: no limit.")]
+Download = Annotated[float | None, typer.Option("--download-mbit-per-second", help="From peers; 0: no limit.")]
+Monthly = Annotated[float | None, typer.Option("--monthly-gigabytes", help="To and from peers; 0: no limit.")]
+Hours = Annotated[str | None, typer.Option("--hours", help="When to train, for example 22:00-07:00,12:00-13:00.")]
+Battery = Annotated[str | None, typer.Option("--on-battery", help="pause or train.", show_default="pause")]
+Idle = Annotated[
+    int | None, typer.Option("--only-when-idle-minutes", help="Train after nobody has used the machine for so long.")
+]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning, error", show_default="info")]
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="auto, console, json", show_default="auto")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
@@ -60,6 +71,14 @@ def join(
     cpu_threads: Threads = None,
     data: Data = None,
     minimum_step_seconds: Pace = None,
+    vram_fraction: Vram = None,
+    power_watts: Power = None,
+    upload_mbit_per_second: Upload = None,
+    download_mbit_per_second: Download = None,
+    monthly_gigabytes: Monthly = None,
+    hours: Hours = None,
+    on_battery: Battery = None,
+    only_when_idle_minutes: Idle = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     yes: Yes = False,
@@ -76,6 +95,14 @@ def join(
         cpu_threads=cpu_threads,
         data=str(Path(data).absolute()) if data and Path(data).exists() else data,
         minimum_step_seconds=minimum_step_seconds,
+        vram_fraction=vram_fraction,
+        power_watts=power_watts,
+        upload_mbit_per_second=upload_mbit_per_second,
+        download_mbit_per_second=download_mbit_per_second,
+        monthly_gigabytes=monthly_gigabytes,
+        hours=hours,
+        on_battery=on_battery,
+        only_when_idle_minutes=only_when_idle_minutes,
         log_level=log_level,
         log_format=log_format,
     )
@@ -85,7 +112,7 @@ def join(
     _show_limits(loaded.config, yes)
     make_private_dir(loaded.config.data_dir)
     remember(loaded)
-    _run(loaded.config, parsed)
+    _run(loaded, parsed)
 
 
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
@@ -93,16 +120,16 @@ join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 def up(data_dir: DataDir = None, config: ConfigFile = None, log_format: LogFormat = None) -> None:
     """Start again as the member that an earlier `join` made; needs no token. For systemd and after a reboot."""
-    _run(settings(data_dir, config, log_format=log_format).config, None)
+    _run(settings(data_dir, config, log_format=log_format), None)
 
 
-def _run(config: NodeConfig, token: JoinToken | None) -> None:
+def _run(loaded: Loaded, token: JoinToken | None) -> None:
     import asyncio
 
     from atoll.core.clock import SystemClock
     from atoll.node.start import run_daemon
 
-    asyncio.run(run_daemon(config, token, SystemClock()))
+    asyncio.run(run_daemon(loaded, token, SystemClock()))
 
 
 def _token_text(source: str | None) -> str:
@@ -133,9 +160,7 @@ def _read(path: Path) -> str:
 
 def _show_limits(config: NodeConfig, yes: bool) -> None:
     """Say what this node will use, and ask once."""
-    threads = config.cpu_threads or os.cpu_count() or 1
-    pace = f"at most one step every {config.minimum_step_seconds:g} s" if config.minimum_step_seconds else "full pace"
-    say(f"This node will use: device {config.device}, {threads} CPU threads, {pace}.")
+    say(f"This node will use: {limits_text(config)}.")
     say(f"Peers reach it on {config.listen}:{config.port or 'a free port'}. Its state lies in {config.data_dir}.")
     say("Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while.")
     if not yes and sys.stdin.isatty() and not typer.confirm("Join?", default=True, err=True):

@@ -7,7 +7,7 @@ import typer
 
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
-from atoll.node.cli import config_show, control, demo, doctor, export, join, logs, status
+from atoll.node.cli import config_show, control, demo, doctor, export, join, limits, logs, status
 
 app = typer.Typer(
     name="atoll",
@@ -31,6 +31,7 @@ app.command()(control.pause)
 app.command()(control.resume)
 app.command()(control.finish)
 app.command()(control.leave)
+app.command("set")(limits.set_)
 app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)

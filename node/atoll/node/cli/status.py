@@ -60,7 +60,11 @@ def _view(it: dict[str, Any]) -> RenderableType:
     )
     if "seed" not in it["roles"]:
         _training_rows(table, it)
-    table.add_row("other traffic", f"{bytes_text(it['other_bytes_sent'])} sent")
+    allowed = f" of {it['month_bytes_allowed'] / 1e9:g} GB" if it["month_bytes_allowed"] else ""
+    month = f"{it['month_bytes'] / 1e9:.2f} GB{allowed} this month"
+    table.add_row("other traffic", f"{bytes_text(it['other_bytes_sent'])} sent · to and from peers {month}")
+    for warning in it["warnings"]:
+        table.add_row("warning", f"[yellow]{warning}[/]")
     return Panel(
         table, title=f"[bold]{it['name']}[/] · run {it['run']}", subtitle=f"[dim]{it['peer_id']}[/]", expand=False
     )

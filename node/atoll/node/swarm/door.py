@@ -26,6 +26,7 @@ from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.refusals import refusal_header, run_handler
 from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 
 REQUEST_BYTES = {"/atoll/round/1": 1 << 20, "/atoll/state/1": 1 << 16}  # what a dialler may send in one frame there
@@ -37,12 +38,12 @@ _log = log.get("swarm")
 class Door:
     """The server behind our stream socket and the table of handlers."""
 
-    def __init__(self, gate: Gate, introductions: hello.Introductions, sent: Counter[str]) -> None:
+    def __init__(self, gate: Gate, introductions: hello.Introductions, traffic: Traffic) -> None:
         self.crashes = 0  # handlers that raised something else than an `AtollError`
         self.refused: Counter[str] = Counter()  # streams turned away, by reason
         self._gate = gate
         self._introductions = introductions
-        self._sent = sent
+        self._traffic = traffic
         self._handlers: dict[str, Handler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -92,7 +93,7 @@ class Door:
             reader,
             writer,
             guard=lambda: self._gate.require(peer_id),
-            sent=self._sent,
+            traffic=self._traffic,
             max_frame_bytes=REQUEST_BYTES.get(protocol, MAX_FRAME_BYTES),
         )
         try:

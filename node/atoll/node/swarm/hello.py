@@ -20,6 +20,7 @@ from atoll.core.frames import Frame, FrameKind
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.refusals import run_handler
 from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire
 
@@ -63,11 +64,11 @@ class StrangerLimit:
 class Introductions:
     """Says hello to those we dial, once for all who wait, and answers those who dial us."""
 
-    def __init__(self, gate: Gate, open_socket: OpenSocket, sent: Counter[str], clock: Clock) -> None:
+    def __init__(self, gate: Gate, open_socket: OpenSocket, traffic: Traffic, clock: Clock) -> None:
         self.crashes = 0  # answers that raised something else than an `AtollError`
         self._gate = gate
         self._open_socket = open_socket
-        self._sent = sent
+        self._traffic = traffic
         self._limit = StrangerLimit(clock)
         self._saying: dict[str, asyncio.Task[None]] = {}
 
@@ -125,7 +126,7 @@ class Introductions:
             reader,
             writer,
             guard=lambda: None,
-            sent=self._sent,
+            traffic=self._traffic,
             max_frame_bytes=MAX_HELLO_BYTES,
         )
 

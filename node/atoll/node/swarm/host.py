@@ -35,6 +35,7 @@ from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 from atoll.v1 import common_pb2 as pb
 
@@ -65,7 +66,7 @@ class SwarmHost:
         self._p2pd = p2pd
         self._p2p = p2p
         self._clock = clock
-        self._door = Door(p2p.gate, p2p.introductions, p2p.sent)
+        self._door = Door(p2p.gate, p2p.introductions, p2p.traffic)
         self._directory = Directory(p2p, authority, clock, ())
         self._registrations: list[asyncio.Task[None]] = []
         self._closed = False
@@ -122,6 +123,11 @@ class SwarmHost:
     def streams_refused(self) -> int:
         """Incoming streams that were turned away, for whatever reason."""
         return self._door.refused.total()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What counts and slows the bytes to and from peers."""
+        return self._p2p.traffic
 
     def multiaddrs(self) -> tuple[str, ...]:
         """Where we can be dialled, each with /p2p/<our peer id>."""
@@ -184,11 +190,11 @@ class SwarmHost:
 
     def bytes_sent(self, protocol: str) -> int:
         """Bytes sent so far on streams of `protocol`, ended ones included; "dht" counts the DHT's messages."""
-        return self._p2p.sent[protocol]
+        return self.traffic.sent[protocol]
 
     def bytes_sent_total(self) -> int:
         """Bytes sent so far under all protocols."""
-        return self._p2p.sent.total()
+        return self.traffic.sent.total()
 
     async def close(self, timeout: timedelta) -> None:
         """End everything; p2pd gets `timeout` to end by itself. Leaves no process and no file. Twice is fine."""
@@ -216,7 +222,7 @@ class SwarmHost:
         """Open a stream and wait to be let in."""
         reader, writer = await self._p2p.open_socket(peer_id, protocol, timeout)
         stream = P2PStream(
-            peer_id, protocol, reader, writer, guard=lambda: self.gate.require(peer_id), sent=self._p2p.sent
+            peer_id, protocol, reader, writer, guard=lambda: self.gate.require(peer_id), traffic=self._p2p.traffic
         )
         self._door.keep(stream)
         try:

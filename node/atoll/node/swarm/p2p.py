@@ -10,7 +10,6 @@ call whose response is too long. hivemind's own stream handlers cannot be regist
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -28,6 +27,7 @@ from atoll.node.swarm.dht_messages import check_dht_message
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import Introductions
 from atoll.node.swarm.p2pd import P2pdConfig
+from atoll.node.swarm.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
 MAX_UNARY_BYTES = 4 * 1024 * 1024 - 64 * 1024  # p2pd's own limit, less its envelope
@@ -42,7 +42,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
 
     control: Control
     introductions: Introductions
-    sent: Counter[str]  # bytes by protocol
+    traffic: Traffic
 
     @classmethod
     async def attach(cls, config: P2pdConfig, gate: Gate, book: AddressBook, clock: Clock) -> GatedP2P:
@@ -55,8 +55,8 @@ class GatedP2P(P2P):  # type: ignore[misc]
         self.control = self._client.control
         self.gate = gate
         self.book = book
-        self.sent = Counter()
-        self.introductions = Introductions(gate, self.open_socket, self.sent, clock)
+        self.traffic = Traffic(clock)
+        self.introductions = Introductions(gate, self.open_socket, self.traffic, clock)
         self._clock = clock
         await self._ping_daemon()
         return self
@@ -104,6 +104,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         async def serve(request: bytes, remote_id: PeerID) -> bytes:
             peer_id: str = remote_id.to_base58()
             self.gate.require(peer_id)
+            self.traffic.received[DHT_TRAFFIC] += len(request)
             message = self._parse(request, input_protobuf_type, peer_id)
             context = P2PContext(handle_name=handle_name, local_id=self.peer_id, remote_id=remote_id)
             async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
@@ -111,7 +112,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
             reply = response.SerializeToString()
             if len(reply) > MAX_UNARY_BYTES:
                 raise PeerMisbehaved(f"the answer of {len(reply)} bytes is over the cap of {MAX_UNARY_BYTES}")
-            self.sent[DHT_TRAFFIC] += len(reply)
+            self.traffic.sent[DHT_TRAFFIC] += len(reply)
             return reply
 
         await self._client.add_unary_handler(handle_name, serve, balanced=balanced)
@@ -127,12 +128,13 @@ class GatedP2P(P2P):  # type: ignore[misc]
             async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
                 await self.introductions.ensure(name)
                 response = await self._call_introduced(peer_id, handle_name, request)
+                self.traffic.received[DHT_TRAFFIC] += len(response)
         except TimeoutError as error:
             raise DeadlineExceeded(f"peer {name} did not answer {handle_name} within {UNARY_TIMEOUT}") from error
         return self._parse(response, output_protobuf_type, name)
 
     async def _call_introduced(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
-        self.sent[DHT_TRAFFIC] += len(request)
+        self.traffic.sent[DHT_TRAFFIC] += len(request)
         try:
             return await self.control.call_unary_handler(peer_id, handle_name, request)
         except P2PHandlerError as error:

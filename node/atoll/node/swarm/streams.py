@@ -4,7 +4,8 @@ The socket is p2pd's unix socket, one per stream. A frame costs one read for its
 nothing is allocated before the announced length passed the cap. When `receive` gives up at its deadline, what
 arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel has all of it: the
 body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none moved for
-half a minute.
+half a minute. The owner's limits on traffic hold here: large frames go out in pieces, and come in one at a time, as
+`traffic.py` allows. A send that is given up in the middle of a frame ends the stream.
 
 Streams are never half-closed: p2pd loses the reply then.
 """
@@ -12,7 +13,6 @@ Streams are never half-closed: p2pd loses the reply then.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -29,6 +29,7 @@ from atoll.core.frames import (
     unpack_prefix,
 )
 from atoll.node.swarm.refusals import receive_or_refusal
+from atoll.node.swarm.traffic import SMALL_FRAME_BYTES, Traffic
 
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
 CLOSE_TIMEOUT = timedelta(seconds=5)
@@ -46,7 +47,7 @@ class P2PStream:
         writer: asyncio.StreamWriter,
         *,
         guard: Callable[[], object],
-        sent: Counter[str],
+        traffic: Traffic,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self.protocol = protocol
@@ -54,9 +55,11 @@ class P2PStream:
         self._reader = reader
         self._writer = writer
         self._guard = guard  # raises when the peer is no member any more
-        self._sent_by_protocol = sent
+        self._traffic = traffic
         self._max_frame_bytes = max_frame_bytes
         self._prefix: Prefix | None = None  # of a frame whose rest has not arrived
+        self._due = 0.0  # when the rest may be read
+        self._sending = asyncio.Lock()
         self._sent = 0
         self._received = 0
         self._on_close: list[Callable[[], None]] = []
@@ -115,26 +118,47 @@ class P2PStream:
         start = pack_prefix(kind, header, body)
         if self._writer.is_closing():
             raise self._ended()
-        if len(body) < _JOIN_BELOW_BYTES:
-            self._writer.write(b"".join((start, header, body)))
-        else:
-            self._writer.write(start + header)
-            self._writer.write(body)
-        size = PREFIX.size + len(header) + len(body)
-        self._sent += size
-        self._sent_by_protocol[self.protocol] += size
-        await self._flush()
+        frame = [b"".join((start, header, body))] if len(body) < _JOIN_BELOW_BYTES else [start + header, body]
+        size = left = PREFIX.size + len(header) + len(body)
+        up = self._traffic.up
+        async with self._sending:
+            try:
+                for piece in up.pieces(frame):
+                    await up.wait(len(piece), small=size <= SMALL_FRAME_BYTES)
+                    if self._writer.is_closing():
+                        raise self._ended()
+                    self._put(piece)
+                    left -= len(piece)
+                    if up.limited:
+                        await self._flush()
+                await self._flush()
+            except BaseException:
+                if 0 < left < size:
+                    self.abort()
+                raise
 
     async def _read_frame(self) -> Frame:
         if self._prefix is None:
             start = await self._reader.readexactly(PREFIX.size)
-            self._received += PREFIX.size
+            self._got(len(start))
             self._prefix = unpack_prefix(start, self._max_frame_bytes)
+            size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
+            self._due = self._traffic.down.due(size, small=size <= SMALL_FRAME_BYTES)
         prefix = self._prefix
+        await self._traffic.down.until(self._due)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix = None
-        self._received += len(rest)
+        self._got(len(rest))
         return check_frame(prefix, bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :])
+
+    def _put(self, piece: Buffer) -> None:
+        self._writer.write(piece)
+        self._sent += len(piece)
+        self._traffic.sent[self.protocol] += len(piece)
+
+    def _got(self, count: int) -> None:
+        self._received += count
+        self._traffic.received[self.protocol] += count
 
     async def _flush(self) -> None:
         transport = self._writer.transport

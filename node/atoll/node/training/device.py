@@ -27,7 +27,8 @@ class DeviceFacts:
 
     device: str
     name: str
-    memory_bytes: int
+    memory_bytes: int  # what may be used of it
+    uuid: str = ""  # as NVIDIA's tools know it
 
 
 def choose_device(name: str) -> torch.device:
@@ -50,18 +51,37 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def device_facts(device: torch.device) -> DeviceFacts:
-    """Name and memory of a device."""
+def device_facts(device: torch.device, vram_fraction: float = 1.0) -> DeviceFacts:
+    """Name and memory of a device, of which `vram_fraction` may be used where it is memory of its own."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return DeviceFacts(str(device), str(properties.name), int(properties.total_memory))
+        memory_bytes = int(properties.total_memory * vram_fraction)
+        uuid = f"GPU-{properties.uuid}" if torch.version.cuda else ""
+        return DeviceFacts(str(device), str(properties.name), memory_bytes, uuid)
     if device.type == "mps":
-        return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory()))
+        return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory() * vram_fraction))
     return DeviceFacts("cpu", platform.processor() or platform.machine(), _host_memory_bytes())
 
 
 def _host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def limit_memory(facts: DeviceFacts, vram_fraction: float) -> None:
+    """Have torch take no more than that share of the device. Raises `ModelTooLarge` if it holds more already.
+
+    The allocator enforces it: what goes beyond fails as if the device were that small. The CUDA context itself, some
+    hundred MB, is not counted. On a CPU it does nothing.
+    """
+    device = torch.device(facts.device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved(device)
+        if held > torch.cuda.get_device_properties(device).total_memory * vram_fraction:
+            raise too_large(f"holds {bytes_text(held)} already", facts)
+        torch.cuda.set_per_process_memory_fraction(vram_fraction, device)
+    elif device.type == "mps":
+        torch.mps.set_per_process_memory_fraction(vram_fraction)
 
 
 def memory_needed_bytes(spec: RunSpec, shape: ModelShape) -> int:

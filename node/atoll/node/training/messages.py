@@ -24,6 +24,7 @@ class TrainerConfig:
     device: str = "auto"  # auto | cpu | cuda:0 | mps
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
+    vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,33 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The owner changed what this machine gives."""
+
+    cpu_threads: int
+    minimum_step_seconds: float
+    vram_fraction: float
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the process."""
 
 
 Order = (
-    Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | SetRanges | Evaluate | Generate | Stop
+    Initialise
+    | Load
+    | Train
+    | Pause
+    | TakeSnapshot
+    | Apply
+    | Rebase
+    | Discard
+    | SetRanges
+    | Evaluate
+    | Generate
+    | Limit
+    | Stop
 )
 
 
@@ -138,7 +160,8 @@ class Ready:
     corpus_samples: int
     device: str
     device_name: str
-    device_memory_bytes: int
+    device_memory_bytes: int  # of which the owner allows a fraction
+    device_uuid: str  # as NVIDIA's tools know it; empty for other devices
     tokens_per_step: int
     tokens_per_second: float
 
@@ -187,7 +210,7 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
-        *(SetRanges, Evaluate, Generate, Stop, Ready, Refused, Done, Taken, Loss, Text),
+        *(SetRanges, Evaluate, Generate, Limit, Stop, Ready, Refused, Done, Taken, Loss, Text),
     )
 }
 

@@ -19,7 +19,14 @@ from atoll.core.errors import AtollError, InvalidTransition
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.training import messages as ms
 from atoll.node.training.corpus import load_corpus
-from atoll.node.training.device import DeviceFacts, check_fits, choose_device, device_facts, too_large
+from atoll.node.training.device import (
+    DeviceFacts,
+    check_fits,
+    choose_device,
+    device_facts,
+    limit_memory,
+    too_large,
+)
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.shape import layer_table, resolve_shape
 from atoll.node.training.shared import map_vector, size_for
@@ -41,7 +48,7 @@ class Pace:
     """When steps may begin and how fast they came, over the last of them. Pure: it is told the time."""
 
     def __init__(self, minimum_step_seconds: float) -> None:
-        self._minimum = minimum_step_seconds
+        self.minimum_step_seconds = minimum_step_seconds
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
         self._next = 0.0
         self._began = 0.0
@@ -49,7 +56,7 @@ class Pace:
     def begin(self, now: float) -> None:
         """A step begins."""
         self._began = now
-        self._next = now + self._minimum
+        self._next = now + self.minimum_step_seconds
 
     def end(self, tokens: int, loss: float) -> None:
         """It is done."""
@@ -87,7 +94,8 @@ class Session:
         self._pace = Pace(config.minimum_step_seconds)
         self._training = self._loaded = self._snapped = self._stopping = False
         self._pushed_at = 0.0
-        self._facts = device_facts(choose_device(config.device))
+        self._facts = device_facts(choose_device(config.device), config.vram_fraction)
+        limit_memory(self._facts, config.vram_fraction)
         self._loop = _load(config, self._facts, self._clock)
         elements = self._loop.layout.elements
         for descriptor in (anchor_fd, gradient_fd):
@@ -110,6 +118,7 @@ class Session:
                 device=facts.device,
                 device_name=facts.name,
                 device_memory_bytes=facts.memory_bytes,
+                device_uuid=facts.uuid,
                 tokens_per_step=loop.spec.tokens_per_step,
                 tokens_per_second=speed,
             ),
@@ -184,6 +193,8 @@ class Session:
                 return ms.Loss(loop.evaluate(self._anchor_E))
             case ms.Generate(prompt, tokens, seed):
                 return ms.Text(loop.generate(self._anchor_E, prompt.encode(), tokens, seed))
+            case ms.Limit(cpu_threads, minimum_step_seconds, vram_fraction):
+                self._limit(cpu_threads, minimum_step_seconds, vram_fraction)
             case ms.Stop():
                 self._stopping = True
             case _:
@@ -195,6 +206,14 @@ class Session:
         self._loop.pseudo_gradient_into(self._gradient_E)
         self._snapped = True
         return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps)
+
+    def _limit(self, cpu_threads: int, minimum_step_seconds: float, vram_fraction: float) -> None:
+        facts = device_facts(torch.device(self._facts.device), vram_fraction)
+        check_fits(self._loop.spec, self._loop.shape, facts)
+        limit_memory(facts, vram_fraction)
+        self._facts = facts
+        torch.set_num_threads(cpu_threads)
+        self._pace.minimum_step_seconds = minimum_step_seconds
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:

@@ -51,7 +51,8 @@ class TrainerFacts:
     corpus_samples: int
     device: str
     device_name: str
-    device_memory_bytes: int
+    device_memory_bytes: int  # what the owner allows of it
+    device_uuid: str
     tokens_per_step: int
     tokens_per_second: float  # measured by a few real steps on scratch state
 
@@ -69,6 +70,7 @@ class TrainerFacts:
             ready.device,
             ready.device_name,
             ready.device_memory_bytes,
+            ready.device_uuid,
             ready.tokens_per_step,
             ready.tokens_per_second,
         )
@@ -209,6 +211,10 @@ class Trainer:
         text = await self._order(ms.Generate(prompt, tokens, seed), timeout)
         assert isinstance(text, ms.Text)
         return text.text
+
+    async def limit(self, config: TrainerConfig, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Threads, pace and memory as `config` says, from the next step on. Raises `ModelTooLarge`."""
+        await self._order(ms.Limit(config.cpu_threads, config.minimum_step_seconds, config.vram_fraction), timeout)
 
     async def stop(self, timeout: timedelta) -> None:
         """End the child: by order, and after `timeout` by force. Safe to call when it is dead, and twice."""

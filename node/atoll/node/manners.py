@@ -1,0 +1,280 @@
+"""The owner's limits at work in a running daemon: look, decide, pause or resume, count, remember.
+
+Every few seconds the machine is observed and `policy.decide` asked; the owner's own `pause` stands above it, and
+`resume --force` overrules one objection until it changes. What the owner says is written down before it is answered,
+so that a restart does the same. `atoll set` takes effect as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError, InvalidTransition, UsageError
+from atoll.node.config import Loaded, NodeConfig, changed, limits_of, remember
+from atoll.node.localapi import Command
+from atoll.node.observing import Usage, on_battery
+from atoll.node.owner import MonthlyTraffic, Wish, load_wish, save_wish
+from atoll.node.policy import Cause, Seen, Verdict, decide
+from atoll.node.power import PowerCap, PowerCapRefused
+from atoll.node.training.trainer import TrainerFacts
+
+LOOK = timedelta(seconds=5)
+SAVE = timedelta(seconds=60)  # a crash forgets so much traffic at most
+_BYTES_PER_MBIT = 1e6 / 8
+
+_log = log.get("limits")
+
+
+class Session(Protocol):
+    """What can be told to rest."""
+
+    def pause(self, reason: str) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Traffic(Protocol):
+    """What counts and slows the bytes to and from peers."""
+
+    @property
+    def bytes_total(self) -> int: ...
+    def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """What the limits hold for; a seed has no session."""
+
+    traffic: Traffic
+    session: Session | None
+    limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` when they cannot hold
+    facts: Callable[[], TrainerFacts | None]
+
+
+class Manners:
+    """The limits of one node and its owner's standing wish."""
+
+    def __init__(self, loaded: Loaded, clock: Clock) -> None:
+        self.wish: Wish = load_wish(loaded.config.data_dir)
+        self.verdict = Verdict()
+        self.month_bytes = 0
+        self._loaded = loaded
+        self._clock = clock
+        self._subjects: Subjects | None = None
+        self._forced: Cause | None = None
+        self._changed = asyncio.Event()
+        self._setting = asyncio.Lock()
+        self._usage = Usage(clock.monotonic())
+        self._month = MonthlyTraffic(loaded.config.data_dir)
+        self._saved = clock.monotonic()
+        self._power = PowerCap(loaded.config.data_dir)
+        self._power_asked: tuple[float, str] | None = None
+        self._warnings: dict[str, str] = {}
+
+    @property
+    def config(self) -> NodeConfig:
+        """As it stands now."""
+        return self._loaded.config
+
+    async def attach(self, subjects: Subjects) -> None:
+        """From here on the limits hold; the first verdict is in force when this returns."""
+        self._subjects = subjects
+        await asyncio.to_thread(self._power.restore)  # of a daemon that was killed
+        self._limit_rates()
+        await self._look()
+
+    async def run(self) -> None:
+        """Look again and again."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience()):
+                    await self._changed.wait()
+            self._changed.clear()
+            await self._look()
+
+    async def close(self) -> None:
+        """Write the month's traffic, put the power cap back."""
+        if self._subjects is not None:
+            self._count(self._subjects.traffic)
+            self._save_month()
+            await asyncio.to_thread(self._power.restore)
+
+    def finish(self) -> None:
+        """The owner wants no more after this round: a restart rests until told otherwise."""
+        self._remember(Wish(paused=True, finished=True))
+
+    def describe(self) -> dict[str, Any]:
+        """For `atoll status`."""
+        return {
+            "month_bytes": self.month_bytes,
+            "month_bytes_allowed": int(self.config.policy.monthly_bytes),
+            "warnings": list(self._warnings.values()),
+        }
+
+    def commands(self) -> dict[str, Command]:
+        """For the local API."""
+        return {"pause": self._pause, "resume": self._resume, "set": self._set}
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        subjects = self._subjects
+        assert subjects is not None
+        self._count(subjects.traffic)
+        if self._clock.monotonic() - self._saved >= SAVE.total_seconds():
+            self._save_month()
+        if self.wish.paused and not self.wish.holds(self._clock.unix()):
+            self._remember(Wish())
+        await self._cap_power(subjects)
+        before = self.verdict
+        self.verdict = decide(self.config.policy, await self._seen(), before)
+        if self.verdict.cause is not before.cause:
+            self._forced = None
+            _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
+        self._apply()
+
+    async def _seen(self) -> Seen:
+        policy, now = self.config.policy, self._clock.monotonic()
+        unused = await self._usage.unused_seconds(now, self._clock.unix()) if policy.idle_seconds else float("inf")
+        return Seen(self._local(), now, self.month_bytes, policy.pause_on_battery and on_battery(), unused)
+
+    def _apply(self) -> None:
+        """Tell the session what holds now; saying it twice is fine."""
+        session = self._subjects.session if self._subjects is not None else None
+        if session is None:
+            return
+        reason = self.reason
+        if reason:
+            session.pause(reason)
+        else:
+            session.resume()
+
+    @property
+    def reason(self) -> str:
+        """Why the node does not train, for people; empty when it may."""
+        unix = self._clock.unix()
+        if self.wish.holds(unix):
+            return self.wish.reason(unix)
+        if not self.verdict.train and self._forced is not self.verdict.cause:
+            return self.verdict.reason
+        return ""
+
+    def _patience(self) -> float:
+        """Until the next look, or the end of a pause if that is sooner."""
+        left = float("inf") if self.wish.until_unix is None else self.wish.until_unix - self._clock.unix()
+        return max(0.0, min(LOOK.total_seconds(), left))
+
+    def _local(self) -> datetime:
+        return datetime.fromtimestamp(self._clock.unix()).astimezone()
+
+    # --- traffic and power -----------------------------------------------------------------------------
+
+    def _limit_rates(self) -> None:
+        assert self._subjects is not None
+        up, down = self.config.upload_mbit_per_second, self.config.download_mbit_per_second
+        self._subjects.traffic.limit(up * _BYTES_PER_MBIT, down * _BYTES_PER_MBIT)
+
+    def _count(self, traffic: Traffic) -> None:
+        self.month_bytes = self._month.count(traffic.bytes_total, self._local())
+
+    def _save_month(self) -> None:
+        self._saved = self._clock.monotonic()
+        try:
+            self._month.save()
+        except AtollError as error:
+            self._warn("traffic", f"this month's traffic is not written down: {error}")
+        else:
+            self._warn("traffic", "")
+
+    async def _cap_power(self, subjects: Subjects) -> None:
+        """Once the device is known, and again whenever the cap changes."""
+        facts = subjects.facts()
+        if facts is None:
+            return
+        asked = (self.config.power_watts, facts.device_uuid)
+        if asked == self._power_asked:
+            return
+        self._power_asked = asked
+        try:
+            await asyncio.to_thread(self._power.apply, *asked)
+        except (PowerCapRefused, AtollError) as error:
+            self._warn("power", str(error))
+        else:
+            self._warn("power", "")
+        no_memory = self.config.vram_fraction < 1 and facts.device == "cpu"
+        self._warn("memory", "vram_fraction does nothing here: the device is a CPU" if no_memory else "")
+
+    def _warn(self, about: str, problem: str) -> None:
+        """Shown by `atoll status` until the problem is empty; logged when it is new."""
+        if problem and self._warnings.get(about) != problem:
+            _log.warning("a limit is not kept", reason=problem)
+        self._warnings.pop(about, None)
+        if problem:
+            self._warnings[about] = problem
+
+    # --- the local API ---------------------------------------------------------------------------------
+
+    async def _pause(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._training()
+        seconds = float(request.get("seconds") or 0)
+        self._remember(Wish(paused=True, until_unix=self._clock.unix() + seconds if seconds > 0 else None))
+        return {"paused": True, "until_unix": self.wish.until_unix, "warning": self._warnings.get("wish", "")}
+
+    async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._training()
+        self._forced = self.verdict.cause if request.get("force") else None
+        self._remember(Wish())
+        return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("wish", "")}
+
+    def _remember(self, wish: Wish) -> None:
+        """In force at once, also when the disk is full."""
+        self.wish = wish
+        self._apply()
+        self._changed.set()
+        try:
+            save_wish(self.config.data_dir, wish)
+        except AtollError as error:
+            self._warn("wish", f"a restart will not know of this: {error}")
+        else:
+            self._warn("wish", "")
+
+    async def _set(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Change limits, or only list them."""
+        changes = request.get("limits") or {}
+        if not isinstance(changes, Mapping):
+            raise UsageError("limits are keys with values")
+        async with self._setting:
+            if changes:
+                await self._change(changes)
+        return {"limits": limits_of(self._loaded), "warnings": list(self._warnings.values())}
+
+    async def _change(self, changes: Mapping[str, Any]) -> None:
+        old, new = self._loaded, changed(self._loaded, changes)
+        subjects = self._subjects
+        if subjects is None:
+            raise InvalidTransition("this node is still starting", "try again in a few seconds")
+        await subjects.limit_training(new.config)
+        try:
+            await asyncio.to_thread(remember, new)
+        except AtollError:
+            await subjects.limit_training(old.config)
+            raise
+        overruled = [key for key in changes if old.origin[key] == "environment" or f"ATOLL_{key.upper()}" in os.environ]
+        names = ", ".join(f"ATOLL_{key.upper()}" for key in overruled)
+        self._warn("environment", f"{names} in the environment wins at the next start" if overruled else "")
+        self._loaded = new
+        self.verdict = Verdict(True, self.verdict.cause)  # the new limits are judged afresh, without settling first
+        self._limit_rates()
+        self._power_asked = None
+        await self._look()
+
+    def _training(self) -> None:
+        if self._subjects is None or self._subjects.session is None:
+            raise InvalidTransition("this member is a seed or still starting; it does not train")

@@ -1,0 +1,93 @@
+"""What outlives the daemon of the owner's wishes and of the month's traffic: two small files in the data directory.
+
+`owner.json` says whether the owner wants the node to rest, and until when; a restart must not train behind the owner's
+back. `traffic.json` holds the bytes of this calendar month. A file that cannot be read counts as rest, and as nothing
+sent: the owner can say more, and the month ends.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from atoll.core import log
+from atoll.core.files import write_atomic
+from atoll.node.policy import month_of
+
+_WISH, _TRAFFIC = "owner.json", "traffic.json"
+
+_log = log.get("owner")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the owner last said."""
+
+    paused: bool = False
+    until_unix: float | None = None  # of a pause; None: until `atoll resume`
+    finished: bool = False  # paused by `atoll finish`
+
+    def holds(self, unix: float) -> bool:
+        """Whether the node must rest at that time."""
+        return self.paused and (self.until_unix is None or unix < self.until_unix)
+
+    def reason(self, unix: float) -> str:
+        """For `atoll status`."""
+        if self.finished:
+            return "finished by its owner; `atoll resume` trains again"
+        if self.until_unix is None:
+            return "paused by its owner"
+        return f"paused by its owner until {datetime.fromtimestamp(self.until_unix).astimezone():%Y-%m-%d %H:%M}"
+
+
+def load_wish(data_dir: Path) -> Wish:
+    """The owner's last word; rest, if it cannot be read."""
+    try:
+        plain = json.loads((data_dir / _WISH).read_bytes())
+        until = plain["until_unix"]
+        return Wish(bool(plain["paused"]), None if until is None else float(until), bool(plain["finished"]))
+    except FileNotFoundError:
+        return Wish()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _log.warning("what the owner said last cannot be read: resting until `atoll resume`", reason=str(error))
+        return Wish(paused=True)
+
+
+def save_wish(data_dir: Path, wish: Wish) -> None:
+    """Make it durable. Raises `DataDirUnusable`."""
+    write_atomic(data_dir / _WISH, json.dumps({"version": 1, **asdict(wish)}).encode())
+
+
+class MonthlyTraffic:
+    """Bytes to and from peers in the current calendar month, over all starts of the daemon."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / _TRAFFIC
+        self._month, self._bytes = _read(self._path)
+        self._counted = 0  # of the process's own total
+
+    def count(self, process_total: int, local: datetime) -> int:
+        """Take the process's total so far into the month of `local`; returns the month's bytes."""
+        if month_of(local) != self._month:
+            self._month, self._bytes = month_of(local), 0
+        self._bytes += process_total - self._counted
+        self._counted = process_total
+        return self._bytes
+
+    def save(self) -> None:
+        """Make it durable. Raises `DataDirUnusable`."""
+        plain = {"version": 1, "month": self._month, "bytes": self._bytes}
+        write_atomic(self._path, json.dumps(plain).encode())
+
+
+def _read(path: Path) -> tuple[str, int]:
+    try:
+        plain = json.loads(path.read_bytes())
+        return str(plain["month"]), max(0, int(plain["bytes"]))
+    except FileNotFoundError:
+        return "", 0
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _log.warning("this month's traffic cannot be read: counting from nothing", reason=str(error))
+        return "", 0

@@ -1,0 +1,79 @@
+"""The GPU's power cap, through NVIDIA's management library where the driver lets us.
+
+The cap belongs to the driver and outlives every process, so what was there before is written down first and put back on
+exit, or by the next start if this one is killed. Setting it takes root on most machines; without, training goes on
+and the owner is told why there is no cap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from atoll.core import log
+from atoll.core.errors import AtollError
+from atoll.core.files import write_atomic
+
+_FILE = "power.json"
+
+_log = log.get("power")
+
+
+class PowerCapRefused(AtollError):
+    """The driver, or this GPU, takes no such cap; training goes on without."""
+
+
+class PowerCap:
+    """The cap of one GPU. Every method takes milliseconds and may block: call it in a thread."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / _FILE
+
+    def apply(self, watts: float, device_uuid: str) -> None:
+        """Set the cap; 0 puts back what was there before. Raises `PowerCapRefused`, `DataDirUnusable`."""
+        if not watts:
+            self.restore()
+            return
+        if not device_uuid:
+            raise PowerCapRefused("power_watts does nothing here: the device is not an NVIDIA GPU")
+        with _nvml() as nvml:
+            handle = nvml.nvmlDeviceGetHandleByUUID(device_uuid)
+            low, high = nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+            if not low <= watts * 1000 <= high:
+                raise PowerCapRefused(f"power_watts = {watts:g}: this GPU takes {low / 1000:g} to {high / 1000:g}")
+            if not self._path.exists():
+                before = nvml.nvmlDeviceGetPowerManagementLimit(handle)
+                write_atomic(self._path, json.dumps({"version": 1, "uuid": device_uuid, "milliwatts": before}).encode())
+            nvml.nvmlDeviceSetPowerManagementLimit(handle, int(watts * 1000))
+        _log.info("power cap set", watts=watts)
+
+    def restore(self) -> None:
+        """Put back what was there before the first `apply`, of this process or one that was killed."""
+        try:
+            before = json.loads(self._path.read_bytes())
+            with _nvml() as nvml:
+                handle = nvml.nvmlDeviceGetHandleByUUID(before["uuid"])
+                nvml.nvmlDeviceSetPowerManagementLimit(handle, int(before["milliwatts"]))
+            self._path.unlink()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, PowerCapRefused) as error:
+            _log.warning("the GPU's power cap was not put back; a reboot does it", reason=str(error))
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVIDIA's library, open. Its errors become `PowerCapRefused`."""
+    import pynvml  # here: the driver's library is loaded only by who wants a cap
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise PowerCapRefused(f"the driver sets no power cap: {error}") from error

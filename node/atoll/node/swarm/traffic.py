@@ -1,0 +1,85 @@
+"""The one place where bytes to and from peers are counted and, where the owner wants it, slowed down.
+
+A line hands out slots of time in the order of asking. Senders ask for a small piece at a time, so those that are busy
+at once take turns. Small frames (votes, hellos, questions) are charged but do not wait behind bulk: a late vote costs a
+round. The DHT's calls are counted and not slowed. What libp2p, TLS and TCP add, about 3 to 7 %, is not seen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from atoll.core.clock import Clock
+from atoll.core.frames import Buffer
+
+SMALL_FRAME_BYTES = 4 * 1024
+_PIECE_SECONDS = 0.05  # how long one stream may have the line before the next one's turn
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 * 1024, 256 * 1024
+_BURST_SECONDS = 0.1  # what an idle line saves up
+
+
+class Line:
+    """One direction: a rate, and what of it is promised already."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._bytes_per_second = 0.0
+        self._free = 0.0  # when all that was promised will have passed
+
+    @property
+    def limited(self) -> bool:
+        return self._bytes_per_second > 0
+
+    def change(self, bytes_per_second: float) -> None:
+        """Another rate from now on, 0 for none; what was promised at the old one is forgotten."""
+        if bytes_per_second != self._bytes_per_second:
+            self._bytes_per_second, self._free = bytes_per_second, self._clock.monotonic()
+
+    def due(self, count: int, *, small: bool) -> float:
+        """Reserve a slot for `count` bytes; the monotonic time at which it begins. What is small may go at once."""
+        now = self._clock.monotonic()
+        if not self.limited:
+            return now
+        begins = max(self._free, now - _BURST_SECONDS)
+        self._free = begins + count / self._bytes_per_second
+        return now if small else begins
+
+    async def until(self, due: float) -> None:
+        """Return when that slot begins."""
+        if (seconds := due - self._clock.monotonic()) > 0:
+            await asyncio.sleep(seconds)
+
+    async def wait(self, count: int, *, small: bool) -> None:
+        """Return when `count` more bytes may pass."""
+        await self.until(self.due(count, small=small))
+
+    def pieces(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+        """The same bytes in pieces of one turn each; as they are without a limit."""
+        size = int(min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._bytes_per_second * _PIECE_SECONDS)))
+        for buffer in buffers:
+            if self.limited and len(buffer) > size:
+                view = memoryview(buffer)
+                yield from (view[start : start + size] for start in range(0, len(view), size))
+            else:
+                yield buffer
+
+
+class Traffic:
+    """Counters and lines of one host."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.sent: Counter[str] = Counter()  # bytes by protocol
+        self.received: Counter[str] = Counter()
+        self.up, self.down = Line(clock), Line(clock)
+
+    @property
+    def bytes_total(self) -> int:
+        """Both ways, so far."""
+        return self.sent.total() + self.received.total()
+
+    def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
+        """Change the rates; 0 lifts a limit."""
+        self.up.change(upload_bytes_per_second)
+        self.down.change(download_bytes_per_second)

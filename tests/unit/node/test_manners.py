@@ -1,0 +1,228 @@
+"""Limits in a daemon: who is told to rest, with which words, and what a restart remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.core.clock import ManualClock
+from atoll.core.errors import ConfigError, DataDirUnusable, InvalidTransition, ModelTooLarge
+from atoll.node import manners
+from atoll.node.config import NodeConfig, load
+from atoll.node.manners import Manners, Subjects
+
+MORNING = datetime(2026, 11, 21, 8, 0).timestamp()
+GB = 10**9
+
+
+class Host:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.bytes_total = 0
+        self.rates = (0.0, 0.0)
+
+    def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
+        self.rates = (upload_bytes_per_second, download_bytes_per_second)
+
+
+class Session:
+    """Trains, or rests for a reason."""
+
+    def __init__(self) -> None:
+        self.resting = ""
+        self.limits: list[NodeConfig] = []
+        self.told = asyncio.Event()
+
+    def pause(self, reason: str) -> None:
+        self.resting = reason
+        self.told.set()
+
+    def resume(self) -> None:
+        self.resting = ""
+        self.told.set()
+
+    async def limit(self, config: NodeConfig) -> None:
+        if config.vram_fraction < 0.5:
+            raise ModelTooLarge("the model is too large")
+        self.limits.append(config)
+
+
+class Node:
+    """One daemon's limits, as often as it is started."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.clock = ManualClock(MORNING)
+        self.environment: dict[str, str] = {}
+
+    async def start(self, seed: bool = False) -> None:
+        self.host, self.session = Host(), Session()
+        loaded = load({"data_dir": self.directory}, self.environment | {"HOME": str(self.directory)}, None)
+        self.manners = Manners(loaded, self.clock)
+        session = None if seed else self.session
+        await self.manners.attach(Subjects(self.host, session, self.session.limit, lambda: None))
+
+    async def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self.manners.commands()[command]
+        return await handler({"command": command, **arguments})
+
+    @property
+    def resting(self) -> str:
+        return self.session.resting
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> Node:
+    it = Node(tmp_path)
+    await it.start()
+    return it
+
+
+async def test_a_pause_lasts_over_a_restart_until_its_time(node: Node) -> None:
+    answer = await node.ask("pause", seconds=7200)
+    assert answer["until_unix"] == MORNING + 7200
+    assert node.resting == "paused by its owner until 2026-11-21 10:00"
+    node.clock.advance(3600)
+    await node.start()
+    assert "until 2026-11-21 10:00" in node.resting
+    node.clock.advance(3601)
+    await node.start()
+    assert not node.resting
+    await node.ask("pause")
+    node.clock.advance(10**6)
+    await node.start()
+    assert node.resting == "paused by its owner"
+    assert await node.ask("resume") == {"paused": False, "reason": "", "warning": ""}
+    await node.start()
+    assert not node.resting
+
+
+async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await node.ask("pause", seconds=60)
+    running = asyncio.create_task(node.manners.run())
+    node.clock.advance(59.99)
+    await node.ask("pause", seconds=0.01)
+    async with asyncio.timeout(5):
+        while node.resting:
+            node.session.told.clear()
+            node.clock.advance(0.01)
+            await node.session.told.wait()
+    running.cancel()
+
+
+async def test_after_finish_a_restart_rests_until_resume(node: Node) -> None:
+    node.manners.finish()
+    await node.start()
+    assert "finished by its owner" in node.resting
+    await node.ask("resume")
+    await node.start()
+    assert not node.resting
+
+
+async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(node: Node) -> None:
+    await node.ask("set", limits={"hours": "22:00-07:00"})
+    assert "22:00" in node.resting
+    answer = await node.ask("resume")
+    assert (answer["paused"], answer["reason"]) == (True, node.resting)
+    assert (await node.ask("resume", force=True))["paused"] is False
+    assert not node.resting
+    await node.ask("pause")
+    assert node.resting == "paused by its owner"
+    await node.ask("resume", force=True)
+    node.clock.advance(15 * 3600)  # 23:00: now they allow it
+    await node.ask("set", limits={"on_battery": "train"})
+    node.clock.advance(9 * 3600)  # 08:00 again: the force is spent
+    await node.ask("set", limits={"on_battery": "pause"})
+    assert "22:00" in node.resting
+
+
+async def test_the_owner_is_told_first_of_his_own_pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manners, "on_battery", lambda: True)
+    await node.start()
+    assert node.resting == "on battery"
+    await node.ask("pause")
+    assert node.resting == "paused by its owner"
+    await node.ask("set", limits={"on_battery": "train"})
+    await node.ask("resume")
+    assert not node.resting
+
+
+async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_rises(node: Node) -> None:
+    await node.ask("set", limits={"monthly_gigabytes": 1})
+    node.host.bytes_total = 600 * 10**6
+    await node.manners.close()
+    await node.start()  # counts from nothing again; the file has the rest
+    assert not node.resting
+    node.host.bytes_total = 500 * 10**6
+    await node.ask("set", limits={"cpu_threads": 1})
+    assert "1 GB are spent; trains again on 2026-12-01" in node.resting
+    assert node.manners.describe()["month_bytes"] == 1_100_000_000
+    await node.ask("set", limits={"monthly_gigabytes": "1.5"})
+    assert not node.resting
+    await node.ask("set", limits={"monthly_gigabytes": 1})
+    node.clock.advance(10 * 86400)
+    await node.ask("set", limits={"cpu_threads": 2})
+    assert not node.resting
+    assert node.manners.describe()["month_bytes"] == 0
+
+
+async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:
+    answer = await node.ask("set", limits={"upload_mbit_per_second": "8", "cpu_threads": "2"})
+    assert node.host.rates == (1e6, 0.0)
+    assert node.session.limits[-1].cpu_threads == 2
+    assert answer["limits"]["cpu_threads"] == {"value": 2, "origin": "atoll set"}
+    assert answer["limits"]["hours"] == {"value": "", "origin": "default"}
+    before = (tmp_path / "node.toml").read_text()
+    with pytest.raises(ConfigError, match="cpu_threads"):
+        await node.ask("set", limits={"upload_mbit_per_second": "1", "cpu_threads": "many"})
+    with pytest.raises(ModelTooLarge):
+        await node.ask("set", limits={"upload_mbit_per_second": "1", "vram_fraction": "0.1"})
+    assert node.host.rates == (1e6, 0.0)
+    assert (tmp_path / "node.toml").read_text() == before
+    await node.start()
+    assert node.host.rates == (1e6, 0.0)
+
+
+async def test_what_cannot_be_written_down_is_refused_or_told(node: Node, tmp_path: Path) -> None:
+    node.manners = Manners(load({"data_dir": tmp_path / "gone"}, {"HOME": str(tmp_path)}, None), node.clock)
+    await node.manners.attach(Subjects(node.host, node.session, node.session.limit, lambda: None))
+    with pytest.raises(DataDirUnusable):
+        await node.ask("set", limits={"upload_mbit_per_second": "8", "cpu_threads": 3})
+    assert node.host.rates == (0.0, 0.0)
+    assert node.session.limits[-1].cpu_threads == 0  # put back
+    assert "a restart will not know" in (await node.ask("pause"))["warning"]
+    assert node.resting  # all the same
+
+
+async def test_the_environment_is_named_where_it_will_win_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_CPU_THREADS", "7")
+    answer = await node.ask("set", limits={"cpu_threads": 2})
+    assert answer["warnings"] == ["ATOLL_CPU_THREADS in the environment wins at the next start"]
+
+
+async def test_a_seed_has_rates_and_nothing_to_pause(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    await node.start(seed=True)
+    await node.ask("set", limits={"download_mbit_per_second": 80})
+    assert node.host.rates == (0.0, 1e7)
+    with pytest.raises(InvalidTransition):
+        await node.ask("pause")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"paused": true}', b"[]"])
+async def test_a_damaged_wish_means_rest_and_damaged_traffic_nothing(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "owner.json").write_bytes(damage)
+    (tmp_path / "traffic.json").write_bytes(damage)
+    node = Node(tmp_path)
+    await node.start()
+    assert node.resting
+    assert node.manners.month_bytes == 0
+    await node.ask("resume")
+    assert json.loads((tmp_path / "owner.json").read_bytes())["paused"] is False
