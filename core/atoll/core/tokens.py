@@ -40,7 +40,7 @@ class JoinToken:
 def parse_token(text: str) -> JoinToken:
     """Read what a person pasted. Raises `TokenMalformed`, never quoting the text (it may hold a secret)."""
     match = _PATTERN.fullmatch(text.strip())
-    if match is None:
+    if match is None or _ENDPOINT.fullmatch(match["endpoint"]) is None:  # pasted twice, it holds the secret there
         raise TokenMalformed(
             "this is not a join token; it should look like atl1.<64 hex>.<12 hex>.<48 hex>.<host:port>",
             "copy the whole line that `atollctl token create` printed",
