@@ -204,6 +204,9 @@ class World:
             node.up, node.frozen = False, False
             node.incarnation += 1
             self.killed.append(peer)
+            for other in self.peers:
+                if other != peer and self.rng.random() < 0.8:
+                    self._at(self._latency(), self._hear_of_loss, other, peer)
 
     def restart(self, peer: str, *, disk: bool = True) -> None:
         """Start again, with what the disk holds or with nothing but the identity, at the newest reachable head."""
@@ -223,6 +226,11 @@ class World:
         """In order: after its next round it is gone."""
         self.nodes[peer].leaving = True
         self.feed(peer, rt.Leave())
+
+    def drop_connection(self, peer: str, other: str) -> None:
+        """Both live, and dial again."""
+        self._hear_of_loss(peer, other)
+        self._hear_of_loss(other, peer)
 
     def freeze(self, peer: str) -> None:
         self.nodes[peer].frozen = True
@@ -384,6 +392,11 @@ class World:
             node.backlog.append((self._arrive, (sender, to, message)))
         else:
             self.feed(to, rt.Received(sender, message))
+
+    def _hear_of_loss(self, peer: str, lost: str) -> None:
+        node = self.nodes[peer]
+        if node.up and not node.frozen:
+            self.feed(peer, rt.Lost(lost))
 
     def _hear_plan(self, peer: str, plan: Plan) -> None:
         if self.nodes[peer].up:

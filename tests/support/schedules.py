@@ -33,7 +33,7 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     while world.now < TROUBLE_SECONDS:
         world.run(rng.uniform(0.05, 3.0))
         peer = rng.choice(world.peers)
-        match rng.randrange(11):
+        match rng.randrange(12):
             case 0 | 1:
                 world.kill(peer)
             case 2 | 3:
@@ -49,6 +49,9 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 world.cut = set()
             case 8:
                 world.acceptor.up = not world.acceptor.up
+            case 11:
+                if size > 1:
+                    world.drop_connection(*rng.sample(world.peers, 2))
             case 10:
                 world.leave(peer)
             case 9:

@@ -83,7 +83,7 @@ class Member:
                 plan_shared=lambda _: None,
             ),
         )
-        self.links = RoundLinks(self.network, self.engine.receive)
+        self.links = RoundLinks(self.network, self.engine.receive, self.engine.lost)
         self.running = asyncio.create_task(self.engine.run(self.links))
 
     async def rounds(self, count: int) -> None:

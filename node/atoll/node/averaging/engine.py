@@ -165,6 +165,10 @@ class AveragingEngine:
         elif not self._catching_up:
             self._events.put_nowait(rt.Received(peer, message))
 
+    def lost(self, peer: str) -> None:
+        """A member's connection broke."""
+        self._events.put_nowait(rt.Lost(peer))
+
     def plan_received(self, plan: Plan) -> None:
         """A newer plan; adopted between rounds."""
         self._events.put_nowait(rt.PlanReceived(plan))

@@ -29,9 +29,15 @@ _log = log.get("rounds")
 class RoundLinks:
     """Sends to any member, and brings what members send to one callback."""
 
-    def __init__(self, network: Network, receive: Callable[[str, dp.RoundMessage], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        receive: Callable[[str, dp.RoundMessage], None],
+        lost: Callable[[str], None] = lambda peer: None,
+    ) -> None:
         self._network = network
         self._receive = receive
+        self._lost = lost  # told when a member's stream breaks: most likely it is dead
         self._queues: dict[str, asyncio.Queue[dp.RoundMessage]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
@@ -58,8 +64,11 @@ class RoundLinks:
         while True:
             try:
                 frame = await stream.receive(_IDLE_TIMEOUT)
-            except (Unreachable, DeadlineExceeded):
+            except DeadlineExceeded:
                 return  # the sender opens another when it has something to say
+            except Unreachable:
+                self._lost(stream.peer_id)
+                return
             try:
                 message = dp.RoundMessage.FromString(frame.header)
             except DecodeError as error:

@@ -37,6 +37,7 @@ from atoll.node.averaging.round_types import (
     HeadMoved,
     Install,
     Leave,
+    Lost,
     Obtain,
     Obtained,
     Parted,
@@ -61,6 +62,8 @@ from atoll.v1 import manifest_pb2
 NEXT_OPENERS = 3  # the following attempts' openers are told how many tokens there are
 MAX_ATTEMPT_JUMP = 1000  # a peer cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
+_SETTLE_FLOORS = 4  # of the opener's slack, after the exchange's time, until Settle is overdue
+_LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say something
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 
 
@@ -189,6 +192,11 @@ class RoundMachine:
         """The payload that this node voted for without knowing whether it was committed; empty for none."""
         return self._voted.payload if self._voted is not None else b""
 
+    @property
+    def _tie_seconds(self) -> float:
+        """What the opener may need to hear the coordinator, where there can be a tie."""
+        return 1.0 if len(self.electorate.members) % 2 else TIE_SECONDS
+
     def step(self, event: Event, now: float, unix_ms: int = 0) -> list[Action]:
         """Take one event at monotonic time `now`; `unix_ms` only dates a Start that this step may send."""
         self._now, self._unix_ms = now, unix_ms
@@ -227,8 +235,19 @@ class RoundMachine:
                 self._plan_received(plan)
             case HeadMoved(head):
                 self._head_moved(head)
+            case Lost(peer):
+                self._lost(peer)
             case Leave():
                 self._leaving = True
+
+    def _lost(self, peer: str) -> None:
+        """Do not wait long for somebody who is most likely dead."""
+        self._heard.pop(peer, None)
+        if self._following is not None and self._following.opener == peer:
+            self._following.deadline = min(self._following.deadline, self._now + _LOST_SECONDS)
+        if self._opener is not None:
+            self._opener.decline(peer, "its connection broke", self._now)
+            self._led()
 
     def _plan_received(self, plan: Plan) -> None:
         if plan.version > (self._next_plan or self.plan).version:
@@ -420,7 +439,7 @@ class RoundMachine:
             return
         self.attempt = round_id.attempt
         seconds = min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
-        deadline = self._now + 2 * seconds + TIE_SECONDS
+        deadline = self._now + 2 * seconds + self._tie_seconds
         self._following = _Following(round_id, peer, self.plan, deadline)
         if self._frozen is not None:  # seen by others in an earlier attempt: it stays this head's only snapshot
             self._promise(self._following, self._frozen)
@@ -526,7 +545,7 @@ class RoundMachine:
             return
         seconds = min(message.deadline_ms / 1000, self._paces.exchange.ceiling)
         following.start = message
-        following.deadline = self._now + seconds + self._paces.decision.ceiling
+        following.deadline = self._now + seconds + _SETTLE_FLOORS * self._paces.decision.floor
         self.phase = Phase.EXCHANGING
         self._exposed = True
         self._actions.append(RunExchange(following.round_id, message, seconds))
@@ -551,7 +570,7 @@ class RoundMachine:
             self._give_up(str(error))
             return
         seconds = min(following.settle.deadline_ms / 1000, self._paces.decision.ceiling)
-        following.deadline = self._now + seconds + TIE_SECONDS
+        following.deadline = self._now + seconds + self._tie_seconds
         self.phase = Phase.STAGING
         self._actions.append(Complete(following.round_id, following.settle, seconds))
 
@@ -576,7 +595,7 @@ class RoundMachine:
             self._give_up("the result to adopt does not build on our head")
             return
         seconds = min(message.deadline_ms / 1000, self._paces.exchange.ceiling)
-        following.deadline = self._now + seconds + TIE_SECONDS
+        following.deadline = self._now + seconds + self._tie_seconds
         if message.payload in self._held:
             self._hold(following, message.payload)
             return

@@ -153,6 +153,13 @@ class TieBreak:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """The connection to a member broke. It may be dead, or only be about to dial again."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """The owner wants this node to go: the next round is its last, and shall open now."""
 
@@ -173,6 +180,7 @@ Event = (
     | Obtained
     | Failed
     | TieBreak
+    | Lost
     | Leave
     | Tick
 )
