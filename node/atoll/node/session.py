@@ -92,7 +92,7 @@ class TrainingSession:
         self._resting = ""  # why this node does not train, for people; empty: it does
         self._limits = context.trainer
         self._first_evaluation: mb.EvaluationReport | None = None
-        self._links = RoundLinks(context.network, self._receive)
+        self._links = RoundLinks(context.network, self._receive, self._lost)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
         StateServer(context.network, context.spec.run.name, context.manifests, self._current, self._staged)
 
@@ -371,6 +371,10 @@ class TrainingSession:
     def _receive(self, peer: str, message: dp.RoundMessage) -> None:
         if self._engine is not None:
             self._engine.receive(peer, message)
+
+    def _lost(self, peer: str) -> None:
+        if self._engine is not None:
+            self._engine.lost(peer)
 
     def _current(self) -> tuple[Head, AnchorState] | None:
         if self._engine is not None and self._engine.moving:
