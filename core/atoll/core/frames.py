@@ -20,6 +20,7 @@ from enum import IntEnum
 from atoll.core.errors import FrameInvalid
 
 MAX_FRAME_BYTES = 8 * 1024 * 1024  # header and body together
+MAX_HEADER_BYTES = 1024 * 1024  # a message of empty entries takes thirty times its size once it is parsed
 PREFIX = struct.Struct(">2sBBIII")
 _MAGIC = b"AT"
 _VERSION = 1
@@ -57,6 +58,8 @@ class Prefix:
 
 def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"") -> bytes:
     """The 16 bytes that go before `header` and `body`. Raises `FrameInvalid` above the cap."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise FrameInvalid(f"a message of {len(header)} bytes is over the cap of {MAX_HEADER_BYTES}")
     if len(header) + len(body) > MAX_FRAME_BYTES:
         raise FrameInvalid(f"a frame of {len(header) + len(body)} bytes is over the cap of {MAX_FRAME_BYTES}")
     checksum = zlib.crc32(body, zlib.crc32(header))
@@ -68,6 +71,8 @@ def unpack_prefix(data: bytes, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
     magic, version, kind, header_bytes, body_bytes, checksum = PREFIX.unpack(data)
     if magic != _MAGIC or version != _VERSION:
         raise FrameInvalid("the stream does not carry atoll frames of version 1")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FrameInvalid(f"a peer announced a message of {header_bytes} bytes; the cap is {MAX_HEADER_BYTES}")
     if header_bytes + body_bytes > max_bytes:
         raise FrameInvalid(f"a peer announced a frame of {header_bytes + body_bytes} bytes; the cap is {max_bytes}")
     try:

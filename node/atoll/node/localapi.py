@@ -68,7 +68,7 @@ class LocalApi:
                 raise UsageError("the daemon does not know that command")
             try:
                 return {"ok": await command(request)}
-            except (ValueError, TypeError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError, LookupError) as error:
                 raise UsageError(f"the daemon cannot use what came with that command: {error}") from error
         except AtollError as error:
             return {"error": {"reason": error.reason, "message": str(error), "remedy": error.remedy}}

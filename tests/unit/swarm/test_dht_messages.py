@@ -31,8 +31,8 @@ def store(**changes: object) -> dht.StoreRequest:
     return dht.StoreRequest(**(fields | changes))
 
 
-def dictionary(*entries: object, latest: object = NOW + 60) -> bytes:
-    return msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, latest, list(entries)])))
+def dictionary(*entries: object, latest: object = NOW + 60, capacity: object = None) -> bytes:
+    return msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([capacity, latest, list(entries)])))
 
 
 ENTRY = ["owner", msgpack.packb(b"value"), NOW + 60]
@@ -55,6 +55,8 @@ NO_DICTIONARIES = [
     msgpack.packb(msgpack.ExtType(0x50, b"\xc0")),
     msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, NOW]))),
     dictionary(latest="soon"),
+    dictionary(ENTRY, capacity=b"x"),
+    dictionary(ENTRY, capacity=[1]),
     dictionary(5),
     dictionary(ENTRY[:2]),
     *(dictionary([*ENTRY[:i], odd, *ENTRY[i + 1 :]]) for i in range(3) for odd in (None, [], 7)),

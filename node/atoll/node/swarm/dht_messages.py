@@ -89,8 +89,9 @@ def check_dictionary(data: bytes) -> None:
         outer = msgpack.unpackb(data)
         if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY_EXTENSION:
             raise PeerMisbehaved("a DHT dictionary is none")
-        _, latest, entries = msgpack.unpackb(outer.data)  # the first is a capacity: hivemind's own is none
-        if not isinstance(latest, float) or not all(_is_entry(*entry) for entry in entries):
+        capacity, latest, entries = msgpack.unpackb(outer.data)
+        bounds = isinstance(capacity, int | float | None) and isinstance(latest, float)
+        if not bounds or not all(_is_entry(*entry) for entry in entries):
             raise PeerMisbehaved("a DHT dictionary holds what is no entry")
     except (ValueError, TypeError) as error:  # keys that are none, text that is none, too few or too many fields
         raise PeerMisbehaved(f"a DHT dictionary cannot be read: {error}") from error

@@ -31,6 +31,7 @@ from atoll.node.transport import Handler
 
 REQUEST_BYTES = {"/atoll/round/1": 1 << 20, "/atoll/state/1": 1 << 16}  # what a dialler may send in one frame there
 MAX_STREAMS_PER_PEER = 64
+MAX_STREAMS_PER_PROTOCOL = 6  # of one peer: unfinished frames on all of them stay below 64 MiB
 
 _log = log.get("swarm")
 
@@ -45,6 +46,7 @@ class Door:
         self._introductions = introductions
         self._traffic = traffic
         self._handlers: dict[str, Handler] = {}
+        self._served: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -102,10 +104,15 @@ class Door:
             await self._turn_away(stream, writer, error)
             return
         self.keep(stream)
-        with suppress(Unreachable):
-            await stream.send(FrameKind.MESSAGE, b"")
-            await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
-        await stream.close()
+        self._served[peer_id, protocol] += 1
+        try:
+            with suppress(Unreachable):
+                await stream.send(FrameKind.MESSAGE, b"")
+                await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
+            await stream.close()
+        finally:
+            self._served[peer_id, protocol] -= 1
+            self._served += Counter()  # drops what is not positive
 
     def keep(self, stream: P2PStream) -> None:
         """Have the gate close `stream` when its peer is evicted."""
@@ -118,6 +125,8 @@ class Door:
             raise Unreachable(f"{protocol} is not served here")
         if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
+        if self._served[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
+            raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PROTOCOL} streams of {protocol} at once")
 
     async def _turn_away(self, stream: P2PStream, writer: asyncio.StreamWriter, error: AtollError) -> None:
         cast(asyncio.Transport, writer.transport).pause_reading()

@@ -30,7 +30,7 @@ from atoll.node.swarm.p2pd import P2pdConfig
 from atoll.node.swarm.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
-MAX_UNARY_BYTES = 4 * 1024 * 1024 - 64 * 1024  # p2pd's own limit, less its envelope
+MAX_UNARY_BYTES = 1024 * 1024  # records of some 800 members; p2pd itself would pass 4 MiB, which parse to 100 and more
 DHT_TRAFFIC = "dht"  # the name under which unary bytes are counted
 
 Reply = TypeVar("Reply", bound=Message)
@@ -147,6 +147,8 @@ class GatedP2P(P2P):  # type: ignore[misc]
         return await self.control.call_unary_handler(peer_id, handle_name, request)
 
     def _parse(self, data: bytes, kind: type[Reply], peer_id: str) -> Reply:
+        if len(data) > MAX_UNARY_BYTES:
+            raise PeerMisbehaved(f"peer {peer_id} sent {len(data)} bytes; the cap is {MAX_UNARY_BYTES}")
         try:
             message = kind.FromString(data)
         except DecodeError as error:
