@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any, Literal, cast
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 
 Format = Literal["auto", "console", "json"]
+
+
+class _Forgiving:
+    """Standard error, which may lie on a full disk or end in a closed pipe: a line is lost then, not the program."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
 
 
 def configure(level: str = "info", output: Format = "auto", **bound: str) -> None:
@@ -33,10 +47,10 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
     structlog.configure(
         processors=shared,
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Forgiving())),
         cache_logger_on_first_use=False,
     )
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, force=True)
+    logging.basicConfig(level=max(number, logging.WARNING), stream=_Forgiving(), force=True)
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
 

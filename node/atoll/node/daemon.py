@@ -395,7 +395,7 @@ class Daemon:
             "handler_crashes": self._host.handler_crashes if self._host else 0,
             "streams_refused": self._host.streams_refused if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
-            **self._manners.describe(),
+            **self._manners.describe(self._checkpoints.problem),
         }
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:

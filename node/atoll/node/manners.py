@@ -110,12 +110,12 @@ class Manners:
         """The owner wants no more after this round: a restart rests until told otherwise."""
         self._remember(Wish(paused=True, finished=True))
 
-    def describe(self) -> dict[str, Any]:
-        """For `atoll status`."""
+    def describe(self, problem: str) -> dict[str, Any]:
+        """For `atoll status`; `problem` is one more that its owner should know of."""
         return {
             "month_bytes": self.month_bytes,
             "month_bytes_allowed": int(self.config.policy.monthly_bytes),
-            "warnings": list(self._warnings.values()),
+            "warnings": [*self._warnings.values(), *([problem] if problem else [])],
         }
 
     def commands(self) -> dict[str, Command]:

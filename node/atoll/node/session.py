@@ -268,7 +268,7 @@ class TrainingSession:
         if fetched is None:
             assert self._head is not None
             return self._head
-        await asyncio.to_thread(it.manifests.append, fetched.head)
+        await asyncio.to_thread(it.manifests.keep, fetched.head)
         await asyncio.to_thread(self._state.adopt, fetched)
         return fetched.head
 

@@ -163,14 +163,14 @@ async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_
     node.host.bytes_total = 500 * 10**6
     await node.ask("set", limits={"cpu_threads": 1})
     assert "1 GB are spent; trains again on 2026-12-01" in node.resting
-    assert node.manners.describe()["month_bytes"] == 1_100_000_000
+    assert node.manners.describe("")["month_bytes"] == 1_100_000_000
     await node.ask("set", limits={"monthly_gigabytes": "1.5"})
     assert not node.resting
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.clock.advance(10 * 86400)
     await node.ask("set", limits={"cpu_threads": 2})
     assert not node.resting
-    assert node.manners.describe()["month_bytes"] == 0
+    assert node.manners.describe("")["month_bytes"] == 0
 
 
 async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:

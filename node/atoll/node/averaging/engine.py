@@ -294,7 +294,7 @@ class AveragingEngine:
         if staged is None:
             self._begin_catch_up(f"the state of round {head.round} is not kept here any more")
             return
-        await asyncio.to_thread(self._manifests.append, head)
+        await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, self._state.commit, staged)
         self._forget_staged()
         self._counters.committed += 1
@@ -445,7 +445,7 @@ class AveragingEngine:
             if fetched is not None:
                 head = fetched.head
                 counted = self._machine.exposed and await self._counted_after(before)
-                await asyncio.to_thread(self._manifests.append, head)
+                await asyncio.to_thread(self._manifests.keep, head)
                 await self._move(head, self._state.adopt, fetched)
                 self._forget_staged()
                 await self._keep_progress(head, counted)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import log
 from atoll.core.disk import OS_DISK, Disk
-from atoll.core.errors import AtollError, CheckpointCorrupt
+from atoll.core.errors import AtollError, CheckpointCorrupt, DataDirUnusable
 from atoll.core.files import make_private_dir, unusable, write_atomic
 from atoll.core.manifest import Head, read_head
 from atoll.v1 import manifest_pb2
@@ -45,6 +45,13 @@ class ManifestStore:
         """Make `head` durable. Raises `DataDirUnusable`."""
         data = head.committed.SerializeToString(deterministic=True)
         write_atomic(self._path(head.round), hashlib.sha256(data).digest() + data, disk=self._disk)
+
+    def keep(self, head: Head) -> None:
+        """`append`, unless the disk refuses: training goes on, and after a restart the others are asked."""
+        try:
+            self.append(head)
+        except DataDirUnusable as error:
+            _log.error("a manifest is not on disk", round=head.round, reason=str(error))
 
     def get(self, number: int) -> manifest_pb2.CommittedManifest | None:
         """The manifest of that round, or None when this node does not have it whole. Raises `DataDirUnusable`."""
