@@ -237,9 +237,7 @@ async def test_what_a_member_can_make_us_remember_is_bounded(lab: Lab, tmp_path:
         for name in ("rpc_store", "rpc_find"):
             with little_memory(name), suppress(Exception):
                 await asyncio.wait_for(
-                    attacker._p2p.control.call_unary_handler(
-                        PeerID.from_base58(victim), f"DHTProtocol.{name}", request
-                    ),
+                    attacker._p2p.control.call_unary_handler(peer, f"DHTProtocol.{name}", request),
                     SOON.total_seconds(),
                 )
     with little_memory("unfinished frames"):
