@@ -1,0 +1,207 @@
+"""What destroys a round of bare hivemind, sent to ours: each of these attacks has a row in docs/explain/trust.md."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, part_frames, reheaded
+from support.machine_world import POLICY, make_plan
+from support.virtual_time import run_virtually
+
+from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.frames import Frame, FrameKind
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.allreduce import PROTOCOL
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.decide import build_start, check_start
+from atoll.node.averaging.outer import weighted_mean
+from atoll.node.transport_memory import Passage
+from atoll.v1 import dataplane_pb2 as dp
+
+FP32 = CODECS["fp32"]
+PEERS = ["p0", "p1", "p2"]
+NUMBER = RoundId("r", 1, 0, 1, 0)
+Change = Callable[[Frame], Frame]
+
+
+def filled(value: float) -> Change:
+    return lambda frame: Frame(frame.kind, frame.header, struct.pack("<f", value) * (len(frame.body) // 4))
+
+
+async def attack(change: Change, bandwidth: dict[str, int], nth: int = 0) -> Swarm:
+    """b sends to a something else than its nth part; a and c settle and repair without it."""
+    swarm = Swarm({"a": 1, "b": 2, "c": 3}, "fp32", bandwidth, part_frames("b", "a", nth, change))
+    await swarm.run()
+    assert swarm.seconds < STALL.total_seconds()  # nobody waited
+    await swarm.settle_and_repair(["a", "c"])
+    return swarm
+
+
+BODIES = {
+    "dtype U5000": lambda f: reheaded(f, codec=99, elements=2**32 - 1),
+    "NaN": filled(float("nan")),
+    "inf": filled(float("inf")),
+    "shape [1]": lambda f: Frame(f.kind, reheaded(f, elements=1).header, bytes(f.body)[:4]),
+    "one value under the true header": lambda f: Frame(f.kind, f.header, bytes(f.body)[:4]),
+    "float64": lambda f: Frame(f.kind, f.header, bytes(f.body) * 2),
+    "complex": lambda f: Frame(f.kind, reheaded(f, elements=1024).header, bytes(f.body) * 2),
+    "wrong size": lambda f: Frame(f.kind, f.header, bytes(f.body)[:-4]),
+}
+
+
+@pytest.mark.parametrize("change", BODIES.values(), ids=BODIES.keys())
+def test_a_part_that_is_not_what_is_due_is_refused_by_name_and_nobody_waits(change: Change) -> None:
+    async def scene() -> None:
+        swarm = await attack(change, {"a": 1, "c": 1})
+        swarm.assert_true(["a", "c"])
+        assert list(swarm.held["a"].faults) == ["b"]
+        assert torch.isfinite(swarm.averages["a"]).all()
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_an_update_of_1e30_makes_no_replica_differ() -> None:
+    """Whether numbers help is not judged yet: this one still moves the average. See `What a member can still do`."""
+
+    async def scene() -> None:
+        swarm = await attack(filled(1e30), {"a": 1, "c": 1})
+        assert torch.equal(swarm.averages["a"], swarm.averages["c"])
+        assert torch.isfinite(swarm.averages["a"]).all()
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+@pytest.mark.parametrize("tokens", [10**9, 2**64 - 3, 2**64 - 1])  # -3 is 2^64 - 3 on the wire
+def test_no_weight_passes_the_plan(tokens: int) -> None:
+    plan = make_plan(PEERS)
+    ready = {peer: dp.Ready(round=NUMBER.to_proto(), tokens=100, samples=10) for peer in PEERS}
+    ready["p1"].tokens = tokens
+    start = build_start(POLICY, plan, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    weights = {item.peer_id: item.weight for item in start.contributions}
+    assert weights == {"p0": 100, "p1": 10_000, "p2": 100}
+    check_start(POLICY, plan, NUMBER, ready["p0"], "p0", start)
+    for item in start.contributions:
+        if item.peer_id == "p1":
+            item.weight = item.tokens = tokens
+    with pytest.raises(PeerMisbehaved, match="more than the plan allows"):
+        check_start(POLICY, plan, NUMBER, ready["p0"], "p0", start)
+
+
+def test_a_weight_of_nan_is_no_number_on_the_wire() -> None:
+    nan = dp.Ready.FromString(b"\x11" + struct.pack("<d", float("nan")))  # field 2 as a double
+    assert nan.tokens == 0
+    zero = [torch.ones(4), torch.full((4,), 5.0)]
+    assert torch.equal(weighted_mean(zero, [1, 0]), torch.ones(4))
+
+
+def test_a_declared_bandwidth_gives_nobody_a_larger_share() -> None:
+    """There is nothing to declare it in: shares follow the plan, which the operator signs."""
+    plan = make_plan(PEERS)
+    ready = {peer: dp.Ready(round=NUMBER.to_proto(), tokens=100, samples=10) for peer in PEERS}
+    start = build_start(POLICY, plan, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    sizes = [piece.end - piece.start for piece in start.partition]
+    assert max(sizes) - min(sizes) <= 128
+    greedy = replace(
+        plan,
+        assignments=tuple(
+            replace(item, max_reduce_bytes_per_second=10**12 if item.peer_id == "p1" else 1)
+            for item in plan.assignments
+        ),
+    )
+    forged = build_start(POLICY, greedy, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    with pytest.raises(PeerMisbehaved, match="cuts the vector"):
+        check_start(POLICY, plan, NUMBER, ready["p0"], "p0", forged)
+
+
+def test_too_many_parts_end_the_senders_stream_and_every_model_is_equal() -> None:
+    async def scene() -> None:
+        swarm = Swarm({"a": 1, "b": 2, "c": 3, "d": 0}, "fp32", {"a": 1, "c": 1})
+        await swarm.begin(["a", "b", "c"])
+        stream = await swarm.networks["d"].open("a", PROTOCOL, TIMEOUT)
+        await stream.send(FrameKind.MESSAGE, dp.ExchangeHeader(round=ROUND.to_proto()).SerializeToString())
+        for index, elements in swarm.frames_of("a") * 2:
+            header = dp.PartHeader(index=index, elements=elements, codec=FP32.number).SerializeToString()
+            try:
+                await stream.send(FrameKind.PART, header, FP32.encode(torch.full((elements,), 100.0)))
+            except AtollError:
+                break  # its stream was ended
+        await swarm.finish()
+        assert list(swarm.held["a"].faults) == ["d"]
+        await swarm.settle_and_repair(["a", "b", "c"])
+        swarm.assert_true(["a", "b", "c"])
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_three_parallel_streams_of_one_sender_are_one_vote() -> None:
+    async def scene() -> None:
+        swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32", {"a": 1, "c": 1})
+        await swarm.begin()
+        await asyncio.sleep(0.5)
+        for _ in range(2):
+            stream = await swarm.networks["b"].open("a", PROTOCOL, TIMEOUT)
+            await stream.send(FrameKind.MESSAGE, dp.ExchangeHeader(round=ROUND.to_proto()).SerializeToString())
+            with pytest.raises(PeerMisbehaved, match="second stream"):
+                await stream.receive(TIMEOUT)
+        await swarm.finish()
+        await swarm.settle_and_repair(["a", "b", "c"])
+        counted = swarm.assert_true(["a", "b", "c"])
+        assert all(peers == {"a", "b", "c"} for peers in counted)
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_a_reducer_that_returns_nan_is_named_and_repaired() -> None:
+    async def scene() -> None:
+        swarm = await attack(filled(float("nan")), {"b": 1})
+        swarm.assert_true(["a", "c"])
+        assert list(swarm.held["a"].faults) == ["b"]
+        assert torch.isfinite(swarm.averages["a"]).all()
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_a_reducer_that_adds_100_for_some_is_outvoted() -> None:
+    def more(frame: Frame) -> Frame:
+        elements = dp.PartHeader.FromString(frame.header).elements
+        return Frame(frame.kind, frame.header, FP32.encode(FP32.decode(frame.body, elements) + 100))
+
+    async def scene() -> None:
+        swarm = Swarm({"a": 1, "b": 2, "c": 3}, "fp32", {"b": 1}, part_frames("b", "a", 0, more))
+        await swarm.run()
+        await swarm.settle_and_repair(["a", "b", "c"])
+        swarm.assert_true(["a", "b", "c"])
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+@pytest.mark.xfail(strict=True, reason="reducers are not audited: what one sends to all alike is believed")
+def test_a_reducer_that_adds_100_for_all_is_not_believed() -> None:
+    async def scene() -> None:
+        async def more(passage: Passage) -> Frame:
+            frame = passage.frame
+            if passage.sender != "b" or frame.kind is not FrameKind.PART:
+                return frame
+            elements = dp.PartHeader.FromString(frame.header).elements
+            return Frame(frame.kind, frame.header, FP32.encode(FP32.decode(frame.body, elements) + 100))
+
+        swarm = Swarm({"a": 1, "b": 2, "c": 3}, "fp32", {"b": 1}, more)
+        await swarm.run()
+        await swarm.settle_and_repair(["a", "c"])
+        try:
+            assert float(swarm.averages["a"].mean()) < 50
+        finally:
+            await swarm.close()
+
+    run_virtually(scene())
