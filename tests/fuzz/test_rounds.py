@@ -9,10 +9,11 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.machine_world import World
+from support.machine_world import World, state_of
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
 
+from atoll.core import protocol
 from atoll.core.errors import AtollError
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.averaging import round_types as rt
@@ -20,6 +21,7 @@ from atoll.node.averaging.links import PROTOCOL, RoundLinks
 from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 
 SOON = timedelta(seconds=1)
 BELIEVED = {"start", "settle", "adopt"}  # of an opener; the last tests say what that costs
@@ -196,3 +198,32 @@ def test_two_that_were_told_different_starts_ask_the_coordinator_which_result_co
     world.run(60)
     assert once
     assert world.rounds() > 2
+
+
+@KNOWN
+def test_an_opener_cannot_have_others_adopt_a_result_that_it_made_up() -> None:
+    world = World(3, seed=1)
+    opener = world.nodes[world.peers[0]].machine.round_id.opener(world.peers)
+    made_up = b"m" * 32
+    world.nodes[opener].staged.add(made_up)
+
+    def change(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if message.WhichOneof("body") != "start" or sender != opener or message.start.round.number != 1:
+            return False
+        manifest = manifest_pb2.Manifest(
+            protocol=protocol.ours(),
+            round=message.start.round,
+            previous_hash=world.nodes[to].machine.head.hash,
+            contributions=[manifest_pb2.Contribution(peer_id=opener, present=True)],
+            layers=[manifest_pb2.LayerState(layer=0, anchor_digest=made_up, momentum_digest=made_up)],
+            committed_tokens=10**9,
+        )
+        adopt = dp.Adopt(
+            round=message.start.round, payload=manifest.SerializeToString(), holders=[opener], deadline_ms=4_000
+        )
+        world._at(0.02, world.feed, to, rt.Received(opener, dp.RoundMessage(adopt=adopt)))
+        return True
+
+    world.drop = change
+    world.run(10)
+    assert made_up not in {state_of(payload) for payload in world.votes.values()}
