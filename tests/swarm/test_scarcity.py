@@ -106,4 +106,9 @@ async def test_a_node_in_want_trains_on_and_recovers(tmp_path, monkeypatch):
                 assert newest_checkpoint(tmp_path).round == known
             await writes_again(swarm, tmp_path, known)
 
+            with few_descriptors(daemon.pid):
+                await swarm.rounds("bob", 3)  # the others go on
+                assert daemon.is_running()
+            await trains_on(swarm, 2)
+            await writes_again(swarm, tmp_path, newest_checkpoint(tmp_path).round)
             assert swarm.status("ann")["trainer_restarts"] == 0

@@ -100,7 +100,9 @@ class Daemon:
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
         try:
-            self._host = host = await self._join_swarm()
+            self._host = host = await self._join_unless_leaving()
+            if host is None:
+                return
             if "seed" in self._me.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
@@ -125,6 +127,17 @@ class Daemon:
             shutil.rmtree(self._config.path("run"), ignore_errors=True)
 
     # --- starting ------------------------------------------------------------------------------------
+
+    async def _join_unless_leaving(self) -> SwarmHost | None:
+        """None when a signal came first: seeds that do not answer must not hold up the end."""
+        joining, leaving = asyncio.create_task(self._join_swarm()), asyncio.create_task(self._leaving.wait())
+        try:
+            await asyncio.wait((joining, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return joining.result() if joining.done() else None
+        finally:
+            joining.cancel()
+            leaving.cancel()
+            await asyncio.gather(joining, leaving, return_exceptions=True)
 
     async def _join_swarm(self) -> SwarmHost:
         """On the port of the last time, if it is free: others remember where we were."""

@@ -24,9 +24,10 @@ _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
 def on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     """Whether the machine runs on its own battery now; a mouse's battery does not count."""
-    if not supplies.is_dir():
+    try:
+        kinds = {path: _word(path / "type") for path in supplies.iterdir()}
+    except OSError:
         return False
-    kinds = {path: _word(path / "type") for path in supplies.iterdir()}
     if any(_word(path / "online") == "1" for path, kind in kinds.items() if kind in ("Mains", "USB", "Wireless")):
         return False
     return any(

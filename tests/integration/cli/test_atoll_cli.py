@@ -25,6 +25,7 @@ COMMANDS = (
     "finish",
     "leave",
     "logs",
+    "set",
     "config show",
     "doctor --help",
     "join --help",
@@ -72,13 +73,14 @@ def daemon(tmp_path):
     """A local API that answers as a daemon does, in a thread."""
     ready, done = threading.Event(), threading.Event()
     asked = []
+    limits = {key: {"value": 1, "origin": "default"} for key in ("vram_fraction", "cpu_threads", "hours")}
 
     async def answer(request):
         asked.append(request)
-        return STATUS
+        return {**STATUS, "limits": limits}
 
     async def serve():
-        api = LocalApi(tmp_path, dict.fromkeys(("status", "pause", "resume", "finish", "leave"), answer))
+        api = LocalApi(tmp_path, dict.fromkeys(("status", "pause", "resume", "finish", "leave", "set"), answer))
         await api.start()
         ready.set()
         await asyncio.to_thread(done.wait)
@@ -107,7 +109,9 @@ def test_no_command_imports_torch_or_hivemind(command, tmp_path):
 
 def test_status_prints_what_the_daemon_says(daemon, tmp_path):
     done = atoll("status", "--data-dir", tmp_path, "--output", "json")
-    assert json.loads(done.stdout) == {"version": 1, "status": STATUS}
+    shown = json.loads(done.stdout)
+    assert shown["version"] == 1
+    assert shown["status"].items() >= STATUS.items()
     text = atoll("status", "--data-dir", tmp_path)
     assert text.returncode == 0
     for word in ("ann", "reef", "training", "2.250", "7.7×"):
@@ -118,6 +122,42 @@ def test_pause_passes_its_duration_on(daemon, tmp_path):
     assert atoll("pause", "--for", "2h", "--data-dir", tmp_path).returncode == 0
     assert daemon[-1] == {"command": "pause", "seconds": 7200.0}
     refused(atoll("pause", "--for", "soon", "--data-dir", tmp_path), 2, "not a duration")
+
+
+def test_set_sends_what_is_named_and_prints_what_holds(daemon, tmp_path):
+    done = atoll("set", "cpu-threads", "2", "hours", "22:00-07:00", "--data-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert daemon[-1] == {"command": "set", "limits": {"cpu_threads": "2", "hours": "22:00-07:00"}}
+    assert "cpu_threads" in done.stdout
+    assert "vram_fraction" not in done.stdout
+    assert "vram_fraction" in atoll("set", "--data-dir", tmp_path).stdout
+    assert daemon[-1] == {"command": "set", "limits": {}}
+    refused(atoll("set", "cpu_threads", "--data-dir", tmp_path), 2, "'cpu_threads' has no value")
+
+
+def test_resume_passes_force_on_and_says_what_keeps_it(daemon, tmp_path):
+    assert "Training again" in atoll("resume", "--force", "--data-dir", tmp_path).stderr
+    assert daemon[-1] == {"command": "resume", "force": True}
+
+
+def test_set_without_a_daemon_is_for_the_next_start(tmp_path):
+    done = atoll("set", "upload_mbit_per_second", "20", "on_battery", "train", "--data-dir", tmp_path)
+    assert done.returncode == 0
+    assert "next start" in done.stderr
+    shown = json.loads(atoll("config", "show", "--data-dir", tmp_path, "--output", "json").stdout)["config"]
+    assert (shown["upload_mbit_per_second"], shown["on_battery"]) == (20.0, "train")
+    before = (tmp_path / "node.toml").read_text()
+    refused(atoll("set", "cpu_threads", "1", "on_battery", "maybe", "--data-dir", tmp_path), 78, "on_battery", "pause")
+    refused(atoll("set", "port", "1", "--data-dir", tmp_path), 78, "port", "vram_fraction")
+    assert (tmp_path / "node.toml").read_text() == before
+
+
+def test_doctor_says_which_limits_do_nothing_here(tmp_path):
+    environment = {"ATOLL_VRAM_FRACTION": "0.5", "ATOLL_DEVICE": "cpu", "ATOLL_HOURS": "22:00-07:00"}
+    found = json.loads(atoll("doctor", "--data-dir", tmp_path, "--output", "json", env=environment).stdout)["doctor"]
+    said = {item["name"]: item["found"] for item in found}
+    assert "does nothing on a CPU" in said["vram_fraction"]
+    assert "at 22:00-07:00" in said["limits"]
 
 
 def test_the_socket_is_the_owners_alone(daemon, tmp_path):

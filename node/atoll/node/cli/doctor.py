@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -83,7 +84,7 @@ def _python(_: NodeConfig) -> Iterator[Finding]:
             )
 
 
-def _device(_: NodeConfig) -> Iterator[Finding]:
+def _device(config: NodeConfig) -> Iterator[Finding]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _DEVICE_PROGRAM], capture_output=True, text=True, timeout=_DEVICE_TIMEOUT_SECONDS
@@ -93,6 +94,13 @@ def _device(_: NodeConfig) -> Iterator[Finding]:
         return
     problem = done.stderr.strip().splitlines()[-1:] or ["torch failed"]
     yield Finding("device", done.returncode == 0, done.stdout.strip() or problem[0], "check the GPU driver and torch")
+    if done.stdout.startswith("no GPU") or config.device == "cpu":
+        for key, value, none in (
+            ("vram_fraction", config.vram_fraction, 1.0),
+            ("power_watts", config.power_watts, 0.0),
+        ):
+            if value != none:
+                yield Finding(key, True, f"{value:g} does nothing on a CPU")
 
 
 def _disk(config: NodeConfig) -> Iterator[Finding]:
@@ -101,6 +109,19 @@ def _disk(config: NodeConfig) -> Iterator[Finding]:
     yield Finding(
         "disk", free >= _FREE_BYTES_WANTED, f"{bytes_text(free)} free at {place}", "free some space, or set --data-dir"
     )
+
+
+def _limits(config: NodeConfig) -> Iterator[Finding]:
+    from atoll.node.cli.limits import limits_text
+    from atoll.node.observing import on_battery
+
+    yield Finding("limits", True, limits_text(config))
+    if config.on_battery == "pause" and on_battery():
+        yield Finding("battery", True, "this machine runs on it now: the node would rest")
+    if config.only_when_idle_minutes and shutil.which("loginctl") is None:
+        yield Finding("idle", True, "no loginctl here: only the load of other programs counts as use")
+    if config.power_watts and os.geteuid() != 0:
+        yield Finding("power cap", False, "most drivers take it from root only", "see `atoll status` while it runs")
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:
@@ -144,4 +165,11 @@ def _coordinator(endpoint: str) -> Iterator[Finding]:
         yield Finding("coordinator", False, f"{endpoint}: {error}", "check the network; training goes on without it")
 
 
-_CHECKS: tuple[Callable[[NodeConfig], Iterator[Finding]], ...] = (_python, _device, _disk, _port, _membership)
+_CHECKS: tuple[Callable[[NodeConfig], Iterator[Finding]], ...] = (
+    _python,
+    _device,
+    _limits,
+    _disk,
+    _port,
+    _membership,
+)
