@@ -8,6 +8,7 @@ import queue
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +103,28 @@ def test_a_model_that_cannot_fit_is_refused_before_the_corpus_is_read(tmp_path: 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
     with pytest.raises(ConfigError):
         run(tmp_path, device=device)
+
+
+def test_limits_change_between_two_steps(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        channel = run(
+            tmp_path, ms.Initialise(), ms.Load(((0, 100),), 0), ms.Limit(1, 0.0, 0.5), ms.Train(), ms.TakeSnapshot()
+        )
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert channel.answers[3] == ms.Done()  # a CPU has no memory of its own to bound
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_a_new_pace_holds_from_the_next_step(before: float, after: float) -> None:
+    pace = Pace(before)
+    pace.begin(10.0)
+    pace.minimum_step_seconds = after
+    assert pace.wait_seconds(10.0) == pytest.approx(before)
+    pace.begin(20.0)
+    assert pace.wait_seconds(20.0) == pytest.approx(after)
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=50), st.floats(0.0, 0.5))
