@@ -38,7 +38,7 @@ from atoll.v1 import common_pb2 as pb
 OPERATOR, OWN, PEER, HONEST = (Identity.generate() for _ in range(4))
 AUTHORITY = Authority(OPERATOR.public_key, "reef")
 KEY = DHTID.generate(source=heads_key("reef"))
-UNTIL = time.time() + 500
+UNTIL = time.time() + 590  # renewed for every test; a record lives ten minutes at most
 HASH = b"h" * 32
 
 Serve = Callable[[bytes, PeerID], Awaitable[bytes]]
@@ -60,6 +60,17 @@ CARDS = {who.peer_id: certificate(who) for who in (OWN, PEER, HONEST)}
 RECORDS = {who.peer_id: build_head(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
 NODE = dht.NodeInfo(node_id=node_id_bytes(PeerID.from_base58(PEER.peer_id).to_bytes()))
 PEER_ID = PeerID.from_base58(PEER.peer_id)
+
+
+@pytest.fixture(autouse=True)
+def fresh_records() -> None:
+    """Other tests may have taken longer than a record lives."""
+    global UNTIL
+    UNTIL = time.time() + 590
+    RECORDS.update(
+        {who.peer_id: build_head(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
+    )
+    ENTRY[1:] = [msgpack.packb(RECORDS[PEER.peer_id]), UNTIL]
 
 
 class Daemon:
@@ -121,7 +132,7 @@ def store(owner: str, record: bytes, **changes: object) -> dht.StoreRequest:
     return dht.StoreRequest(**(fields | changes))
 
 
-def dictionary(*entries: object, size: object = None, latest: object = UNTIL) -> bytes:
+def dictionary(*entries: object, size: object = None, latest: object = 1e9) -> bytes:
     return msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([size, latest, list(entries)], strict_types=False)))
 
 
