@@ -98,11 +98,14 @@ def _stamp(payload: bytes, ballot: Ballot) -> bytes:
     return hashlib.sha256(f"{ballot.plan_version}/{ballot.attempt}/".encode() + payload).digest()[:16]
 
 
+BLANK = rt.VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
+
+
 @dataclass
 class Disk:
     """What survives SIGKILL."""
 
-    record: rt.VoteRecord | None = None
+    record: rt.VoteRecord | None = BLANK  # None: it was lost
     known: Head = GENESIS
     checkpoint: Head = GENESIS
 
@@ -176,6 +179,7 @@ class World:
         self.delay = (0.01, 0.08)
         self.drop: Callable[[str, str, object], bool] = lambda *_: False
         self.crash_probability = 0.0  # per action of any node
+        self.step_seconds: dict[str, float] = {}  # of an inner step: a snapshot waits for its end
         self.checkpoint_probability = 1.0
         self.layers_of: Callable[[str, bytes], bytes] = lambda peer, digest: digest
         self.events: list = []
@@ -213,7 +217,7 @@ class World:
         old = self.nodes[peer]
         if old.up:
             return
-        kept = old.disk if disk else Disk()
+        kept = old.disk if disk else Disk(record=None)
         # a machine at an older head than the checkpoint would not start: catch-up never goes back
         head = max([self.newest_reachable(peer), kept.checkpoint], key=lambda item: item.round)
         kept.known = max(kept.known, head, key=lambda item: item.round)  # what is fetched is on disk first
@@ -304,7 +308,7 @@ class World:
             return
         node.trained += 10
         if not node.catching_up:
-            self.feed(peer, rt.Progress(node.trained - node.spent))
+            self.feed(peer, rt.Progress(node.trained - node.spent, self.step_seconds.get(peer, 0.3)))
             self.feed(peer, rt.Tick())
         self._check_deadline(node)
 
@@ -356,7 +360,8 @@ class World:
                 if self._can_talk(node.peer, to):
                     self._at(self._latency(), self._hear_plan, to, node.machine.plan)
             case rt.Freeze(round_id):
-                self._at(self.rng.uniform(0.0, 0.3), self._freeze_snapshot, node, node.incarnation, round_id)
+                delay = self.rng.uniform(0.0, self.step_seconds.get(node.peer, 0.3))
+                self._at(delay, self._freeze_snapshot, node, node.incarnation, round_id)
             case rt.RunExchange(round_id, start, seconds):
                 self._run_exchange(node, round_id, start, seconds)
             case rt.Complete(round_id, settle, _):
@@ -512,7 +517,6 @@ class World:
             self._later(self._latency(), node, answer)
 
     def _install(self, node: Node, head: Head, counted: bool) -> None:
-        manifest = head.manifest
         if state_of(head.committed.payload) not in node.staged:
             raise Violation(f"{node.peer} installs round {head.round} without its state")
         first = self.committed.setdefault(head.round, head) if self.plan.accepts(head) else head
@@ -527,18 +531,16 @@ class World:
         if counted:
             assert node.snapshot is not None
             node.spent = node.snapshot[1]
-        assert (
-            node.peer not in {item.peer_id for item in manifest.contributions if item.weight}
-            or counted
-            or (self._of_earlier_life(node, head))
-        ), "a counted contribution must be spent"
+        if counted is not self._holds_snapshot(node, head):
+            raise Violation(f"{node.peer} is wrong about whether round {head.round} holds its snapshot")
         self._moved(node)
         if node.leaving:
             self.kill(node.peer)
 
-    def _of_earlier_life(self, node: Node, head: Head) -> bool:
+    def _holds_snapshot(self, node: Node, head: Head) -> bool:
         made = self.contributed.get((RoundId.from_proto(head.manifest.round), node.peer))
-        return made is None or made[0] != node.incarnation
+        listed = node.peer in {item.peer_id for item in head.manifest.contributions}
+        return listed and made is not None and made[0] == node.incarnation
 
     def _count(self, head: Head) -> None:
         """Enter a newly committed round into the ledger."""
@@ -579,8 +581,8 @@ class World:
         if head.round <= old.round and not void:
             return
         after = self.committed.get(old.round + 1)
-        mine = after is not None and node.peer in {item.peer_id for item in after.manifest.contributions}
-        if mine and node.machine.exposed and node.snapshot is not None:
+        if after is not None and node.machine.counts(after.manifest):
+            assert node.snapshot is not None
             node.spent = node.snapshot[1]
         node.disk.known = max(node.disk.known, head, key=lambda item: item.round)
         node.disk.checkpoint = head

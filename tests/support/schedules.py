@@ -67,7 +67,7 @@ def _restart(world: World, peer: str, disk: bool) -> None:
     node = world.nodes[peer]
     if node.up:
         return
-    if not disk and world.newest_reachable(peer).round == 0:
+    if not disk and not any(other.peer != peer for other in world.live()):
         disk = True  # genesis is fetched from somebody; a node that nobody can help cannot begin again from nothing
     world.restart(peer, disk=disk)
 

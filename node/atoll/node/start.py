@@ -22,6 +22,7 @@ from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
 from atoll.node.owner import Wish, save_wish
+from atoll.node.state.votes import VoteStore
 
 
 async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:
@@ -53,6 +54,9 @@ async def join(config: NodeConfig, identity: Identity, name: str, token: JoinTok
             "ask your operator for one, then: atoll join --token - (and paste it)",
         )
     credentials = await enrol(token, identity, name, clock)
+    run_dir = config.path("runs", credentials.run_id)
+    if not run_dir.exists():  # a new member of this run cannot have voted; without a record it would abstain
+        VoteStore(make_private_dir(run_dir)).begin()
     credentials.save(config.data_dir)
     return credentials
 

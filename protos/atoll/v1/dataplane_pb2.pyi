@@ -25,14 +25,16 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class TokenReport(_message.Message):
-    __slots__ = ("round", "tokens", "leaving")
+    __slots__ = ("round", "tokens", "leaving", "step_ms")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
     leaving: bool
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    step_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., leaving: _Optional[bool] = ..., step_ms: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("round", "head_hash", "deadline_ms")
@@ -45,12 +47,14 @@ class Open(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., head_hash: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("ballot", "payload")
+    __slots__ = ("ballot", "payload", "signature")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ballot: _common_pb2.RoundId
     payload: bytes
-    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    signature: _common_pb2.Signed
+    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("round", "tokens", "samples", "accepted", "voter", "holds", "leaving")

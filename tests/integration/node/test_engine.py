@@ -38,6 +38,13 @@ async def no_coordinator(round_id, payload) -> rt.TieBreak:
     return rt.TieBreak(round_id, payload, False, None, None, "there is none")
 
 
+def fresh_votes(directory) -> VoteStore:
+    directory.mkdir(exist_ok=True)
+    store = VoteStore(directory)
+    store.begin()
+    return store
+
+
 class Member:
     """One node's engine with everything below it real, but for the network."""
 
@@ -67,7 +74,7 @@ class Member:
             trainer=self.trainer,
             state=self.state,
             manifests=ManifestStore(self.directory / "manifests", self.spec.run.name),
-            votes=VoteStore(self.directory),
+            votes=fresh_votes(self.directory),
             network=self.network,
             exchanges=ExchangeServer(self.network, timedelta(seconds=5)),
             head=head,

@@ -77,6 +77,73 @@ def test_a_member_frozen_in_any_phase_holds_nobody_up_and_returns_without_losing
     assert w.nodes[victim].spent >= spent + 10 * 10  # what it trained before it was frozen counts
 
 
+def test_a_member_with_long_steps_is_waited_for():
+    w = World(4)
+    slow = w.peers[1]
+    w.step_seconds[slow] = 2.0
+    assert w.run(120, until=lambda: w.rounds() >= 30)
+    present = [slow in w.committed[number].electorate.members for number in range(10, 31)]
+    assert sum(present) >= 0.9 * len(present)
+
+
+def test_a_result_that_cannot_be_is_not_voted_for():
+    """An opener that makes up an earlier result gets no votes, and a member that makes up a vote does not bind."""
+    w = World(3)
+    assert w.run(60, until=committed(w, 3))
+    liar = w.peers[0]
+
+    def forge(sender, to, message):
+        if sender == liar and message.WhichOneof("body") == "start":
+            payload = manifest_pb2.Manifest(
+                round=message.start.round,
+                previous_hash=w.nodes[to].machine.head.hash,
+                contributions=[manifest_pb2.Contribution(peer_id=liar, present=True)],
+                committed_tokens=10**12,
+            ).SerializeToString()
+            round_id = message.start.round
+            for forged in (payload, b"\xff"):
+                message.adopt.CopyFrom(dp.Adopt(round=round_id, payload=forged, holders=[liar], deadline_ms=1000))
+        if sender == liar and message.WhichOneof("body") == "ready":
+            ballot = message.ready.round
+            message.ready.accepted.CopyFrom(dp.Accepted(ballot=ballot, payload=b"made up"))
+            message.ready.accepted.ballot.attempt = 2**31
+        return False
+
+    w.drop = forge
+    before = w.rounds()
+    assert w.run(120, until=lambda: w.rounds() >= before + 3)
+    assert all(head.committed_tokens < 10**6 for head in w.committed.values())
+    assert all(set(w.peers[1:]) <= head.electorate.members for head in w.committed.values())
+
+
+def test_an_opener_cannot_settle_the_others_out():
+    w = World(3)
+    assert w.run(60, until=committed(w, 3))
+    liar = w.peers[0]
+
+    def forge(sender, to, message):
+        if sender == liar and message.WhichOneof("body") == "settle":
+            del message.settle.present[:]
+            message.settle.present.append(liar)
+        return False
+
+    w.drop = forge
+    before = w.rounds()
+    assert w.run(120, until=lambda: w.rounds() >= before + 3)
+    assert all(len(head.electorate.members) >= 2 for head in w.committed.values())
+
+
+def test_replicas_that_differed_once_do_not_block_for_ever():
+    w = World(2)
+    assert w.run(60, until=committed(w, 2))
+    w.acceptor.up = False
+    w.layers_of = lambda peer, digest: digest if peer == w.peers[0] else b"x" * 32
+    w.run(20)
+    w.layers_of = lambda peer, digest: digest
+    w.acceptor.up = True
+    assert w.run(120, until=committed(w, w.rounds() + 2))
+
+
 def test_the_next_in_order_opens_when_the_opener_is_dead():
     w = World(3)
     w.run(0.5)

@@ -106,9 +106,9 @@ def snapshots_are_taken_again():
     """An abandoned exchange gives its snapshot up, though others may commit it."""
     release = RoundMachine._release
 
-    def thaw(self):
-        self._exposed = False
-        release(self)
+    def thaw(self, **said):
+        self._exposed_in = set()
+        release(self, **said)
 
     return patch.object(RoundMachine, "_release", thaw)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from google.protobuf.message import DecodeError
+
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
-from atoll.core.errors import PeerMisbehaved
+from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
@@ -90,13 +92,55 @@ def check_settle(start: dp.Start, settle: dp.Settle) -> None:
     """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange."""
     members = [item.peer_id for item in start.contributions]
     present, partial = list(settle.present), set(settle.partial)
-    if present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
-        raise PeerMisbehaved("Settle names members that Start does not, or in another order")
+    if not present or present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
+        raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     if len(settle.digests) != parts_total(start) or any(len(item) not in (0, 32) for item in settle.digests):
         raise PeerMisbehaved("Settle does not have one digest for each part")
     for repair in settle.repairs:
         if repair.part >= len(settle.digests) or not set(repair.peer_ids) <= set(present):
             raise PeerMisbehaved("Settle repairs a part that is none, or from somebody who is gone")
+
+
+def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -> None:
+    """Raise `PeerMisbehaved` unless a round after `head` can have ended with this manifest.
+
+    Everything but the digests is checked, the data position where it was made under `plan`. For what others want us
+    to vote for, or say that they voted for.
+    """
+    try:
+        manifest = manifest_pb2.Manifest.FromString(payload)
+        protocol.check(manifest.protocol, "the manifest's writer")
+        data = DataPosition.from_proto(manifest.data)
+    except (DecodeError, ProtocolMismatch) as error:
+        raise PeerMisbehaved("a result to vote for does not parse") from error
+    named, made = manifest.round, manifest.contributions
+    if (named.run_id, named.fragment, named.number) != (policy.run_id, policy.fragment, head.round + 1):
+        raise PeerMisbehaved("a result to vote for is of another round")
+    if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(_head_of(payload)):
+        raise PeerMisbehaved("a result to vote for builds on another history")
+    most = max(item.max_round_tokens for item in plan.assignments)
+    for item in made:
+        assignment = plan.assignment(item.peer_id)
+        cap = assignment.max_round_tokens if assignment else most
+        if item.weight > cap or item.tokens != (0 if item.partial else item.weight) or item.samples > MAX_SAMPLES:
+            raise PeerMisbehaved("a result to vote for counts more than a plan allows")
+    if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
+        raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
+    if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
+        raise PeerMisbehaved("a result to vote for counts its tokens wrongly")
+    digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
+    if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
+        raise PeerMisbehaved("a result to vote for has other layers than the model")
+    if manifest.codec != CODECS[policy.codec].number or manifest.parts_zeroed > manifest.parts_total:
+        raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
+    samples = {item.peer_id: item.samples for item in made}
+    due = advance(position_at(head, plan), plan.members, samples, policy.minimum_lease)
+    if named.plan_version == plan.version and data != due:
+        raise PeerMisbehaved("a result to vote for moves the data elsewhere")
+
+
+def _head_of(payload: bytes) -> Head:
+    return Head(manifest_pb2.CommittedManifest(payload=payload))
 
 
 def manifest_payload(

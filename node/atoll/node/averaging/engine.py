@@ -50,7 +50,8 @@ _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _LOOK_TIMEOUT = timedelta(seconds=20)
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
 _STALL_FLOOR = timedelta(seconds=0.5)
-_STAGED_KEPT = 2  # results of one head that may still be committed
+_PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
+_LOOK_PAUSE_SECONDS = 1.0
 
 _log = log.get("rounds")
 
@@ -133,8 +134,8 @@ class AveragingEngine:
         self._counted_from = trainer.status.tokens
         self._frozen_tokens = 0
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
-        self._by_payload: dict[bytes, bytes] = {}  # hash of a payload that we voted for → key of `_staged`
-        self._plans_sent: dict[str, int] = {}  # peer → the version that it was told
+        self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
+        self._looking = False
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="codec")
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
@@ -155,8 +156,11 @@ class AveragingEngine:
         self._events.put_nowait(rt.Leave())
 
     def staged(self, payload_hash: bytes) -> Staged | None:
-        """The state of a result that this node voted for, while it may still be committed."""
-        return self._staged.get(self._by_payload.get(payload_hash, b""))
+        """The state of a result that may still be committed."""
+        for payload in self._machine.held:
+            if manifest_hash(payload) == payload_hash:
+                return self._staged.get(_key_of_payload(payload))
+        return None
 
     def receive(self, peer: str, message: dp.RoundMessage) -> None:
         """A round message from a member."""
@@ -211,12 +215,12 @@ class AveragingEngine:
     def _tick(self) -> None:
         if self._catching_up:
             return  # what the machine believes is out of date
-        self._step(rt.Progress(max(0, self._trainer.status.tokens - self._counted_from)))
+        status = self._trainer.status
+        self._step(rt.Progress(max(0, status.tokens - self._counted_from), status.step_seconds))
         self._step(rt.Tick())
         quiet = self._clock.monotonic() - self._last_look
         if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._policy.round_max.total_seconds()):
-            self._last_look = self._clock.monotonic()
-            self._aside(self._look_ahead())
+            self._look("nothing was committed for long")
 
     def _step(self, event: rt.Event) -> None:
         for action in self._machine.step(event, self._clock.monotonic(), unix_ms(self._clock)):
@@ -245,7 +249,7 @@ class AveragingEngine:
             case rt.Install(head, opened_here, counted):
                 self._orders.put_nowait(lambda: self._install(head, opened_here, counted))
             case rt.CatchUp(reason):
-                self._begin_catch_up(reason)
+                self._look(reason)
             case rt.Report():
                 self._report(action)
 
@@ -254,9 +258,6 @@ class AveragingEngine:
     async def _carry_out_pledges(self) -> None:
         while True:
             pledge = await self._pledges.get()
-            if pledge.message.HasField("digest"):
-                payload = pledge.message.digest.payload
-                self._by_payload[manifest_hash(payload)] = _key_of_payload(payload)
             try:
                 await asyncio.to_thread(self._votes.save, pledge.record)
             except AtollError as error:  # a full disk: the others decide without us
@@ -268,10 +269,10 @@ class AveragingEngine:
                 self._links.send(pledge.peer, pledge.message)
 
     def _share_plan(self, peer: str) -> None:
-        version = self._machine.plan.version
-        sealed = self._listener.plan_for(self._plans_sent.get(peer, 0))
-        if sealed is not None:
-            self._plans_sent[peer] = version
+        now = self._clock.monotonic()
+        sealed = self._listener.plan_for(self._machine.plan.version - 1)
+        if sealed is not None and now - self._plans_sent.get(peer, float("-inf")) >= _PLAN_AGAIN_SECONDS:
+            self._plans_sent[peer] = now
             self._links.send(peer, dp.RoundMessage(plan=sealed))
 
     # --- orders to the trainer, one after another ----------------------------------------------------
@@ -285,6 +286,8 @@ class AveragingEngine:
                 self._orders.task_done()
 
     async def _freeze(self, round_id: RoundId) -> None:
+        if not self._machine.is_freezing(round_id):
+            return  # given up while other orders were carried out
         snapshot = await self._trainer.snapshot()
         self._frozen_tokens = snapshot.tokens
         self._events.put_nowait(rt.Frozen(round_id, snapshot.tokens, snapshot.samples))
@@ -292,7 +295,7 @@ class AveragingEngine:
     async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
         staged = self._staged.get(_key_of(head.manifest.layers))
         if staged is None:
-            self._begin_catch_up(f"the state of round {head.round} is not kept here any more")
+            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
             return
         await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, self._state.commit, staged)
@@ -397,13 +400,13 @@ class AveragingEngine:
         self._events.put_nowait(await self._listener.ask_coordinator(round_id, payload))
 
     def _keep_staged(self, staged: Staged) -> None:
+        """Beside those that the machine still holds: it says what may be committed yet."""
+        kept = {_key_of_payload(payload) for payload in self._machine.held}
+        self._staged = {key: held for key, held in self._staged.items() if key in kept}
         self._staged[_key_of(staged.layers)] = staged
-        while len(self._staged) > _STAGED_KEPT:
-            del self._staged[next(iter(self._staged))]
 
     def _forget_staged(self) -> None:
         self._staged.clear()
-        self._by_payload.clear()
         self._end_exchange()
 
     def _end_exchange(self) -> None:
@@ -419,32 +422,42 @@ class AveragingEngine:
         if thaw:
             self._orders.put_nowait(self._trainer.discard)
 
-    async def _look_ahead(self) -> None:
-        """Nothing was committed for long: perhaps others went on and their words were lost."""
+    def _look(self, reason: str) -> None:
+        """Somebody says that others are ahead. Ask them, beside the rounds: it may not be true."""
+        if not self._looking and not self._catching_up:
+            self._looking = True
+            self._aside(self._look_ahead(reason))
+
+    async def _look_ahead(self, reason: str) -> None:
+        self._last_look = self._clock.monotonic()
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT.total_seconds()):
-                ahead = await newest_round(
-                    self._network, self._machine.plan, self.head, operator_key=self._operator_key
-                )
-        except TimeoutError:
-            return
-        if ahead > self.head.round:
-            self._begin_catch_up(f"others are at round {ahead}")
+                plan = self._machine.plan
+                ahead = await newest_round(self._network, plan, self.head, operator_key=self._operator_key)
+            if ahead > self.head.round or not plan.accepts(self.head):
+                self._begin_catch_up(reason)
+            else:
+                await asyncio.sleep(_LOOK_PAUSE_SECONDS)  # before the next such claim is looked at
+        except (TimeoutError, AtollError) as error:
+            _log.info("could not look ahead", reason=str(error))
+        finally:
+            self._looking = False
 
-    def _begin_catch_up(self, reason: str) -> None:
+    def _begin_catch_up(self, reason: str, counted: bool | None = None) -> None:
+        """Fetch the head that the others agree on. `counted`: whether it is known to hold our snapshot."""
         if self._catching_up:
             return
         self._catching_up = True
         _log.warning("behind", reason=reason)
-        self._orders.put_nowait(self._catch_up)
+        self._orders.put_nowait(lambda: self._catch_up(counted))
 
-    async def _catch_up(self) -> None:
+    async def _catch_up(self, known: bool | None) -> None:
         try:
             plan, before = self._machine.plan, self.head
             fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)
             if fetched is not None:
                 head = fetched.head
-                counted = self._machine.exposed and await self._counted_after(before)
+                counted = known if known is not None else await self._counted_after(before)
                 await asyncio.to_thread(self._manifests.keep, head)
                 await self._move(head, self._state.adopt, fetched)
                 self._forget_staged()
@@ -460,16 +473,17 @@ class AveragingEngine:
 
     async def _counted_after(self, before: Head) -> bool | None:
         """Whether the round after `before` holds our snapshot: only that one can. None when nobody can tell."""
-        for peer in self._machine.plan.members:
-            if peer == self._me:
-                continue
+
+        async def one(peer: str) -> Head | None:
             try:
                 after = await fetch_manifest(self._network, peer, self._policy.run_id, before.round + 1)
             except AtollError:
-                continue
-            if after.manifest.previous_hash == before.hash:
-                return self._me in {item.peer_id for item in after.manifest.contributions}
-        return None
+                return None
+            return after if after.manifest.previous_hash == before.hash else None
+
+        others = [peer for peer in self._machine.plan.members if peer != self._me]
+        answers = [head for head in await asyncio.gather(*map(one, others)) if head is not None]
+        return self._machine.counts(answers[0].manifest) if answers else None
 
     async def _keep_progress(self, head: Head, counted: bool | None) -> None:
         """What was trained and not counted enters the next round, on the new anchor."""
@@ -504,8 +518,14 @@ class AveragingEngine:
     def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._asides.add(task)
-        task.add_done_callback(self._asides.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What failed beside must not vanish; the round has deadlines that notice."""
+        self._asides.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("work beside the rounds failed", error=repr(task.exception()))
 
     async def _stop_asides(self) -> None:
         for task in list(self._asides):

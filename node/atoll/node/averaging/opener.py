@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import manifest_hash
+from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.decide import build_start, parts_total
+from atoll.node.averaging.decide import build_start, check_payload, parts_total
 from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
 from atoll.node.averaging.settlement import check_report, settle
@@ -27,6 +27,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TIE_SECONDS = 10.0  # for the coordinator's answer
+_TOO_SHORT = 1.5  # what a missed deadline is taken to have needed
 
 
 class Stage(Enum):
@@ -60,12 +61,13 @@ class Opener:
     plan: Plan
     electorate: Electorate
     expected: frozenset[str]  # heard from lately: worth waiting for
-    head_hash: bytes
+    head: Head
     policy: RoundPolicy
     paces: Paces
     seals: Seals
     now: float
     unix_ms: int = 0  # dates a Start
+    slowest_step: float = 0.0  # seconds, of those worth waiting for
     done: bool = False
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     stage: Stage = Stage.READY
@@ -79,15 +81,17 @@ class Opener:
     _votes: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → peer → signature
     _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
     _asking: bool = False  # its answer is awaited
+    _refusal: str = ""  # why the coordinator did not
     _tie_promised: bool = False
     _tie_voted: Voted | None = None
     _tie_breaks: dict[bytes, pb.Signed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._opened = self.now
-        seconds = self.paces.ready.patience
+        pace = self.paces.ready
+        seconds = min(pace.ceiling, max(pace.patience, pace.floor + 2 * self.slowest_step))
         self._enter(Stage.READY, seconds)
-        message = dp.Open(round=self.round_id.to_proto(), head_hash=self.head_hash, deadline_ms=int(seconds * 1000))
+        message = dp.Open(round=self.round_id.to_proto(), head_hash=self.head.hash, deadline_ms=int(seconds * 1000))
         self._tell(self.plan.members, dp.RoundMessage(open=message))
 
     # --- what comes in -----------------------------------------------------------------------------
@@ -97,8 +101,7 @@ class Opener:
         self.now = now
         match kind, self.stage:
             case "ready", Stage.READY:
-                self._ready[peer] = message.ready
-                self._answered()
+                self._take_ready(peer, message.ready)
             case "parts", Stage.PARTS if peer in self._members:
                 self._take_parts(peer, message.parts)
             case "digest", Stage.VOTES if peer in self._members:
@@ -119,7 +122,9 @@ class Opener:
             return
         self._asking = False
         if not answer.granted:
-            self._abandon(f"{self._shortfall()}: {answer.reason}" if answer.reason else self._shortfall())
+            self._refusal = answer.reason
+            if answer.payload or self.stage is Stage.READY:
+                self._push_on()  # perhaps it goes without
         elif not answer.payload:
             self._tie_promised, self._tie_voted = True, answer.voted
             if self.stage is Stage.READY:
@@ -142,7 +147,8 @@ class Opener:
     def _answered(self) -> None:
         if self._waiting_for() or self.done:
             return
-        if self.stage is Stage.READY and not self._may_commit(self._ready):
+        silent = set(self.plan.members) - self._ready.keys() - self.declined.keys()
+        if self.stage is Stage.READY and silent and not self._may_commit(self._ready):
             return  # somebody who was silent may still answer
         self._push_on()
 
@@ -168,15 +174,19 @@ class Opener:
         try:
             adopting = must_adopt(self.electorate, promised, self._tie_promised, self._tie_voted)
         except Undecided:
-            self._abandon("two results may have been committed: more members must answer")
+            if b"" not in self._asked:
+                self._ask(b"")  # it may take the coordinator's vote to commit either, and it knows
+            elif not self._asking:
+                self._abandon("two results may have been committed: more members must answer")
             return
-        if not self._waiting_for():
-            self.paces.ready.observe(self.now - self._stage_began)
+        self._learn(self.paces.ready)
         holders = self._holders(adopting) if adopting is not None else ()
         if adopting is not None and holders:
             self._adopt(adopting, holders)
         elif adopting is not None and b"" not in self._asked:
             self._ask(b"")  # perhaps it takes the coordinator's vote to commit that, and it never gave one
+        elif adopting is not None and self._asking:
+            return
         elif adopting is not None:
             self._abandon(
                 "an earlier result may have been committed, but nobody who answered still has its state; "
@@ -207,8 +217,7 @@ class Opener:
         if not self._may_commit(self._parts):
             self._abandon(self._shortfall())
             return
-        if not self._waiting_for():
-            self.paces.exchange.observe(self.now - self._stage_began)
+        self._learn(self.paces.exchange)
         there = [peer for peer in self._members if peer in self._parts]
         digests, holders, partial = settle(self._parts, there)
         seconds = self.paces.decision.patience
@@ -222,6 +231,26 @@ class Opener:
         )
         self._enter(Stage.VOTES, seconds)
         self._tell(self._members, dp.RoundMessage(settle=message))
+
+    def _learn(self, pace: Pace) -> None:
+        """How long this stage took; where somebody missed the deadline, it was too short for it."""
+        took = self.now - self._stage_began
+        pace.observe(_TOO_SHORT * took if self._waiting_for() else took)
+
+    def _take_ready(self, peer: str, ready: dp.Ready) -> None:
+        """Count an answer; an earlier vote in it must be proven, because it may bind this attempt."""
+        if ready.HasField("accepted"):
+            ballot = Ballot(ready.accepted.ballot.plan_version, ready.accepted.ballot.attempt)
+            try:
+                if ballot >= self.round_id.ballot:
+                    raise PeerMisbehaved("a vote in an attempt that was not opened yet")
+                check_payload(self.policy, self.plan, self.head, ready.accepted.payload)
+                self.seals.check_vote(ready.accepted.payload, ballot, ready.accepted.signature, peer)
+            except AtollError as error:
+                self.decline(peer, f"its earlier vote does not count: {error}", self.now)
+                return
+        self._ready[peer] = ready
+        self._answered()
 
     def _take_parts(self, peer: str, report: dp.Parts) -> None:
         assert self._start is not None
@@ -247,8 +276,7 @@ class Opener:
     def _count(self, *, final: bool) -> None:
         for payload, votes in self._votes.items():
             if self.electorate.decides(votes.keys(), payload in self._tie_breaks):
-                if not self._waiting_for():
-                    self.paces.decision.observe(self.now - self._stage_began)
+                self.paces.decision.observe(self.now - self._stage_began)
                 self._commit(payload)
                 return
         if self._waiting_for() and not final:
@@ -334,7 +362,7 @@ class Opener:
         }[self.stage]
         reason = f"no majority: {got} of {len(voters)} deciding members {what} in time"
         if self._asked and 2 * got == len(voters):
-            reason += ", and the coordinator did not break the tie"
+            reason += f", and the coordinator did not break the tie: {self._refusal or 'no answer'}"
         told = "; ".join(f"{peer}: {why}" for peer, why in sorted(self.declined.items()))
         return f"{reason} ({told})" if told else reason
 

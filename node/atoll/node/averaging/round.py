@@ -24,7 +24,7 @@ from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.decide import check_settle, check_start, manifest_payload
+from atoll.node.averaging.decide import check_payload, check_settle, check_start, manifest_payload
 from atoll.node.averaging.opener import TIE_SECONDS, Opener, Paces
 from atoll.node.averaging.round_types import (
     Action,
@@ -60,11 +60,14 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 NEXT_OPENERS = 3  # the following attempts' openers are told how many tokens there are
-MAX_ATTEMPT_JUMP = 1000  # a peer cannot push the attempt counter further than this at once
+MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
+MAX_ATTEMPT = 1_000_000
+HELD = 2  # results of one head whose state is kept, because they may still be committed
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
 _SETTLE_FLOORS = 4  # of the opener's slack, after the exchange's time, until Settle is overdue
 _LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say something
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
+_TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
 
 
 class Phase(Enum):
@@ -86,6 +89,7 @@ class _Heard:
     tokens: int
     when: float
     leaving: bool
+    step_seconds: float
 
 
 @dataclass
@@ -97,6 +101,7 @@ class _Following:
     plan: Plan  # the attempt ends under the plan it began with
     deadline: float
     ready: dp.Ready | None = None
+    parts: tuple[bytes, ...] = ()  # what we reported to hold
     start: dp.Start | None = None
     parted: bool = False
     settle: dp.Settle | None = None
@@ -110,13 +115,16 @@ class RoundMachine:
     _following: _Following | None
     _opener: Opener | None
     _frozen: Frozen | None  # the snapshot
-    _exposed: bool  # the snapshot has left this node
-    _held: set[bytes]  # payloads whose state is staged here
+    _exposed_in: set[RoundId]  # attempts in which the snapshot left this node
+    _held: dict[bytes, None]  # payloads whose state is staged here, newest last
     _voted: Voted | None  # what we voted for last
     _promised: Ballot | None
     _voter: bool  # we know all that we ever promised
     _told: dict[str, float]  # peers that heard our head from us, and when
     _failures: int
+    _declined_to: int  # the attempt that others could still follow
+    _strikes: dict[str, int]  # openers of failed attempts
+    _refused_until: dict[str, float]  # openers that must let others have their turn
     _not_before: float  # back off until then
     _last_commit: float
     # what belongs to head and plan; `_fresh_count` begins it anew
@@ -144,9 +152,13 @@ class RoundMachine:
         self.attempt = 0  # the next one
         self._seals = seals
         self._record = record  # the newest that is on disk
-        self._first_round = head.round
+        self._trusted = False  # without a record: whether this life took part in a committed round
+        self._reached = float("-inf")
+        self._left: set[str] = set()  # members for whose leaving a round was opened before
         self._known = known or head  # the newest that this node ever saw committed
         self._tokens = 0
+        self._step_seconds = 0.0
+        self._first_plan = plan.version
         self._next_plan: Plan | None = None
         self._leaving = False
         self._paces = Paces.of(policy)
@@ -172,10 +184,19 @@ class RoundMachine:
         """Who decides the next round."""
         return self.plan.electorate(self.head)
 
+    def counts(self, manifest: manifest_pb2.Manifest) -> bool:
+        """Whether this result of the next round holds the snapshot of this life."""
+        mine = any(item.peer_id == self.me for item in manifest.contributions)
+        return mine and RoundId.from_proto(manifest.round) in self._exposed_in
+
+    def is_freezing(self, round_id: RoundId) -> bool:
+        """Whether a snapshot for that attempt is still wanted."""
+        return self.phase is Phase.FREEZING and self._is_following(round_id)
+
     @property
-    def exposed(self) -> bool:
-        """Whether the snapshot left this node, so that the next round may hold it."""
-        return self._exposed
+    def held(self) -> tuple[bytes, ...]:
+        """Payloads whose state must be kept, because they may still be committed."""
+        return tuple(self._held)
 
     @property
     def votes(self) -> bool:
@@ -212,8 +233,8 @@ class RoundMachine:
         match event:
             case Tick():
                 self._tick()
-            case Progress(tokens):
-                self._tokens = tokens
+            case Progress(tokens, step_seconds):
+                self._tokens, self._step_seconds = tokens, step_seconds
             case Received(peer, message):
                 self._receive(peer, message)
             case Frozen():
@@ -281,7 +302,7 @@ class RoundMachine:
     # --- opening -----------------------------------------------------------------------------------
 
     def _report_tokens(self) -> None:
-        self._heard[self.me] = _Heard(self._tokens, self._now, self._leaving)
+        self._heard[self.me] = _Heard(self._tokens, self._now, self._leaving, self._step_seconds)
         if self._now - self._reported < self.policy.report_interval.total_seconds():
             return
         self._reported = self._now
@@ -291,11 +312,16 @@ class RoundMachine:
             self._send_report(peer)
 
     def _send_report(self, peer: str) -> None:
-        report = dp.TokenReport(round=self.round_id.to_proto(), tokens=self._tokens, leaving=self._leaving)
+        report = dp.TokenReport(
+            round=self.round_id.to_proto(),
+            tokens=self._tokens,
+            leaving=self._leaving,
+            step_ms=min(int(self._step_seconds * 1000), 2**32 - 1),
+        )
         self._send(peer, dp.RoundMessage(report=report))
 
     def _open_if_due(self) -> None:
-        if self._opener is not None or self._now < self._not_before:
+        if self._opener is not None or self._now < self._not_before or self._must_wait(self.me):
             return
         if not self._is_due():
             self._due_since = None
@@ -312,12 +338,15 @@ class RoundMachine:
             self.plan,
             self.electorate,
             frozenset(self._lately()),
-            self.head.hash,
+            self.head,
             self.policy,
             self._paces,
             self._seals,
             self._now,
             self._unix_ms,
+            slowest_step=max(
+                (self._heard[peer].step_seconds for peer in self._lately() & self._heard.keys()), default=0
+            ),
         )
         self._led()
 
@@ -333,7 +362,7 @@ class RoundMachine:
         if not (self.electorate.decides(voters) or self.electorate.is_half(voters)):
             return False  # nothing could be committed
         total = sum(self._heard[peer].tokens for peer in lately if peer in self._heard)
-        leaving = any(self._heard[peer].leaving for peer in voters if peer in self._heard)
+        leaving = any(self._heard[peer].leaving for peer in voters - self._left if peer in self._heard)
         began = self.head.round > self.plan.base.round
         patience = _LATELY * self.policy.report_interval.total_seconds() if began else self._paces.ready.ceiling
         everyone = self.electorate.members <= lately or self._now - self._settled_in >= patience
@@ -375,8 +404,10 @@ class RoundMachine:
         elif kind == "open":
             self._opened(peer, round_id, message)
         elif self._opener is not None and self._opener.round_id == round_id and peer in self.plan.members:
-            if kind == "decline":
-                self._reach(message.decline.plan_version, message.decline.attempt)
+            if kind == "decline" and message.decline.plan_version == self.plan.version:
+                self._declined_to = max(
+                    self._declined_to, min(message.decline.attempt, self.attempt + MAX_ATTEMPT_JUMP)
+                )
             self._opener.collect(peer, kind, message, self._now)
             self._led()
         if self._is_following(round_id) and self._following is not None and peer == self._following.opener:
@@ -393,7 +424,7 @@ class RoundMachine:
             case "adopt", Phase.READY:
                 self._adopt(following, message.adopt)
             case "abandon", _:
-                self._release()
+                self._release(said_so=True)
 
     def _token_report(self, peer: str, round_id: RoundId, report: dp.TokenReport) -> None:
         if peer not in self.plan.members:
@@ -401,13 +432,18 @@ class RoundMachine:
         if round_id.plan_version < self.plan.version:
             self._actions.append(SharePlan(peer))
         if round_id.plan_version == self.plan.version:
-            self._reach(round_id.plan_version, round_id.attempt)
-        self._heard[peer] = _Heard(report.tokens, self._now, report.leaving)
+            self._reach(round_id.attempt)
+        assignment = self.plan.assignment(peer)
+        most = assignment.max_round_tokens if assignment else 0
+        self._heard[peer] = _Heard(min(report.tokens, most), self._now, report.leaving, report.step_ms / 1000)
 
-    def _reach(self, plan_version: int, attempt: int) -> None:
-        """Somebody cannot follow earlier attempts than this one."""
-        if self.phase is Phase.IDLE and self._opener is None and plan_version == self.plan.version:
-            self.attempt = max(self.attempt, min(attempt, self.attempt + MAX_ATTEMPT_JUMP))
+    def _reach(self, attempt: int) -> None:
+        """Somebody cannot follow earlier attempts than this one: come nearer, a lap at a time."""
+        if self.phase is not Phase.IDLE or self._opener is not None or attempt <= self.attempt:
+            return
+        if self._now - self._reached >= self.policy.report_interval.total_seconds() / 2:
+            self._reached = self._now
+            self.attempt = min(attempt, self.attempt + len(self.plan.members), MAX_ATTEMPT)
 
     def _opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
         following = self._following
@@ -430,8 +466,11 @@ class RoundMachine:
             self._decline(peer, round_id, "this is not an attempt that this member follows")
             return
         late = round_id.attempt < self.attempt or (self._promised is not None and round_id.ballot <= self._promised)
-        if late or round_id.attempt > self.attempt + MAX_ATTEMPT_JUMP:
+        if late or round_id.attempt > min(MAX_ATTEMPT, self.attempt + MAX_ATTEMPT_JUMP):
             self._decline(peer, round_id, f"we stand at {self.round_id}")
+            return
+        if self._must_wait(peer):
+            self._decline(peer, round_id, "its last attempt failed: others have their turn first")
             return
         if message.open.head_hash != self.head.hash:
             self._decline(peer, round_id, "this member's head is another manifest")
@@ -446,6 +485,10 @@ class RoundMachine:
         else:
             self.phase = Phase.FREEZING
             self._actions.append(Freeze(round_id))
+
+    def _must_wait(self, opener: str) -> bool:
+        """Whether others shall have their turn before an opener whose attempts failed."""
+        return self._now < self._refused_until.get(opener, float("-inf"))
 
     def _wait_with(self, peer: str, message: dp.RoundMessage) -> None:
         """Keep an Open that cannot be followed yet, the highest one, as long as its opener waits."""
@@ -498,13 +541,15 @@ class RoundMachine:
             head = self._seals.check_commit(committed, self.electorate)
         except AtollError:
             return False
+        if not self.plan.accepts(head):
+            return False
         following = self._following
-        mine = {item.peer_id for item in head.manifest.contributions}
         opened_here = following is not None and following.opener == self.me
-        self._actions.append(Install(head, opened_here, counted=self._exposed and self.me in mine))
-        present = self.me in head.electorate.members
+        counted = self.counts(head.manifest)
+        self._actions.append(Install(head, opened_here, counted))
+        self._trusted = self._trusted or (counted and self.me in head.electorate.members)
+        self._left |= {peer for peer, said in self._heard.items() if said.leaving}
         self._reset(head)
-        self._voter = self._voter or present
         self._adopt_plan()
         return True
 
@@ -523,7 +568,8 @@ class RoundMachine:
         if self._voted is not None:
             ballot, payload = self._voted.ballot, self._voted.payload
             named = replace(following.round_id, plan_version=ballot.plan_version, attempt=ballot.attempt)
-            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload)
+            signature = self._seals.vote(payload, ballot)
+            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload, signature=signature)
         following.ready = dp.Ready(
             round=following.round_id.to_proto(),
             tokens=frozen.tokens,
@@ -547,7 +593,7 @@ class RoundMachine:
         following.start = message
         following.deadline = self._now + seconds + _SETTLE_FLOORS * self._paces.decision.floor
         self.phase = Phase.EXCHANGING
-        self._exposed = True
+        self._exposed_in.add(following.round_id)
         self._actions.append(RunExchange(following.round_id, message, seconds))
 
     def _parted(self, event: Parted) -> None:
@@ -555,6 +601,7 @@ class RoundMachine:
         if self.phase is not Phase.EXCHANGING or following is None or following.round_id != event.round_id:
             return
         self.phase = Phase.PARTED
+        following.parts = event.digests
         parts = dp.Parts(round=event.round_id.to_proto(), digests=event.digests, partial=event.partial)
         self._send(following.opener, dp.RoundMessage(parts=parts))
         if following.settle is not None:
@@ -568,6 +615,11 @@ class RoundMachine:
             check_settle(following.start, following.settle)
         except PeerMisbehaved as error:
             self._give_up(str(error))
+            return
+        if self.me in following.settle.present and any(
+            held and not settled for held, settled in zip(following.parts, following.settle.digests, strict=True)
+        ):
+            self._give_up("Settle gives up a part that we reported to hold")
             return
         seconds = min(following.settle.deadline_ms / 1000, self._paces.decision.ceiling)
         following.deadline = self._now + seconds + self._tie_seconds
@@ -591,8 +643,10 @@ class RoundMachine:
 
     def _adopt(self, following: _Following, message: dp.Adopt) -> None:
         """An earlier attempt's result may have been committed: vote for it, once we hold it."""
-        if not self._fits(message.payload):
-            self._give_up("the result to adopt does not build on our head")
+        try:
+            check_payload(self.policy, self.plan, self.head, message.payload)
+        except PeerMisbehaved as error:
+            self._give_up(str(error))
             return
         seconds = min(message.deadline_ms / 1000, self._paces.exchange.ceiling)
         following.deadline = self._now + seconds + self._tie_seconds
@@ -604,19 +658,23 @@ class RoundMachine:
         self._actions.append(Obtain(following.round_id, message.payload, holders, seconds))
 
     def _obtained(self, round_id: RoundId, payload: bytes) -> None:
-        if not self._fits(payload):
+        try:
+            check_payload(self.policy, self.plan, self.head, payload)
+        except PeerMisbehaved:
             return  # the head moved meanwhile
-        self._held.add(payload)
+        self._keep(payload)
         if self.phase is Phase.STAGING and self._following is not None and self._following.round_id == round_id:
             self._hold(self._following, payload)
 
     def _hold(self, following: _Following, payload: bytes) -> None:
         """We have the state that `payload` names: install it when it is committed already, else vote."""
-        self._held.add(payload)
+        self._keep(payload)
         if following.commit is not None and following.commit.payload == payload and self._install(following.commit):
             return
         self.phase = Phase.VOTED
-        if not self._voter:
+        settled = following.settle
+        left_out = settled is not None and self.me not in settled.present and not self._leaving
+        if not self._voter or left_out:  # nobody votes for a result that takes its voice away
             return
         ballot = following.round_id.ballot
         self._voted = Voted(ballot, payload)
@@ -625,12 +683,13 @@ class RoundMachine:
         )
         self._pledge(following, dp.RoundMessage(digest=digest))
 
-    def _fits(self, payload: bytes) -> bool:
-        head = Head(manifest_pb2.CommittedManifest(payload=payload))
-        try:
-            return head.round == self.head.round + 1 and head.manifest.previous_hash == self.head.hash
-        except ValueError:  # protobuf's DecodeError
-            return False
+    def _keep(self, payload: bytes) -> None:
+        """Its state is here. Of several that may be committed the newest are kept, and the one that we voted for."""
+        self._held.pop(payload, None)
+        self._held[payload] = None
+        for other in list(self._held)[:-HELD]:
+            if other != self.in_doubt:
+                del self._held[other]
 
     def _pledge(self, following: _Following, message: dp.RoundMessage) -> None:
         """Send what binds us, once it is on disk."""
@@ -654,23 +713,30 @@ class RoundMachine:
         elif following.opener != self.me:
             self._decline(following.opener, following.round_id, reason)
 
-    def _release(self) -> None:
-        """Forget the current attempt; a later one has another opener."""
+    def _release(self, *, said_so: bool = False) -> None:
+        """Forget the current attempt; a later one has another opener. `said_so`: this one abandoned it in words."""
         following, self._following = self._following, None
         if following is None:
             return
-        if not self._exposed:
+        if not self._exposed_in:
             self._frozen = None
-        self._actions.append(Release(following.round_id, thaw=not self._exposed))
+        self._actions.append(Release(following.round_id, thaw=not self._exposed_in))
         self.phase = Phase.IDLE
         self._due_since = None
         self._failures += 1
+        self._strike(following.opener, said_so)
         first, most = _BACKOFF
         self._not_before = self._now + min(most, first * 2 ** min(self._failures - 1, 10))
         if following.round_id.number == self.head.round + 1 and following.plan.version == self.plan.version:
-            self.attempt = max(self.attempt, following.round_id.attempt + 1)
+            self.attempt = min(MAX_ATTEMPT, max(self.attempt, following.round_id.attempt + 1, self._declined_to))
         self._adopt_plan()
         self._try_waiting()
+
+    def _strike(self, opener: str, said_so: bool) -> None:
+        first, most, most_silent = _TURNS
+        self._strikes[opener] = self._strikes.get(opener, 0) + 1
+        seconds = min(most if said_so else most_silent, first * 2 ** min(self._strikes[opener] - 1, 10))
+        self._refused_until[opener] = self._now + seconds
 
     # --- where we stand ------------------------------------------------------------------------------
 
@@ -685,10 +751,11 @@ class RoundMachine:
         self._opener = None
         self._tokens = 0
         self._frozen = None
-        self._exposed = False
-        self._held = set()
+        self._exposed_in = set()
+        self._held = {}
         self._told = {}
-        self._failures = 0
+        self._failures = self._declined_to = 0
+        self._strikes, self._refused_until = {}, {}
         self._not_before = float("-inf")
         self._last_commit = self._now
         self._fresh_count()
@@ -697,16 +764,15 @@ class RoundMachine:
     def _recall(self) -> None:
         """What we promised and voted at this head before a restart; whether we can know.
 
-        No record at all means that this node never voted, or lost its disk. It is the former for sure at the base, and
-        from the second round after the one it started in. A record of a later round means that we stand at an older
-        state than we once did.
+        A node writes its first record when it enrols: without any, it lost its disk, and abstains until a round was
+        committed in which this life took part, or a recovery made all earlier votes void. A record of a later round
+        means that we stand at an older state than we once did.
         """
         self._voted = None
         self._promised = None
         record, number = self._record, self.head.round + 1
         if record is None:
-            at_base = self.head.hash == self.plan.base.manifest_hash
-            self._voter = at_base or self.head.round >= self._first_round + 2
+            self._voter = self._trusted or self.plan.base.since_version > self._first_plan
         elif record.number < number or record.promised.plan_version < self.plan.base.since_version:
             self._voter = True
         else:
@@ -721,9 +787,10 @@ class RoundMachine:
         if self._next_plan is None or self._following is not None or self._opener is not None:
             return
         before, self.plan, self._next_plan = self.plan, self._next_plan, None
-        self.attempt = 0
+        self.attempt = self._declined_to = 0
+        self._strikes, self._refused_until = {}, {}
         if self.plan.base != before.base:  # what was voted for on the old history does not count
-            self._held = set()
+            self._held = {}
             self._recall()
         self._failures = 0
         self._not_before = float("-inf")

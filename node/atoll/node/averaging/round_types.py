@@ -85,9 +85,10 @@ class HeadMoved:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens that this node trained since its head."""
+    """Tokens that this node trained since its head, and what an inner step takes."""
 
     tokens: int
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ class VoteStore:
     def __init__(self, directory: Path) -> None:
         self._path = directory / _FILE
 
+    def begin(self) -> None:
+        """The blank record of a node that got its identity just now, and so cannot have voted."""
+        self.save(VoteRecord(0, b"", Ballot(0, 0)))
+
     def save(self, record: VoteRecord) -> None:
         """Make it durable. Raises `DataDirUnusable`."""
         voted = record.voted
