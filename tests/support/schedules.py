@@ -1,12 +1,17 @@
 """Random schedules of trouble for `World`, each from one seed, and what must hold after every one of them."""
 
+import os
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from support.machine_world import World, make_plan, state_of
 
 from atoll.node.averaging.round import RoundMachine
 
+CHUNK = 250
 TROUBLE_SECONDS = 24.0
 QUIET_SECONDS = 90.0
 
@@ -114,3 +119,27 @@ def _why_stuck(world: World) -> str:
     doubts = {node.machine.in_doubt for node in world.live()} | {world.acceptor.doubt(newest.round + 1)}
     kept = set().union(*(node.staged for node in world.live()))
     return "the state of a result in doubt is lost" if any(d and state_of(d) not in kept for d in doubts) else ""
+
+
+def run_chunk(first: int) -> list[Outcome]:
+    """`CHUNK` schedules; a failure names its seed."""
+    outcomes = []
+    for seed in range(first, first + CHUNK):
+        try:
+            outcomes.append(run_schedule(seed))
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+    return outcomes
+
+
+def run_all(first: int, count: int) -> Counter[str]:
+    """`count` schedules on all cores: what they came to."""
+    totals: Counter[str] = Counter()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as workers:
+        for outcomes in workers.map(run_chunk, range(first, first + count, CHUNK)):
+            for outcome in outcomes:
+                totals["schedules"] += 1
+                totals["rounds"] += outcome.rounds
+                totals["kills"] += outcome.kills
+                totals[outcome.recovered or "went on by itself"] += 1
+    return totals

@@ -77,6 +77,7 @@ class Daemon:
             timedelta(seconds=config.checkpoint_interval_seconds),
             clock,
         )
+        self._deny_shown_older = False
         self._checkpoints_told: tuple[mb.CheckpointInfo, ...] = ()
         self._uploads = Uploads(self._send_checkpoint)
         self._leaving = asyncio.Event()
@@ -344,6 +345,8 @@ class Daemon:
             request.multiaddrs.extend(self._host.multiaddrs())
         if self._session is not None and self._session.genesis is not None:
             request.genesis.CopyFrom(self._session.genesis)
+        if self._deny_shown_older:  # the coordinator was restored from a backup: it must learn of later bans
+            request.deny_list.CopyFrom(pb.Signed.FromString(self._credentials.deny_list))
         held = self._checkpoints.held()
         if first or held is not self._checkpoints_told:
             self._checkpoints_told = held
@@ -371,6 +374,7 @@ class Daemon:
             self._host.gate.set_membership(credentials.sealed_membership())
 
     def _deny_listed(self, deny: Deny, sealed: pb.Signed) -> None:
+        self._deny_shown_older = deny.number < self._credentials.deny().number
         if deny.number > self._credentials.deny().number:
             self._credentials = self._link.credentials = self._link.credentials.with_deny_list(sealed)
             self._credentials.save(self._config.data_dir)  # a restart must not forget a ban

@@ -1,45 +1,16 @@
 """Thousands of seeded schedules of trouble against the shipped round machine, and mutations that they must catch."""
 
-import os
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import get_context
 from unittest.mock import patch
 
 import pytest
 from support.machine_world import Violation, World
-from support.schedules import Outcome, run_schedule
+from support.schedules import run_all, run_schedule
 
 from atoll.core.quorum import Ballot, Electorate
 from atoll.node.averaging import opener
 from atoll.node.averaging.round import RoundMachine
-
-CHUNK = 250
-
-
-def run_chunk(first: int) -> list[Outcome]:
-    """`CHUNK` schedules; a failure names its seed."""
-    outcomes = []
-    for seed in range(first, first + CHUNK):
-        try:
-            outcomes.append(run_schedule(seed))
-        except AssertionError as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-    return outcomes
-
-
-def run_all(first: int, count: int) -> Counter:
-    totals = Counter()
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as workers:
-        for outcomes in workers.map(run_chunk, range(first, first + count, CHUNK)):
-            for outcome in outcomes:
-                totals["schedules"] += 1
-                totals["rounds"] += outcome.rounds
-                totals["kills"] += outcome.kills
-                totals[f"recovered: {outcome.recovered}" if outcome.recovered else "went on by itself"] += 1
-    return totals
 
 
 @pytest.mark.timeout(900)
