@@ -222,10 +222,16 @@ def test_what_is_not_voted_for(world: World, spoil: str) -> None:
 
 
 def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
-    for number in range(1, votes.MAX_OPEN_ROUNDS + 1):
+    for number in range(1, votes.AHEAD + 1):
         assert ask(world, attempt(world, number=number)).granted
-    assert not ask(world, attempt(world, number=votes.MAX_OPEN_ROUNDS + 1)).granted
-    assert ask(world, attempt(world, number=1)).granted
+    with pytest.raises(InvalidRequest, match="too far"):
+        ask(world, attempt(world, number=votes.AHEAD + 1))
+
+
+def test_attempts_cannot_be_used_up(world: World) -> None:
+    with pytest.raises(InvalidRequest, match="too far"):
+        ask(world, replace(attempt(world), attempt=2**32 - 1))
+    assert ask(world, attempt(world)).granted
 
 
 # --- after a restore -----------------------------------------------------------------------------------

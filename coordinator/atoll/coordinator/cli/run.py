@@ -154,7 +154,9 @@ def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials:
 def recover(
     run: RunArgument = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
-    force: Annotated[bool, typer.Option("--force", help="although enough nodes are here: a lost result blocks")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="although enough nodes are here: a lost result blocks")
+    ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:

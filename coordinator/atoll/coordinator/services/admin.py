@@ -127,7 +127,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def RecoverRun(self, request: wire.RecoverRunRequest, context: Context) -> wire.RunView:
         """Go on from the newest state that is left."""
         return await self._run(
-            await self._controller.do(lambda state, now: recovery.recover(state, now, request.run_id, force=request.force))
+            await self._controller.do(
+                lambda state, now: recovery.recover(state, now, request.run_id, force=request.force)
+            )
         )
 
     async def GetRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:

@@ -84,16 +84,18 @@ def newest_left(state: State, run: Run) -> Left | None:
     told = (state.live[peer].status for peer in lifecycle.fit_nodes(state, run.run_id))
     held = Counter((status.head_round, status.head_hash) for status in told if len(status.head_hash) == _HASH_BYTES)
     found = (Left(number, count, digest) for (number, digest), count in held.items())
-    return max((item for item in found if _counts(run, memory, item)), default=None)
+    most = len(lifecycle.fit_nodes(state, run.run_id)) / 2
+    return max((item for item in found if _counts(run, memory, item, most)), default=None)
 
 
-def _counts(run: Run, memory: RunMemory, left: Left) -> bool:
-    """Whether a state is of the history that counts, as far as is known here."""
+def _counts(run: Run, memory: RunMemory, left: Left, most: float) -> bool:
+    """Whether a state is of the history that counts: known here, or told by more than `most` nodes."""
     commit = memory.committed.get(left.round)
     if commit is not None:
         return commit.manifest_hash == left.manifest_hash
     known_base = memory.bases[-1].round if memory.bases else 0
-    return known_base < left.round <= run.head_round + MAX_GAP and left.manifest_hash not in memory.void
+    possible = known_base < left.round <= run.head_round + MAX_GAP and left.manifest_hash not in memory.void
+    return possible and left.holders > most
 
 
 def _left_to_all(state: State, run_id: str) -> Left | None:

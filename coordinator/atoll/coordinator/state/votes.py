@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Run, Vote
-from atoll.coordinator.state.reports import MAX_GAP
+from atoll.coordinator.state.reports import MAX_ATTEMPT
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.core.errors import Banned, InvalidRequest
 from atoll.core.quorum import Ballot
@@ -24,8 +24,8 @@ from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
 
 MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
-MAX_OPEN_ROUNDS = 64  # of a run, for which votes are kept
-_UINT32 = 2**32
+AHEAD = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
+MAX_ATTEMPT_JUMP = 10_000  # one opener cannot use up the attempts of a round
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,6 @@ def _refusal(run: Run, memory: RunMemory, number: int) -> str:
         return f"round {number} is committed; the newest known is {run.head_round}"
     if abstains(run, memory):
         return "the coordinator was restored from a backup and does not vote until a round has committed without it"
-    if number not in memory.votes and len(memory.votes) >= MAX_OPEN_ROUNDS:
-        return f"votes are kept for {MAX_OPEN_ROUNDS} rounds that nobody told the end of"
     return ""
 
 
@@ -112,8 +110,12 @@ def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None
     current = memory.plan.members if memory.plan else ()
     if round_id.run_id != run.run_id or round_id.fragment or peer_id not in current or peer_id not in members:
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
-    if not 0 < round_id.number <= run.head_round + MAX_GAP or round_id.attempt >= _UINT32:
+    if not 0 < round_id.number <= run.head_round + AHEAD:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
+    known = memory.votes.get(round_id.number)
+    promised = known.promised_attempt if known is not None and known.promised_plan == round_id.plan_version else 0
+    if round_id.attempt > min(MAX_ATTEMPT, promised + MAX_ATTEMPT_JUMP):
+        raise InvalidRequest(f"attempt {round_id.attempt} at round {round_id.number} is too far from those before it")
     if round_id.opener(members) != peer_id:
         raise InvalidRequest("a vote is asked for by the opener of the attempt")
     if is_void(memory.bases, round_id.number, round_id.plan_version):
