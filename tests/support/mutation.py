@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from atoll.core.frames import Frame, FrameKind, pack_prefix
+from atoll.core.frames import PREFIX, Frame, FrameKind
 
 M = TypeVar("M", bound=Message)
 
@@ -179,8 +180,10 @@ _BOUNDS = {
 
 
 def on_wire(frame: Frame) -> bytes:
-    """A frame's true bytes on a stream."""
-    return pack_prefix(frame.kind, frame.header, frame.body) + frame.header + bytes(frame.body)
+    """A frame's true bytes on a stream, also of one that no sender of ours would send."""
+    body = bytes(frame.body)
+    checksum = zlib.crc32(body, zlib.crc32(frame.header))
+    return PREFIX.pack(b"AT", 1, frame.kind, len(frame.header), len(body), checksum) + frame.header + body
 
 
 def _places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:

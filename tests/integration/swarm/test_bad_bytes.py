@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +17,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2 as dht
 from support.donors import ANN, GENESIS, Holding, commit, state_of
-from support.mutation import Mutator
+from support.mutation import Mutator, on_wire
 from support.swarm_lab import Lab
 
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
@@ -225,7 +224,7 @@ async def test_what_a_member_can_make_us_remember_is_bounded(lab: Lab, tmp_path:
         (STATE, Frame(FrameKind.MESSAGE, b"\x0a\x00" * (1 << 14))),
     ]
     for protocol, frame in worst:
-        data = pack_any(frame)
+        data = on_wire(frame)
         with little_memory(protocol):
             reader, writer = await attacker._p2p.open_socket(victim, protocol, SOON)
             await asyncio.wait_for(reader.readexactly(PREFIX.size), SOON.total_seconds())
@@ -259,8 +258,3 @@ async def leave_unfinished(attacker: SwarmHost, victim: str) -> None:
             await reader.read()
             await reader.read()
     writer.transport.abort()
-
-
-def pack_any(frame: Frame) -> bytes:
-    """A frame's bytes, also of one that no sender of ours would send."""
-    return PREFIX.pack(b"AT", 1, frame.kind, len(frame.header), 0, zlib.crc32(frame.header)) + frame.header

@@ -100,6 +100,7 @@ def test_honest_messages_pass(message: dht.StoreRequest) -> None:
         dht.FindRequest(keys=[KEY] * 17),
         found(value=bomb()),
         found(expiration_time=float("inf")),
+        found(type=7),
         found(nearest_node_ids=[KEY]),
         found(nearest_node_ids=[KEY], nearest_peer_ids=[base58.b58decode(SENDER)]),
         dht.PingResponse(peer=dht.NodeInfo(node_id=KEY)),

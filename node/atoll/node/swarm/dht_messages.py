@@ -75,8 +75,10 @@ def _check_found(response: dht.FindResponse, now: float) -> None:
         _check_expiry(result.expiration_time, now)
         if result.type == dht.FOUND_DICTIONARY:
             check_dictionary(result.value)
-        else:
+        elif result.type == dht.FOUND_REGULAR:
             check_msgpack(result.value)
+        else:
+            raise PeerMisbehaved(f"a find response has a result of kind {result.type}")
 
 
 def check_dictionary(data: bytes) -> None:
