@@ -1,7 +1,5 @@
 """Real processes, real SIGKILL and SIGSTOP: nothing committed is lost, nobody hangs, every replica is equal."""
 
-import os
-import signal
 from contextlib import contextmanager
 
 import psutil
@@ -113,58 +111,3 @@ def _settled(swarm: Reef, name: str) -> bool:
     """Whether the round under way when its peer died is over."""
     status = swarm.status(name)
     return status is not None and status["rounds_abandoned"] > 0
-
-
-async def test_a_whole_swarm_stopped_and_started_goes_on_where_it_was(tmp_path):
-    async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=MANY)
-        endpoints = swarm.endpoints
-        await swarm.node("ann")
-        await swarm.node("bob")
-        await swarm.rounds("ann", 4)
-        await swarm.stop("ann", "bob")
-        await swarm.stop("seed")
-        await swarm.stop("coordinator")
-        before = {name: chain(swarm, name) for name in ("ann", "bob")}
-        last = min(max(known) for known in before.values())
-
-        await swarm.start_coordinator(*same_ports(endpoints))
-        for name in ("seed", "ann", "bob"):
-            await swarm.restart_member(name)
-        await swarm.until(lambda: swarm.round("ann") > last, "the run does not go on", READY)
-        await swarm.rounds("bob", 1)
-        after = chain(swarm, "ann")
-        assert after[last].hash == before["ann"][last].hash
-        assert after[last + 1].manifest.previous_hash == after[last].hash
-        assert after[last + 1].committed_tokens > after[last].committed_tokens
-        assert after[last + 1].data.cursor >= after[last].data.cursor
-        assert_one_history(swarm, "ann", "bob")
-
-
-async def test_everything_killed_at_once_loses_at_most_a_checkpoint_interval(tmp_path, monkeypatch):
-    monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "2")
-    async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=MANY)
-        endpoints = swarm.endpoints
-        for name in ("ann", "bob"):
-            await swarm.node(name)
-        await swarm.rounds("ann", 6)
-        pids = [swarm.programs[name].pid for name in ("coordinator", "seed", "ann", "bob")]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for name in ("coordinator", "seed", "ann", "bob"):
-            await kill(swarm, name)
-        checkpoints = [
-            int(path.name) for name in ("ann", "bob") for path in (tmp_path / name / "runs/reef/checkpoints").glob("0*")
-        ]
-        assert checkpoints
-
-        await swarm.start_coordinator(*same_ports(endpoints))
-        for name in ("seed", "ann", "bob"):
-            await swarm.restart_member(name)
-        await swarm.until(
-            lambda: min(swarm.round("ann"), swarm.round("bob")) > max(checkpoints), "the run does not go on", READY
-        )
-        await swarm.rounds("ann", 2)
-        newest = chain(swarm, "ann")[swarm.round("ann")]
-        assert newest.hash == chain(swarm, "bob").get(newest.round, newest).hash

@@ -1,15 +1,14 @@
 """Whole swarms that stop, or are killed, and start again go on from what was committed."""
 
 import asyncio
-import json
 import os
-import re
 import signal
 
 import pytest
 from support.reef import reef
 
 from atoll.core.manifest import Head
+from atoll.node.lab.trouble import same_ports
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
 
@@ -31,22 +30,9 @@ async def kill(swarm, *names):
 
 
 async def start_again(swarm):
-    """Everything where it was before: who is off for long keeps its addresses, or nobody finds it."""
-    told = json.loads((swarm.root / "coordinator/endpoints.json").read_text())
-    ports = {
-        "--enrol-port": told["enrolment"],
-        "--member-port": told["membership"],
-        "--http-port": told["http"].strip("/"),
-    }
-    flags = [word for flag, where in ports.items() for word in (flag, where.rpartition(":")[2])]
-    await swarm.start_coordinator(*flags)
-    seed = json.loads((swarm.root / "ann/credentials.json").read_text())["seeds"][0]
-    port = re.search(r"/tcp/(\d+)", seed)[1]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ATOLL_PORT", port)
-        await swarm.restart_member("seed")
-    await swarm.reach("seed", "ready")
-    for name in NODES:
+    """Everything on the port of the last time, the nodes before the seed that they wait for."""
+    await swarm.start_coordinator(*same_ports(swarm.endpoints))
+    for name in (*NODES, "seed"):
         await swarm.restart_member(name)
 
 
