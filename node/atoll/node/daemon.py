@@ -367,9 +367,16 @@ class Daemon:
         averaging = sum(self._host.bytes_sent(name) for name in AVERAGING_PROTOCOLS)
         return averaging, self._host.bytes_sent_total() - averaging
 
+    def _keep_credentials(self) -> None:
+        """For the next start. A disk that does not take them now is no reason to stop; the next change tries again."""
+        try:
+            self._credentials.save(self._config.data_dir)
+        except AtollError as error:
+            _log.warning("credentials are not on disk", reason=str(error))
+
     def _certificate_renewed(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        credentials.save(self._config.data_dir)
+        self._keep_credentials()
         if self._host is not None:
             self._host.gate.set_membership(credentials.sealed_membership())
 
@@ -377,13 +384,13 @@ class Daemon:
         self._deny_shown_older = deny.number < self._credentials.deny().number
         if deny.number > self._credentials.deny().number:
             self._credentials = self._link.credentials = self._link.credentials.with_deny_list(sealed)
-            self._credentials.save(self._config.data_dir)  # a restart must not forget a ban
+            self._keep_credentials()  # a restart must not forget a ban
         if self._host is not None:
             self._host.gate.set_deny_list(deny)
 
     def _seeds_moved(self, seeds: tuple[str, ...]) -> None:
         self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
-        self._credentials.save(self._config.data_dir)  # the next start asks the new ones
+        self._keep_credentials()  # the next start asks the new ones
         if self._host is not None:
             for seed in seeds:
                 self._host.learn_addresses(seed.rpartition("/p2p/")[2], [seed])
