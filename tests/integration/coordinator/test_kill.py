@@ -41,7 +41,7 @@ async def loaded_until_killed(victim: Victim, kill: Kill) -> None:
         assert isinstance(result, grpc.aio.AioRpcError | AssertionError), result
         if isinstance(result, AssertionError) and "ended the stream" not in str(result):
             raise result
-        assert reached, f"no {kill.kind} call in {LOAD_SECONDS} s"
+        assert reached, f"no {kill.kind} call in {LOAD_SECONDS} s; the load ended with {result!r}"
         await victim.close()
 
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Run, Vote
-from atoll.coordinator.state.reports import MAX_ATTEMPT
+from atoll.coordinator.state.reports import MAX_ATTEMPT, MAX_GAP
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.core.errors import Banned, InvalidRequest
 from atoll.core.quorum import Ballot
@@ -25,6 +25,7 @@ from atoll.v1 import manifest_pb2
 
 MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
 AHEAD = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
+MAX_FAR_ROUNDS = 8  # further ahead than that, so that nobody's asking can crowd out the next rounds
 MAX_ATTEMPT_JUMP = 10_000  # one opener cannot use up the attempts of a round
 
 
@@ -102,6 +103,9 @@ def _refusal(run: Run, memory: RunMemory, number: int) -> str:
         return f"round {number} is committed; the newest known is {run.head_round}"
     if abstains(run, memory):
         return "the coordinator was restored from a backup and does not vote until a round has committed without it"
+    far = [voted for voted in memory.votes if voted > run.head_round + AHEAD]
+    if number not in memory.votes and number > run.head_round + AHEAD and len(far) >= MAX_FAR_ROUNDS:
+        return f"round {number} is far from round {run.head_round}, the newest known: tell the rounds between first"
     return ""
 
 
@@ -110,7 +114,7 @@ def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None
     current = memory.plan.members if memory.plan else ()
     if round_id.run_id != run.run_id or round_id.fragment or peer_id not in current or peer_id not in members:
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
-    if not 0 < round_id.number <= run.head_round + AHEAD:
+    if not 0 < round_id.number <= run.head_round + MAX_GAP:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
     known = memory.votes.get(round_id.number)
     promised = known.promised_attempt if known is not None and known.promised_plan == round_id.plan_version else 0
