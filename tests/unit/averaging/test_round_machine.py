@@ -6,12 +6,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.machine_world import POLICY, World, make_plan
+from support.machine_world import BLANK, GENESIS, POLICY, FakeSeals, World, make_plan
 
 from atoll.core.plan import Base
+from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.round import Phase
+from atoll.node.averaging.round import RoundMachine
+from atoll.node.averaging.round_types import Phase
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -391,3 +393,33 @@ def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment)
         w.feed(w.peers[0], rt.Received(w.peers[1], message))
         w.run(0.3)
     assert w.run(200, until=committed(w, w.rounds() + 1))
+
+
+def machine_of_three(record: rt.VoteRecord = BLANK) -> RoundMachine:
+    return RoundMachine("p0", POLICY, FakeSeals("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record)
+
+
+def open_of(attempt: int, version: int) -> rt.Received:
+    """An Open by whoever may send it."""
+    round_id = RoundId("r", version, 0, 1, attempt)
+    opener = round_id.opener(["p0", "p1", "p2"])
+    opened = dp.Open(round=round_id.to_proto(), head_hash=GENESIS.hash, deadline_ms=1000)
+    return rt.Received(opener, dp.RoundMessage(open=opened))
+
+
+def test_an_open_that_waited_too_long_does_not_keep_a_later_one_out():
+    machine = machine_of_three()
+    assert not machine.step(open_of(7, version=2), 0.0)  # of a plan that we do not have yet
+    assert not machine.step(open_of(4, version=2), 2.0)
+    actions = machine.step(rt.PlanReceived(make_plan(["p0", "p1", "p2"], 2)), 2.5)
+    assert [action.round_id.attempt for action in actions if isinstance(action, rt.Freeze)] == [4]
+    assert machine.phase is Phase.FREEZING
+
+
+def test_a_promise_under_a_newer_plan_is_kept_when_that_plan_comes_after_the_restart():
+    promised = Ballot(2, 4)
+    machine = machine_of_three(rt.VoteRecord(1, GENESIS.hash, promised))
+    machine.step(rt.PlanReceived(make_plan(["p0", "p1", "p2"], 2)), 0.0)
+    assert machine.round_id.attempt == 5
+    actions = machine.step(open_of(4, version=2), 0.1)
+    assert [action.message.WhichOneof("body") for action in actions] == ["decline"]

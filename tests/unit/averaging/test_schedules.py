@@ -10,6 +10,7 @@ from support.schedules import run_all, run_schedule
 
 from atoll.core.quorum import Ballot, Electorate
 from atoll.node.averaging import opener
+from atoll.node.averaging.memory import VoteMemory
 from atoll.node.averaging.round import RoundMachine
 
 
@@ -47,26 +48,26 @@ def half_is_enough():
 
 def votes_are_forgotten():
     """A restart knows its promise, but not what it voted for."""
-    recall = RoundMachine._recall
+    recall = VoteMemory.recall
 
-    def forgetful(self):
+    def forgetful(self, head, plan):
         if self._record is not None:
             self._record = replace(self._record, voted=None)
-        recall(self)
+        recall(self, head, plan)
 
-    return patch.object(RoundMachine, "_recall", forgetful)
+    return patch.object(VoteMemory, "recall", forgetful)
 
 
 def promises_are_forgotten():
     """Whoever lost its disk votes at once, and whoever kept it takes any ballot."""
-    recall = RoundMachine._recall
+    recall = VoteMemory.recall
 
-    def forgetful(self):
+    def forgetful(self, head, plan):
         self._record = None
-        recall(self)
-        self._voter = True
+        recall(self, head, plan)
+        self.votes = True
 
-    return patch.object(RoundMachine, "_recall", forgetful)
+    return patch.object(VoteMemory, "recall", forgetful)
 
 
 def nothing_is_adopted():
@@ -89,7 +90,7 @@ def votes_of_all_attempts_add_up():
     opened = RoundMachine._opened
 
     def backwards(self, peer, round_id, message):
-        self._promised = None
+        self._memory.promised = None
         self.attempt = min(self.attempt, round_id.attempt)
         opened(self, peer, round_id, message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Protocol
 
 from atoll.core.manifest import Head
@@ -14,6 +15,18 @@ from atoll.core.round_id import RoundId
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
+
+
+class Phase(Enum):
+    """Where a node stands in a round."""
+
+    IDLE = auto()
+    FREEZING = auto()
+    READY = auto()
+    EXCHANGING = auto()
+    PARTED = auto()
+    STAGING = auto()
+    VOTED = auto()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,153 @@
+"""One attempt as a member lives it, from the opener's Open to our own vote. Pure; round.py feeds it and carries it out.
+
+Its steps raise `PeerMisbehaved` when the opener asks for what no honest opener would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.manifest import Head, manifest_hash
+from atoll.core.plan import Plan
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.decide import check_payload, check_settle, check_start, manifest_payload
+from atoll.node.averaging.memory import VoteMemory
+from atoll.node.averaging.opener import Paces
+from atoll.node.averaging.round_types import (
+    Action,
+    Complete,
+    Freeze,
+    Frozen,
+    Obtain,
+    Parted,
+    Phase,
+    Pledge,
+    RoundPolicy,
+    RunExchange,
+    Seals,
+)
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+_SETTLE_FLOORS = 4  # of the opener's slack, after the exchange's time, until Settle is overdue
+
+
+@dataclass
+class Follower:
+    """`out` collects messages (peer, message) and actions; the machine takes them after every call."""
+
+    me: str
+    opener: str
+    round_id: RoundId
+    plan: Plan  # the attempt ends under the plan it began with
+    head: Head
+    policy: RoundPolicy
+    paces: Paces
+    seals: Seals
+    memory: VoteMemory
+    tie_seconds: float  # what the opener may need to hear the coordinator
+    deadline: float
+    phase: Phase = Phase.FREEZING
+    out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
+    commit: manifest_pb2.CommittedManifest | None = None  # it came before our own result was staged
+    _ready: dp.Ready | None = None
+    _parts: tuple[bytes, ...] = ()  # what we reported to hold
+    _start: dp.Start | None = None
+    _settle: dp.Settle | None = None
+
+    def freeze(self) -> None:
+        """Ask the trainer for the head's snapshot."""
+        self.out.append(Freeze(self.round_id))
+
+    def promise(self, frozen: Frozen, *, leaving: bool) -> None:
+        """Ready: we bring that many tokens, and will not vote in earlier attempts."""
+        accepted = None
+        if self.memory.voted is not None:
+            ballot, payload = self.memory.voted.ballot, self.memory.voted.payload
+            named = replace(self.round_id, plan_version=ballot.plan_version, attempt=ballot.attempt)
+            signature = self.seals.vote(payload, ballot)
+            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload, signature=signature)
+        self._ready = dp.Ready(
+            round=self.round_id.to_proto(),
+            tokens=frozen.tokens,
+            samples=frozen.samples,
+            accepted=accepted,
+            voter=self.memory.votes,
+            holds=sorted(map(manifest_hash, self.memory.held)),
+            leaving=leaving,
+        )
+        self.phase = Phase.READY
+        self._pledge(dp.RoundMessage(ready=self._ready))
+
+    def start(self, message: dp.Start, now: float) -> None:
+        """Exchange: from here on the snapshot is seen by others."""
+        assert self._ready is not None
+        check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
+        seconds = min(message.deadline_ms / 1000, self.paces.exchange.ceiling)
+        self._start = message
+        self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor
+        self.phase = Phase.EXCHANGING
+        self.out.append(RunExchange(self.round_id, message, seconds))
+
+    def parted(self, event: Parted, now: float) -> None:
+        """Our exchange is over: report the parts."""
+        self.phase = Phase.PARTED
+        self._parts = event.digests
+        parts = dp.Parts(round=self.round_id.to_proto(), digests=event.digests, partial=event.partial)
+        self.out.append((self.opener, dp.RoundMessage(parts=parts)))
+        if self._settle is not None:
+            self._complete(now)
+
+    def settle(self, message: dp.Settle, now: float) -> None:
+        """Which parts are the round's; the first word counts. It may come before our own exchange is over."""
+        if self._settle is None:
+            self._settle = message
+            if self.phase is Phase.PARTED:
+                self._complete(now)
+
+    def _complete(self, now: float) -> None:
+        assert self._start is not None
+        assert self._settle is not None
+        check_settle(self._start, self._settle)
+        settled = zip(self._parts, self._settle.digests, strict=True)
+        if self.me in self._settle.present and any(held and not given for held, given in settled):
+            raise PeerMisbehaved("Settle gives up a part that we reported to hold")
+        seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling)
+        self.deadline = now + seconds + self.tie_seconds
+        self.phase = Phase.STAGING
+        self.out.append(Complete(self.round_id, self._settle, seconds))
+
+    def staged(self, layers: tuple[manifest_pb2.LayerState, ...]) -> bytes:
+        """The payload of the state that was computed here."""
+        assert self._start is not None
+        assert self._settle is not None
+        return manifest_payload(self.policy, self.plan, self.head, self._start, self._settle, layers)
+
+    def adopt(self, message: dp.Adopt, now: float) -> None:
+        """An earlier attempt's result may have been committed: fetch it, unless we hold it."""
+        check_payload(self.policy, self.plan, self.head, message.payload)
+        seconds = min(message.deadline_ms / 1000, self.paces.exchange.ceiling)
+        self.deadline = now + seconds + self.tie_seconds
+        if message.payload not in self.memory.held:
+            self.phase = Phase.STAGING
+            holders = tuple(peer for peer in message.holders if peer != self.me)
+            self.out.append(Obtain(self.round_id, message.payload, holders, seconds))
+
+    def vote(self, payload: bytes) -> None:
+        """Digest: we hold this result. Nobody votes for one that takes its voice away."""
+        self.phase = Phase.VOTED
+        said_so = self._ready is not None and self._ready.leaving
+        left_out = self._settle is not None and self.me not in self._settle.present and not said_so
+        if not self.memory.votes or left_out:
+            return
+        signature = self.seals.vote(payload, self.round_id.ballot)
+        digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, signature=signature)
+        self._pledge(dp.RoundMessage(digest=digest), payload)
+
+    def _pledge(self, message: dp.RoundMessage, payload: bytes | None = None) -> None:
+        """Send what binds us, once it is on disk."""
+        if self.memory.votes:
+            self.out.append(Pledge(self.memory.pledge(self.round_id.ballot, payload), self.opener, message))
+        else:
+            self.out.append((self.opener, message))

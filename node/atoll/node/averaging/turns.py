@@ -1,0 +1,164 @@
+"""When a round is due, and whose turn it is to open it: who was heard from lately, and who failed. Pure bookkeeping.
+
+Members report their tokens to the next openers. A round is due when those heard from could commit it and their tokens
+add up, or nothing was committed for long, or somebody waits to leave. The attempt's number names the only peer that
+may open it; live peers that do not are passed over one after another. Whoever opened an attempt that failed lets
+others have their turn first, longer each time, and everybody backs off a little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.round_types import RoundPolicy
+from atoll.v1 import dataplane_pb2 as dp
+
+MAX_ATTEMPT = 1_000_000
+MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
+_LATELY = 3.0  # report intervals after which a silent member is not waited for
+_BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
+_TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A member's last token report."""
+
+    tokens: int
+    when: float
+    leaving: bool
+    step_seconds: float
+
+
+class Turns:
+    """What one member knows of the others at one head under one plan; `begin` starts it anew."""
+
+    def __init__(self, me: str, policy: RoundPolicy, head: Head, plan: Plan, now: float) -> None:
+        self._me = me
+        self._policy = policy
+        self._interval = policy.report_interval.total_seconds()
+        self._reached = _NEVER
+        self._left: set[str] = set()  # members for whose leaving a round was opened before
+        self.move(head, plan, now)
+
+    def move(self, head: Head, plan: Plan, now: float) -> None:
+        """A round was committed."""
+        self._last_commit = now
+        self.begin(head, plan, now)
+
+    def begin(self, head: Head, plan: Plan, now: float) -> None:
+        """A new head or a new plan: nobody was heard from, nobody failed."""
+        self._head, self._plan = head, plan
+        self._heard: dict[str, _Heard] = {}
+        self._reported = _NEVER
+        self._due_since: float | None = None
+        self._began = now
+        self._failures = 0
+        self._not_before = _NEVER
+        self._declined_to = 0  # the attempt that others could still follow
+        self._strikes: dict[str, int] = {}  # openers of failed attempts
+        self._refused_until: dict[str, float] = {}
+
+    def serve_leaving(self) -> None:
+        """Whoever waited to leave had a round."""
+        self._left |= {peer for peer, said in self._heard.items() if said.leaving}
+
+    # --- who is there --------------------------------------------------------------------------------
+
+    def hear(self, peer: str, report: dp.TokenReport, now: float) -> None:
+        """A report of a member of the plan; what it claims counts up to its cap."""
+        assignment = self._plan.assignment(peer)
+        most = assignment.max_round_tokens if assignment else 0
+        self._heard[peer] = _Heard(min(report.tokens, most), now, report.leaving, report.step_ms / 1000)
+
+    def hear_self(self, tokens: int, leaving: bool, step_seconds: float, now: float) -> bool:
+        """Our own figures; whether it is time to report them."""
+        self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds)
+        if now - self._reported < self._interval:
+            return False
+        self._reported = now
+        return True
+
+    def lose(self, peer: str) -> None:
+        """Its connection broke."""
+        self._heard.pop(peer, None)
+
+    def lately(self, now: float) -> frozenset[str]:
+        """Members of the plan that were heard from here, lately; ourselves too."""
+        heard = {peer for peer, said in self._heard.items() if now - said.when <= _LATELY * self._interval}
+        return frozenset((heard | {self._me}) & set(self._plan.members))
+
+    def slowest_step(self, now: float) -> float:
+        """Seconds of the longest inner step among those."""
+        return max((self._heard[peer].step_seconds for peer in self.lately(now) & self._heard.keys()), default=0.0)
+
+    # --- whose turn ----------------------------------------------------------------------------------
+
+    def attempt_to_open(self, round_id: RoundId, now: float) -> int | None:
+        """The attempt that we open now; `round_id` is the next one that anybody may."""
+        if now < self._not_before or self.must_wait(self._me, now):
+            return None
+        if not self._is_due(now):
+            self._due_since = None
+            return None
+        self._due_since = now if self._due_since is None else self._due_since
+        order = round_id.order(self._plan.members)
+        turn = (order.index(self._me) - round_id.attempt) % len(order)
+        before_us = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(turn)} & self.lately(now)
+        if now - self._due_since < len(before_us) * self._policy.open_timeout.total_seconds():
+            return None
+        return round_id.attempt + turn
+
+    def _is_due(self, now: float) -> bool:
+        lately = self.lately(now)
+        electorate = self._plan.electorate(self._head)
+        voters = lately & electorate.members
+        if not (electorate.decides(voters) or electorate.is_half(voters)):
+            return False  # nothing could be committed
+        said = {peer: self._heard[peer] for peer in lately & self._heard.keys()}
+        total = sum(item.tokens for item in said.values())
+        leaving = any(said[peer].leaving for peer in (voters & said.keys()) - self._left)
+        began = self._head.round > self._plan.base.round
+        patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
+        everyone = electorate.members <= lately or now - self._began >= patience
+        overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
+        due = self._policy.due_tokens(self._head.committed_tokens, len(lately))
+        return total > 0 and ((everyone and total >= due) or overdue or leaving)
+
+    def must_wait(self, opener: str, now: float) -> bool:
+        """Whether others shall have their turn before an opener whose attempts failed."""
+        return now < self._refused_until.get(opener, _NEVER)
+
+    def failed(self, opener: str, now: float, *, said_so: bool) -> None:
+        """An attempt that we followed failed; `said_so`: its opener abandoned it in words."""
+        first, most, most_silent = _TURNS
+        self._strikes[opener] = self._strikes.get(opener, 0) + 1
+        self._refused_until[opener] = now + _doubled(first, self._strikes[opener], most if said_so else most_silent)
+        self._failures += 1
+        self._not_before = now + _doubled(_BACKOFF[0], self._failures, _BACKOFF[1])
+        self._due_since = None
+
+    # --- attempts that others can follow --------------------------------------------------------------
+
+    def reach(self, attempt: int, wanted: int, now: float) -> int:
+        """The next attempt, when somebody cannot follow those before `wanted`: nearer, a lap at a time."""
+        if wanted <= attempt or now - self._reached < self._interval / 2:
+            return attempt
+        self._reached = now
+        return min(wanted, attempt + len(self._plan.members), MAX_ATTEMPT)
+
+    def declined(self, attempt: int, wanted: int) -> None:
+        """Somebody declined ours and could follow `wanted`."""
+        self._declined_to = max(self._declined_to, min(wanted, attempt + MAX_ATTEMPT_JUMP))
+
+    def after(self, attempt: int, failed: int) -> int:
+        """The next attempt after one that failed."""
+        return min(MAX_ATTEMPT, max(attempt, failed + 1, self._declined_to))
+
+
+def _doubled(first: float, times: int, most: float) -> float:
+    return float(min(most, first * 2 ** min(times - 1, 10)))
