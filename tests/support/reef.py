@@ -134,5 +134,5 @@ def nothing_left(root: Path) -> Iterator[None]:
         yield
     _, alive = psutil.wait_procs(processes_of(root), timeout=GONE.total_seconds())
     assert not alive, [process.cmdline() for process in alive]
-    assert not [path for path in root.rglob("*") if path.is_socket()]
-    assert not list(temporary.iterdir())
+    assert [path for path in root.rglob("*") if path.is_socket()] == []
+    assert list(temporary.iterdir()) == []

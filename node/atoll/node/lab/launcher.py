@@ -22,7 +22,7 @@ from atoll.node import processes
 from atoll.node.localclient import call
 
 START_TIMEOUT = timedelta(seconds=60)
-STOP_GRACE = timedelta(seconds=20)
+STOP_GRACE = timedelta(seconds=60)  # a node alone at the end may wait for its last round in vain, and then saves
 COMMAND_TIMEOUT = timedelta(seconds=30)
 _POLL_SECONDS = 0.1
 
