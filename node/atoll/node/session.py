@@ -28,8 +28,9 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.decide import position_at
-from atoll.node.averaging.engine import AveragingEngine, Listener, policy_of
+from atoll.node.averaging.engine import AveragingEngine, Listener
 from atoll.node.averaging.links import RoundLinks
+from atoll.node.averaging.round_policy import policy_of
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.state.anchor import AnchorState, Fetched, Staged

@@ -19,9 +19,10 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
 from atoll.node.averaging.allreduce import ExchangeServer
-from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters, policy_of
+from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import PROTOCOL as ROUND
 from atoll.node.averaging.links import RoundLinks
+from atoll.node.averaging.round_policy import policy_of
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore

@@ -1,6 +1,7 @@
 """The round machine, as members experience it: commits that are equal everywhere, or none, and nobody hangs."""
 
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -423,3 +424,23 @@ def test_a_promise_under_a_newer_plan_is_kept_when_that_plan_comes_after_the_res
     assert machine.round_id.attempt == 5
     actions = machine.step(open_of(4, version=2), 0.1)
     assert [action.message.WhichOneof("body") for action in actions] == ["decline"]
+
+
+def test_a_link_that_grew_slow_is_given_more_time_than_what_it_failed_in():
+    w = World(3, seed=2, policy=replace(POLICY, exchange_timeout=timedelta(seconds=60)))
+    given: dict[str, list[int]] = {peer: [] for peer in w.peers}  # milliseconds for the exchange, by opener
+    slow = False
+
+    def watch(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if message.HasField("start"):
+            given[sender].append(message.start.deadline_ms)
+        return slow and message.HasField("parts")
+
+    w.drop = watch
+    assert w.run(60, until=committed(w, 8))
+    slow, failed = True, len(w.reports)
+    learnt = {peer: deadlines[-1] for peer, deadlines in given.items() if deadlines[-1] < 10_000}
+    assert w.run(400, until=lambda: len(w.reports) >= failed + 9)
+    assert not any(report.manifest for report in w.reports[failed + 1 :])
+    assert learnt
+    assert all(given[peer][-1] > 4 * before for peer, before in learnt.items())

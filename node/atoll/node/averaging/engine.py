@@ -30,7 +30,7 @@ from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.outer import due_tokens, outer_schedule
+from atoll.node.averaging.outer import outer_schedule
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.averaging.seals import IdentitySeals
 from atoll.node.state.anchor import AnchorState, Staged
@@ -49,7 +49,6 @@ _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _LOOK_TIMEOUT = timedelta(seconds=20)
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
-_STALL_FLOOR = timedelta(seconds=0.5)
 _PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
 _LOOK_PAUSE_SECONDS = 1.0
 
@@ -350,7 +349,7 @@ class AveragingEngine:
             average_E,
             self._executor,
             timedelta(seconds=seconds),
-            max(_STALL_FLOOR, timedelta(seconds=seconds * _STALL)),
+            max(self._policy.stall, timedelta(seconds=seconds * _STALL)),
         )
         self._end_exchange()
         if self._served is not None:
@@ -548,20 +547,3 @@ def _key_of(layers: Iterable[manifest_pb2.LayerState]) -> bytes:
 
 def _key_of_payload(payload: bytes) -> bytes:
     return _key_of(manifest_pb2.Manifest.FromString(payload).layers)
-
-
-def policy_of(spec: RunSpec, *, layers: int, elements: int) -> rt.RoundPolicy:
-    """The round policy that a run spec and a layer table say."""
-    samples_per_round = -(-spec.sync.round_tokens // spec.data.sequence_length)
-    return rt.RoundPolicy(
-        run_id=spec.run.name,
-        fragment=0,
-        layers=layers,
-        elements=elements,
-        part_elements=spec.sync.part_elements,
-        codec=spec.sync.codec,
-        due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),
-        round_max=spec.sync.round_max_seconds,
-        stop_tokens=spec.run.stop_tokens,
-        minimum_lease=samples_per_round,
-    )

@@ -27,7 +27,6 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TIE_SECONDS = 10.0  # for the coordinator's answer
-_TOO_SHORT = 1.5  # what a missed deadline is taken to have needed
 
 
 class Stage(Enum):
@@ -179,7 +178,7 @@ class Opener:
             elif not self._asking:
                 self._abandon("two results may have been committed: more members must answer")
             return
-        self._learn(self.paces.ready)
+        self._learn()
         holders = self._holders(adopting) if adopting is not None else ()
         if adopting is not None and holders:
             self._adopt(adopting, holders)
@@ -217,9 +216,9 @@ class Opener:
         if not self._may_commit(self._parts):
             self._abandon(self._shortfall())
             return
-        self._learn(self.paces.exchange)
         there = [peer for peer in self._members if peer in self._parts]
         digests, holders, partial = settle(self._parts, there)
+        self._learn(far=all(digests))
         seconds = self.paces.decision.patience
         message = dp.Settle(
             round=self.round_id.to_proto(),
@@ -232,10 +231,18 @@ class Opener:
         self._enter(Stage.VOTES, seconds)
         self._tell(self._members, dp.RoundMessage(settle=message))
 
-    def _learn(self, pace: Pace) -> None:
-        """How long this stage took; where somebody missed the deadline, it was too short for it."""
+    def _learn(self, *, far: bool = True, failed: bool = False) -> None:
+        """How long this stage took. `far`: those who answered did not lack time themselves."""
         took = self.now - self._stage_began
-        pace.observe(_TOO_SHORT * took if self._waiting_for() else took)
+        pace = {
+            Stage.READY: self.paces.ready,
+            Stage.PARTS: self.paces.exchange,
+            Stage.VOTES: self.paces.decision,
+        }[self.stage]
+        if self._waiting_for() or not far:
+            pace.miss(took, failed=failed)
+        else:
+            pace.observe(took)
 
     def _take_ready(self, peer: str, ready: dp.Ready) -> None:
         """Count an answer; an earlier vote in it must be proven, because it may bind this attempt."""
@@ -276,7 +283,7 @@ class Opener:
     def _count(self, *, final: bool) -> None:
         for payload, votes in self._votes.items():
             if self.electorate.decides(votes.keys(), payload in self._tie_breaks):
-                self.paces.decision.observe(self.now - self._stage_began)
+                self.paces.decision.observe(self.now - self._stage_began)  # the quickest majority is enough
                 self._commit(payload)
                 return
         if self._waiting_for() and not final:
@@ -303,6 +310,8 @@ class Opener:
 
     def _abandon(self, reason: str) -> None:
         self.done = True
+        if self.now >= self.deadline and self._waiting_for():
+            self._learn(failed=True)
         self.out.append(Report(self.round_id, None, reason, self.now - self._opened))
         abandon = dp.Abandon(round=self.round_id.to_proto(), reason=reason[:500])
         self._tell(self.plan.members, dp.RoundMessage(abandon=abandon))

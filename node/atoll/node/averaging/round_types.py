@@ -49,6 +49,7 @@ class RoundPolicy:
     ready_timeout: timedelta = timedelta(seconds=15)  # Open → every Ready: includes the rest of an inner step
     exchange_timeout: timedelta = timedelta(seconds=60)
     decision_timeout: timedelta = timedelta(seconds=20)  # Settle → Commit: repair, outer step, votes
+    stall: timedelta = timedelta(seconds=0.5)  # in an exchange: nobody is given up for a shorter silence
     open_timeout: timedelta = timedelta(seconds=2)  # after which the next in the order opens
     report_interval: timedelta = timedelta(seconds=1)
 

@@ -1,0 +1,39 @@
+"""What a run spec and a layer table say about rounds, and the time that their bytes need at least. Pure."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.outer import due_tokens
+from atoll.node.averaging.round_types import RoundPolicy
+
+_SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes
+_EXCHANGE = timedelta(seconds=60)  # beside the bytes' time
+_DECISION = timedelta(seconds=20)
+_STALL = timedelta(seconds=0.5)
+_STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
+
+
+def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
+    """The round policy of a run; `elements` of the flat vector."""
+    codec = CODECS[spec.sync.codec]
+    vector, part = (
+        timedelta(seconds=codec.encoded_bytes(count) / _SLOWEST_LINK) for count in (elements, spec.sync.part_elements)
+    )
+    return RoundPolicy(
+        run_id=spec.run.name,
+        fragment=0,
+        layers=layers,
+        elements=elements,
+        part_elements=spec.sync.part_elements,
+        codec=spec.sync.codec,
+        due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),
+        round_max=spec.sync.round_max_seconds,
+        stop_tokens=spec.run.stop_tokens,
+        minimum_lease=-(-spec.sync.round_tokens // spec.data.sequence_length),
+        exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in
+        decision_timeout=_DECISION + vector,  # all may need repair
+        stall=_STALL + _STALL_PARTS * part,
+    )

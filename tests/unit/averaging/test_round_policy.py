@@ -1,0 +1,24 @@
+"""What time rounds get, as it follows from what has to travel."""
+
+import pytest
+from support.small_state import SPEC
+
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.round_policy import policy_of
+
+HOME_UPLINK = 10e6 / 8  # bytes per second
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("elements", [100_000, 100_000_000, 3_000_000_000])
+def test_a_home_uplink_is_never_too_thin_for_the_first_rounds(codec, elements):
+    spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"codec": codec})})
+    policy = policy_of(spec, layers=3, elements=elements)
+    vector = CODECS[codec].encoded_bytes(elements)
+    assert policy.exchange_timeout.total_seconds() >= 2 * vector / HOME_UPLINK
+    assert policy.decision_timeout.total_seconds() >= vector / HOME_UPLINK
+    assert policy.stall.total_seconds() > CODECS[codec].encoded_bytes(spec.sync.part_elements) / HOME_UPLINK
+
+
+def test_a_small_model_waits_no_longer_than_a_minute_for_the_dead():
+    assert policy_of(SPEC, layers=3, elements=100_000).exchange_timeout.total_seconds() < 61
