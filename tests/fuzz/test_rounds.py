@@ -9,7 +9,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.machine_world import World, state_of
+from support.machine_plans import state_of
+from support.machine_world import World
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
 
@@ -46,7 +47,7 @@ class Liar:
         self.kinds.add(str(message.WhichOneof("body")))
         receivers = [to] if rng.random() < 0.8 else [peer for peer in self._world.peers if peer != self._peer]
         for receiver in receivers:
-            self._world._at(0.02, self._hear, receiver, changed)
+            self._world.at(0.02, self._hear, receiver, changed)
         return rng.random() < 0.7  # or both
 
     def _hear(self, receiver: str, message: dp.RoundMessage) -> None:
@@ -62,9 +63,9 @@ def test_whatever_a_member_says(examples: int) -> None:
     def lie(seed: int, often: float, size: int) -> None:
         world = World(size, seed=seed)
         liar = Liar(world, world.peers[seed % size], Mutator(seed), often)
-        world.drop = liar
+        world.network.drop = liar
         world.run(12)
-        world.drop = lambda *_: False
+        world.network.drop = lambda *_: False
         before = world.rounds()
         assert world.run(300, until=lambda: world.rounds() > before + 1 and len(world.heads()) == 1)
 
@@ -76,7 +77,7 @@ def test_every_kind_of_message_is_lied_about() -> None:
     for seed in range(12):
         world = World(3, seed=seed)
         liar = Liar(world, world.peers[seed % 3], Mutator(seed), 0.2)
-        world.drop = liar
+        world.network.drop = liar
         world.run(12)
         kinds |= liar.kinds
     assert kinds >= {"report", "open", "ready", "start", "parts", "settle", "digest", "commit"}
@@ -151,11 +152,11 @@ def world_with_a_lying_opener(lie: dict[str, dp.RoundMessage]) -> World:
                 inner.ClearField("present")
                 inner.present.extend(lie[kind].settle.present)
             inner.round.CopyFrom(getattr(message, kind).round)
-            world._at(0.02, world.feed, to, rt.Received(opener, said))
+            world.at(0.02, world.feed, to, rt.Received(opener, said))
             return True
         return False
 
-    world.drop = change
+    world.network.drop = change
     return world
 
 
@@ -184,11 +185,11 @@ def test_two_that_were_told_different_starts_ask_the_coordinator_which_result_co
             other.CopyFrom(message)
             other.start.unix_ms += 1
             once.append(other)
-            world._at(0.02, world.feed, to, rt.Received(sender, other))
+            world.at(0.02, world.feed, to, rt.Received(sender, other))
             return True
         return message.WhichOneof("body") == "commit" and message.commit.round == once[0].start.round
 
-    world.drop = change
+    world.network.drop = change
     world.run(60)
     assert once
     assert world.rounds() > 2
@@ -214,9 +215,9 @@ def test_an_opener_cannot_have_others_adopt_a_result_that_it_made_up() -> None:
         adopt = dp.Adopt(
             round=message.start.round, payload=manifest.SerializeToString(), holders=[opener], deadline_ms=4_000
         )
-        world._at(0.02, world.feed, to, rt.Received(opener, dp.RoundMessage(adopt=adopt)))
+        world.at(0.02, world.feed, to, rt.Received(opener, dp.RoundMessage(adopt=adopt)))
         return True
 
-    world.drop = change
+    world.network.drop = change
     world.run(10)
-    assert made_up not in {state_of(payload) for payload in world.votes.values()}
+    assert made_up not in {state_of(payload) for payload in world.ledger.votes.values()}

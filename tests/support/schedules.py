@@ -7,7 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from support.machine_world import World, make_plan, state_of
+from support.machine_plans import make_plan, state_of
+from support.machine_world import World
 
 from atoll.node.averaging.round import RoundMachine
 
@@ -30,8 +31,8 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     size = 1 + seed % 5 if seed % 7 else 3
     world = World(size, seed, machine)
     rng = world.rng
-    world.loss, world.duplicate = rng.choice([(0, 0), (0.02, 0.05), (0.15, 0.1)])
-    world.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])
+    world.network.loss, world.network.duplicate = rng.choice([(0, 0), (0.02, 0.05), (0.15, 0.1)])
+    world.network.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])
     world.crash_probability = rng.choice([0.0, 0.0, 0.003, 0.02])
     world.checkpoint_probability = rng.choice([1.0, 0.5, 0.0])
     version = 1
@@ -49,9 +50,9 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 world.thaw(rng.choice(world.peers))
             case 6:
                 left = rng.sample(world.peers, rng.randrange(size + 1))
-                world.part(left, [other for other in world.peers if other not in left])
+                world.network.part(left, [other for other in world.peers if other not in left])
             case 7:
-                world.cut = set()
+                world.network.cut = set()
             case 8:
                 world.acceptor.up = not world.acceptor.up
             case 11:
@@ -80,7 +81,7 @@ def _restart(world: World, peer: str, disk: bool) -> None:
 def _peace(world: World, version: int) -> Outcome:
     """Everyone is back, nothing is lost any more: all must agree and go on, if need be after a recovery."""
     world.heal()
-    world.delay = (0.01, 0.05)
+    world.network.delay = (0.01, 0.05)
     for peer in world.peers:
         world.thaw(peer)
         if world.nodes[peer].leaving:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from support.machine_world import make_plan
+from support.machine_plans import make_plan
 from support.reef import SPEC, write_corpus
 
 from atoll.core import protocol

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, part_frames, reheaded
-from support.machine_world import POLICY, make_plan
+from support.machine_plans import POLICY, make_plan
 from support.virtual_time import run_virtually
 
 from atoll.core.errors import AtollError, PeerMisbehaved

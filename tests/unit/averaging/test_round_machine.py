@@ -7,7 +7,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.machine_world import BLANK, GENESIS, POLICY, FakeSeals, World, make_plan
+from support.machine_node import BLANK
+from support.machine_plans import GENESIS, POLICY, make_plan
+from support.machine_votes import FakeSeals
+from support.machine_world import World
 
 from atoll.core.plan import Base
 from atoll.core.quorum import Ballot
@@ -112,7 +115,7 @@ def test_a_result_that_cannot_be_is_not_voted_for():
             message.ready.accepted.ballot.attempt = 2**31
         return False
 
-    w.drop = forge
+    w.network.drop = forge
     before = w.rounds()
     assert w.run(120, until=lambda: w.rounds() >= before + 3)
     assert all(head.committed_tokens < 10**6 for head in w.committed.values())
@@ -130,7 +133,7 @@ def test_an_opener_cannot_settle_the_others_out():
             message.settle.present.append(liar)
         return False
 
-    w.drop = forge
+    w.network.drop = forge
     before = w.rounds()
     assert w.run(120, until=lambda: w.rounds() >= before + 3)
     assert all(len(head.electorate.members) >= 2 for head in w.committed.values())
@@ -158,11 +161,12 @@ def test_the_next_in_order_opens_when_the_opener_is_dead():
 def test_the_opener_dies_after_the_votes_and_its_result_is_adopted_by_the_next():
     w = World(3)
     opener = first_opener(w)
-    w.drop = lambda sender, to, message: sender == opener and message.WhichOneof("body") == "commit"
-    assert w.run(60, until=lambda: any(head.round == 1 for head in w.installed[opener]))
+    w.network.drop = lambda sender, to, message: sender == opener and message.WhichOneof("body") == "commit"
+    assert w.run(60, until=lambda: any(head.round == 1 for head in w.ledger.installed[opener]))
     w.kill(opener)
     assert w.run(60, until=committed(w, 2))
-    assert {head.hash for peer in w.peers for head in w.installed[peer] if head.round == 1} == {w.committed[1].hash}
+    first = {head.hash for heads in w.ledger.installed.values() for head in heads if head.round == 1}
+    assert first == {w.committed[1].hash}
     assert w.committed[1].manifest.round.attempt == 0
 
 
@@ -188,7 +192,7 @@ def test_a_minority_cut_off_commits_nothing_and_its_progress_enters_after_healin
     w = World(5)
     assert w.run(60, until=committed(w, 2))
     few, many = w.peers[:2], w.peers[2:]
-    w.part(few, many)
+    w.network.part(few, many)
     heads = {peer: w.nodes[peer].machine.head.round for peer in few}
     w.run(30)
     assert {peer: w.nodes[peer].machine.head.round for peer in few} == heads
@@ -294,7 +298,7 @@ def test_a_start_that_the_plan_does_not_allow_is_refused(tamper):
             seen.append(attempt)
         return False
 
-    w.drop = forge
+    w.network.drop = forge
     w.run(12)
     assert seen
     tampered = {attempt for attempt in seen if attempt[0] == 1}
@@ -313,9 +317,9 @@ def test_no_claim_in_ready_ends_the_run_or_the_machines(tokens, samples):
             message.ready.tokens, message.ready.samples = tokens, samples
         return False
 
-    w.drop = exaggerate
+    w.network.drop = exaggerate
     w.run(20)
-    w.drop = lambda *_: False
+    w.network.drop = lambda *_: False
     assert w.run(100, until=committed(w, w.rounds() + 2))
     head = w.committed[w.rounds()]
     cap = w.plan.assignment(liar).max_round_tokens
@@ -335,7 +339,7 @@ def test_an_outsider_cannot_end_an_attempt():
                 w.feed(to, rt.Received("outsider", forged))
         return False
 
-    w.drop = shout
+    w.network.drop = shout
     assert w.run(60, until=committed(w, 3))
     assert all(report.manifest is not None for report in w.reports)
 
@@ -353,11 +357,11 @@ def test_a_commit_without_enough_votes_moves_nobody():
             forged.append(commit)
         return message.WhichOneof("body") == "commit"
 
-    w.drop = forge
+    w.network.drop = forge
     w.run(8)
     assert forged
     openers = {report.round_id.opener(w.peers) for report in w.reports if report.manifest is not None}
-    assert {peer for peer in w.peers if w.installed[peer]} <= openers
+    assert {peer for peer in w.peers if w.ledger.installed[peer]} <= openers
 
 
 def rounds_of(plan_version, number, attempt):
@@ -437,10 +441,9 @@ def test_a_link_that_grew_slow_is_given_more_time_than_what_it_failed_in():
         return slow and message.HasField("parts")
 
     w.drop = watch
-    assert w.run(60, until=committed(w, 8))
+    assert w.run(600, until=lambda: all(given[peer] and given[peer][-1] < 10_000 for peer in w.peers))
     slow, failed = True, len(w.reports)
-    learnt = {peer: deadlines[-1] for peer, deadlines in given.items() if deadlines[-1] < 10_000}
-    assert w.run(400, until=lambda: len(w.reports) >= failed + 9)
+    learnt = {peer: deadlines[-1] for peer, deadlines in given.items()}
+    assert w.run(600, until=lambda: len(w.reports) >= failed + 9)
     assert not any(report.manifest for report in w.reports[failed + 1 :])
-    assert learnt
     assert all(given[peer][-1] > 4 * before for peer, before in learnt.items())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.machine_world import make_plan
+from support.machine_plans import make_plan
 
 from atoll.core.identity import Identity
 from atoll.core.membership import Authority

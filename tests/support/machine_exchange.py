@@ -1,0 +1,62 @@
+"""The exchange and the outer step of a simulated round: a function from who was there to digests."""
+
+import hashlib
+from collections.abc import Callable
+
+from atoll.core.round_id import RoundId
+from atoll.v1 import dataplane_pb2 as dp
+
+Reaches = Callable[[str, str], bool]  # whether the first peer can hear the second, which is up
+
+
+class Exchanges:
+    """All exchanges of a run: what every reducer summed, from whom."""
+
+    def __init__(self, reaches: Reaches) -> None:
+        self._reaches = reaches
+        self._there: dict[RoundId, set[str]] = {}
+        self._sums: dict[tuple[RoundId, int], tuple[bytes, frozenset[str]]] = {}
+
+    def join(self, round_id: RoundId, peer: str) -> None:
+        """`peer` takes part from now on."""
+        self._there.setdefault(round_id, set()).add(peer)
+
+    def parts(self, round_id: RoundId, peer: str, start: dp.Start) -> tuple[tuple[bytes, ...], tuple[str, ...]]:
+        """What `peer` has at its end: a digest for each part, empty for a missing one; who is only in some sums."""
+        digests: list[bytes] = []
+        partial: set[str] = set()
+        for index, piece in enumerate(start.partition):
+            count = -(-(piece.end - piece.start) // start.part_elements)
+            summed = self._sum(round_id, peer, start, index, piece.reducer)
+            if summed is None:
+                digests += [b""] * count
+                continue
+            digest, who = summed
+            digests += [hashlib.sha256(digest + bytes([part])).digest() for part in range(count)]
+            if piece.reducer == peer:
+                partial |= {item.peer_id for item in start.contributions if item.weight} - who
+        return tuple(digests), tuple(sorted(partial))
+
+    def _sum(
+        self, round_id: RoundId, peer: str, start: dp.Start, index: int, reducer: str
+    ) -> tuple[bytes, frozenset[str]] | None:
+        """The reducer's average as `peer` has it: the same for all, or nothing."""
+        there = self._there[round_id]
+        if reducer not in there or (reducer != peer and not self._reaches(peer, reducer)):
+            return None
+        if (round_id, index) not in self._sums:
+            who = frozenset(
+                item.peer_id
+                for item in start.contributions
+                if item.weight
+                and item.peer_id in there
+                and (item.peer_id == reducer or self._reaches(reducer, item.peer_id))
+            )
+            name = f"{round_id}/{index}/{sorted(who)}".encode()
+            self._sums[round_id, index] = (hashlib.sha256(name).digest(), who)
+        return self._sums[round_id, index]
+
+
+def outer_step(round_id: RoundId, digests: tuple[bytes, ...]) -> bytes:
+    """The digest of the state that follows from these parts."""
+    return hashlib.sha256(round_id.key.encode() + b"".join(digests)).digest()

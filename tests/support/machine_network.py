@@ -1,0 +1,45 @@
+"""The network of a simulated run: who can talk, how long it takes, what is lost or comes twice."""
+
+import random
+from collections.abc import Callable, Iterator
+
+from atoll.v1 import dataplane_pb2 as dp
+
+
+class Network:
+    """Quiet unless told otherwise."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.cut: set[frozenset[str]] = set()  # pairs that cannot talk
+        self.loss = self.duplicate = 0.0  # probabilities, of one message
+        self.delay = (0.01, 0.08)  # seconds, at least and at most
+        self.drop: Callable[[str, str, dp.RoundMessage], bool] = lambda *_: False
+
+    def part(self, *groups: list[str]) -> None:
+        """Only peers of one group can talk."""
+        self.cut = {
+            frozenset((a, b)) for one in groups for other in groups if one is not other for a in one for b in other
+        }
+
+    def heal(self) -> None:
+        """Nothing is cut off or lost any more."""
+        self.cut, self.loss, self.duplicate = set(), 0.0, 0.0
+
+    def connects(self, a: str, b: str) -> bool:
+        return not self.cut or frozenset((a, b)) not in self.cut
+
+    def latency(self) -> float:
+        return self._rng.uniform(*self.delay)
+
+    def loses(self) -> bool:
+        return self._rng.random() < self.loss
+
+    def copies(self, sender: str, to: str, message: dp.RoundMessage) -> Iterator[tuple[float, dp.RoundMessage]]:
+        """What arrives of a message, and after how many seconds."""
+        if self.drop(sender, to, message) or not self.connects(sender, to):
+            return
+        for _ in range(2 if self._rng.random() < self.duplicate else 1):
+            if not self.loses():
+                copy = dp.RoundMessage.FromString(message.SerializeToString())
+                yield self.latency(), copy

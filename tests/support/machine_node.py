@@ -1,0 +1,72 @@
+"""One node of a simulated run: a round machine and what stands around it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from support.machine_plans import GENESIS
+
+from atoll.core.manifest import Head
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.round import RoundMachine
+from atoll.node.averaging.round_types import Phase, VoteRecord
+
+BLANK = VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
+
+
+@dataclass
+class Disk:
+    """What survives SIGKILL."""
+
+    record: VoteRecord | None = BLANK  # None: it was lost
+    known: Head = GENESIS
+    checkpoint: Head = GENESIS
+
+    def knows(self, head: Head) -> None:
+        """`head` was seen committed."""
+        self.known = max(self.known, head, key=lambda item: item.round)
+
+
+@dataclass(eq=False)
+class Node:
+    """One life of a member."""
+
+    peer: str
+    machine: RoundMachine
+    disk: Disk
+    skew: float  # of its clock, seconds
+    incarnation: int = 0
+    up: bool = True
+    frozen: bool = False  # SIGSTOP
+    leaving: bool = False
+    catching_up: bool = False
+    trained: int = 0  # tokens of this incarnation
+    spent: int = 0  # of them, counted in committed rounds or given up
+    snapshot: tuple[int, int] | None = None  # from, to
+    parts: dict[RoundId, tuple[bytes, ...]] = field(default_factory=dict)
+    staged: set[bytes] = field(default_factory=set)  # digests of states that it holds beside its head
+    backlog: list[tuple[Callable[..., None], tuple]] = field(default_factory=list)  # what came while it was frozen
+    busy_since: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it does anything."""
+        return self.up and not self.frozen
+
+    def busy_for(self, now: float) -> float:
+        """Seconds since its machine was idle; every attempt ends by its deadlines."""
+        if self.machine.phase is Phase.IDLE:
+            self.busy_since = None
+            return 0.0
+        self.busy_since = now if self.busy_since is None else self.busy_since
+        return now - self.busy_since
+
+    def spend(self) -> None:
+        """The snapshot is part of a committed round."""
+        assert self.snapshot is not None
+        self.spent = self.snapshot[1]
+
+    def move(self) -> None:
+        """It stands at another head: what belonged to the last one is gone."""
+        self.snapshot = None
+        self.parts, self.staged = {}, set()

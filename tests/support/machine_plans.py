@@ -1,0 +1,54 @@
+"""What the members of a simulated run agree on before its first round: the policy, genesis and plans."""
+
+from datetime import timedelta
+
+from atoll.core import protocol
+from atoll.core.manifest import Head
+from atoll.core.plan import Assignment, Base, Plan
+from atoll.node.averaging.round_types import RoundPolicy
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+
+POLICY = RoundPolicy(
+    run_id="r",
+    fragment=0,
+    layers=1,
+    elements=1024,
+    part_elements=256,
+    codec="int4",
+    due_tokens=lambda committed, members: 100,
+    round_max=timedelta(seconds=60),
+    stop_tokens=10**9,
+    minimum_lease=8,
+    ready_timeout=timedelta(seconds=4),
+    exchange_timeout=timedelta(seconds=4),
+    decision_timeout=timedelta(seconds=4),
+)
+
+
+def genesis() -> Head:
+    payload = manifest_pb2.Manifest(
+        protocol=protocol.ours(), round=pb.RoundId(run_id="r"), layers=[manifest_pb2.LayerState(layer=0)]
+    ).SerializeToString()
+    return Head(manifest_pb2.CommittedManifest(payload=payload))
+
+
+GENESIS = genesis()
+
+
+def make_plan(members: list[str], version: int = 1, base: Base | None = None) -> Plan:
+    ordered = sorted(members)
+    assignments = tuple(Assignment(peer, 0, 0, ((i * 64, (i + 1) * 64),), 10_000, 1) for i, peer in enumerate(ordered))
+    routes = tuple((peer,) for peer in ordered)
+    return Plan("r", version, assignments, routes, base or Base(GENESIS.hash, tuple(ordered)))
+
+
+def state_of(payload: bytes) -> bytes:
+    """The state that a manifest names."""
+    return manifest_pb2.Manifest.FromString(payload).layers[0].anchor_digest
+
+
+def longest_attempt(policy: RoundPolicy) -> float:
+    """Seconds after which no attempt can still be under way."""
+    parts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
+    return sum(part.total_seconds() for part in parts) * 2 + 30
