@@ -1,8 +1,8 @@
 """Random schedules of trouble for `World`, each from one seed, and what must hold after every one of them."""
 
 import os
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -122,10 +122,10 @@ def _why_stuck(world: World) -> str:
     return "the state of a result in doubt is lost" if any(d and state_of(d) not in kept for d in doubts) else ""
 
 
-def run_chunk(first: int) -> list[Outcome]:
-    """`CHUNK` schedules; a failure names its seed."""
+def run_chunk(seeds: range) -> list[Outcome]:
+    """These schedules, in order; a failure names its seed."""
     outcomes = []
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         try:
             outcomes.append(run_schedule(seed))
         except AssertionError as error:
@@ -133,14 +133,20 @@ def run_chunk(first: int) -> list[Outcome]:
     return outcomes
 
 
-def run_all(first: int, count: int) -> Counter[str]:
-    """`count` schedules on all cores: what they came to."""
+def running_totals(first: int, count: int) -> Iterator[Counter[str]]:
+    """`count` schedules on all cores: what the first of them came to, a chunk more each time."""
+    seeds = range(first, first + count)
     totals: Counter[str] = Counter()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as workers:
-        for outcomes in workers.map(run_chunk, range(first, first + count, CHUNK)):
+        for outcomes in workers.map(run_chunk, (seeds[i : i + CHUNK] for i in range(0, count, CHUNK))):
             for outcome in outcomes:
                 totals["schedules"] += 1
                 totals["rounds"] += outcome.rounds
                 totals["kills"] += outcome.kills
                 totals[outcome.recovered or "went on by itself"] += 1
-    return totals
+            yield totals
+
+
+def run_all(first: int, count: int) -> Counter[str]:
+    """`count` schedules on all cores: what they came to."""
+    return deque(running_totals(first, count), maxlen=1).pop()
