@@ -18,13 +18,13 @@ class Agenda:
         self._entered += 1
         heapq.heappush(self._due, (self.now + delay, self._entered, work, arguments))
 
-    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
         """Let time pass; True as soon as `until` holds."""
         end = self.now + seconds
         while self._due and self._due[0][0] <= end:
             self.now, _, work, arguments = heapq.heappop(self._due)
             work(*arguments)
-            if until():
+            if until is not None and until():
                 return True
         self.now = end
-        return until()
+        return until is not None and until()

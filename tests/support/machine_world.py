@@ -27,6 +27,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TICK = 0.25
+TICKED = rt.Tick()
 STEP_SECONDS = 0.3
 TOKENS_PER_TICK = 10
 
@@ -65,7 +66,7 @@ class World(Agenda):
         return self.ledger.committed
 
     def rounds(self) -> int:
-        return max(self.committed, default=0)
+        return len(self.committed)  # each follows the one before
 
     def live(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.alive]
@@ -160,7 +161,7 @@ class World(Agenda):
         node.trained += TOKENS_PER_TICK
         if not node.catching_up:
             self.feed(peer, rt.Progress(node.trained - node.spent, self.step_seconds.get(peer, STEP_SECONDS)))
-            self.feed(peer, rt.Tick())
+            self.feed(peer, TICKED)
         if node.busy_for(self.now) > self._too_long and not node.catching_up:
             raise Violation(f"{node.peer} hangs in phase {node.machine.phase}")
 

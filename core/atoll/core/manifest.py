@@ -38,12 +38,12 @@ class Head:
         """SHA-256 of the payload: how the next manifest and the DHT name this one."""
         return manifest_hash(self.committed.payload)
 
-    @property
+    @cached_property
     def round(self) -> int:
         """The round number; 0 is genesis."""
         return self.manifest.round.number
 
-    @property
+    @cached_property
     def committed_tokens(self) -> int:
         """Tokens of the whole run up to here."""
         return self.manifest.committed_tokens

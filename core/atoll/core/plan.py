@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from google.protobuf.message import DecodeError
 
@@ -51,7 +52,7 @@ class Plan:
     issued_unix_ms: int = 0
     reason: str = ""
 
-    @property
+    @cached_property
     def members(self) -> tuple[str, ...]:
         """Peer ids, ordered."""
         return tuple(item.peer_id for item in self.assignments)
@@ -64,11 +65,19 @@ class Plan:
 
     def electorate(self, head: Head) -> Electorate:
         """Who decides the round after `head`."""
-        return Electorate(frozenset(self.base.voters)) if head.hash == self.base.manifest_hash else head.electorate
+        return self._first_electorate if head.hash == self.base.manifest_hash else head.electorate
+
+    @cached_property
+    def _first_electorate(self) -> Electorate:
+        return Electorate(frozenset(self.base.voters))
 
     def assignment(self, peer_id: str) -> Assignment | None:
         """What `peer_id` does, or None when it is not part of this plan."""
-        return next((item for item in self.assignments if item.peer_id == peer_id), None)
+        return self._by_peer.get(peer_id)
+
+    @cached_property
+    def _by_peer(self) -> dict[str, Assignment]:
+        return {item.peer_id: item for item in self.assignments}
 
     def to_proto(self) -> plan_pb2.Plan:
         """The message that is signed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from atoll.core.quorum import Ballot
 from atoll.v1 import common_pb2 as pb
@@ -32,7 +33,7 @@ class RoundId:
 
         It changes with every round, so that no peer opens all the time.
         """
-        return tuple(sorted(peers, key=lambda peer: hashlib.sha256(f"{self.key}/{peer}".encode()).digest()))
+        return _order(self.key, tuple(peers))
 
     def opener(self, peers: Iterable[str]) -> str:
         """The one peer that may open this attempt: attempts walk down the order, so a dead opener is passed over."""
@@ -63,3 +64,8 @@ class RoundId:
     def from_proto(cls, message: pb.RoundId) -> RoundId:
         """Read it back."""
         return cls(message.run_id, message.plan_version, message.fragment, message.number, message.attempt)
+
+
+@lru_cache(maxsize=16)  # asked several times a second about the round that is next
+def _order(key: str, peers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(peers, key=lambda peer: hashlib.sha256(f"{key}/{peer}".encode()).digest()))
