@@ -140,10 +140,5 @@ def require_signers(head: Head, peers: Iterable[str]) -> None:
         raise SignatureInvalid(f"round {head.round}: the manifest lacks the signature of {', '.join(missing)}")
 
 
-def contributors(head: Head) -> tuple[str, ...]:
-    """The members of the round, in the order of the sum."""
-    return tuple(item.peer_id for item in head.manifest.contributions)
-
-
 def _vote(payload: bytes, ballot: Ballot) -> bytes:
     return f"{ballot.plan_version}/{ballot.attempt}\0".encode() + payload

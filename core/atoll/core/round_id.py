@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from atoll.core.quorum import Ballot
@@ -23,10 +23,6 @@ class RoundId:
 
     def __str__(self) -> str:
         return f"{self.number}.{self.attempt}@plan{self.plan_version}"
-
-    def retry(self) -> RoundId:
-        """The next attempt at the same round."""
-        return replace(self, attempt=self.attempt + 1)
 
     def order(self, peers: Iterable[str]) -> tuple[str, ...]:
         """Peers by SHA-256 of round and peer id: in this order they may open attempts, and in this order sums run.

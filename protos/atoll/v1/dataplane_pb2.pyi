@@ -259,11 +259,9 @@ class StateSlice(_message.Message):
     def __init__(self, manifest_hash: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class StateReply(_message.Message):
-    __slots__ = ("refusal", "manifest", "body_bytes")
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("manifest", "body_bytes")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    refusal: Refusal
     manifest: _manifest_pb2.CommittedManifest
     body_bytes: int
-    def __init__(self, refusal: _Optional[_Union[Refusal, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ...) -> None: ...

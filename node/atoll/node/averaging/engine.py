@@ -145,11 +145,6 @@ class AveragingEngine:
         """The plan that rounds run under now."""
         return self._machine.plan
 
-    @property
-    def catching_up(self) -> bool:
-        """Whether others are ahead and their state is being fetched."""
-        return self._catching_up
-
     def leave(self) -> None:
         """The next round is this node's last; it shall open now."""
         self._events.put_nowait(rt.Leave())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.core.data_position import Range, drop, length
+from atoll.core.data_position import Range, drop
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ class SampleFeed:
     def empty(self) -> bool:
         """Whether there is nothing to train, not even again."""
         return not self._all
-
-    @property
-    def fresh_left(self) -> int:
-        """Samples that were not read yet."""
-        return 0 if self._dry else length(self._left)
 
     def take(self, count: int) -> Taken:
         """The next `count` samples. Must not be called on an empty feed."""

@@ -147,7 +147,7 @@ class InnerLoop:
         self._snapshot_E = None
         self.progress.commit()
         if ranges is not None:
-            self.set_ranges(ranges)
+            self._set_ranges(ranges)
         if committed_tokens is not None:
             self.set_committed_tokens(committed_tokens)
 
@@ -160,7 +160,7 @@ class InnerLoop:
         self._anchor_E.copy_(new_anchor_E)
         self.weights_E.add_(self._anchor_E)
         self.discard()
-        self.set_ranges(ranges)
+        self._set_ranges(ranges)
         self.set_committed_tokens(committed_tokens)
 
     def discard(self) -> None:
@@ -168,7 +168,7 @@ class InnerLoop:
         self._snapshot_E = None
         self.progress.thaw()
 
-    def set_ranges(self, ranges: Sequence[Range]) -> None:
+    def _set_ranges(self, ranges: Sequence[Range]) -> None:
         """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
         self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
 

@@ -97,13 +97,6 @@ class Discard:
 
 
 @dataclass(frozen=True)
-class SetRanges:
-    """New ranges without a new anchor."""
-
-    ranges: Ranges
-
-
-@dataclass(frozen=True)
 class Evaluate:
     """Held-out loss of the anchor."""
 
@@ -131,21 +124,7 @@ class Stop:
     """End the process."""
 
 
-Order = (
-    Initialise
-    | Load
-    | Train
-    | Pause
-    | TakeSnapshot
-    | Apply
-    | Rebase
-    | Discard
-    | SetRanges
-    | Evaluate
-    | Generate
-    | Limit
-    | Stop
-)
+Order = Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | Evaluate | Generate | Limit | Stop
 
 
 # --- child → parent -------------------------------------------------------------------------------------
@@ -210,7 +189,7 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
-        *(SetRanges, Evaluate, Generate, Limit, Stop, Ready, Refused, Done, Taken, Loss, Text),
+        *(Evaluate, Generate, Limit, Stop, Ready, Refused, Done, Taken, Loss, Text),
     )
 }
 

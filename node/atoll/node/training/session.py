@@ -187,8 +187,6 @@ class Session:
             case ms.Discard():
                 loop.discard()
                 self._snapped = False
-            case ms.SetRanges(ranges):
-                loop.set_ranges(ranges)
             case ms.Evaluate():
                 return ms.Loss(loop.evaluate(self._anchor_E))
             case ms.Generate(prompt, tokens, seed):

@@ -196,10 +196,6 @@ class Trainer:
         """An abandoned round: forget the snapshot, keep all progress."""
         await self._order(ms.Discard(), timeout)
 
-    async def set_ranges(self, ranges: Sequence[Range], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """New ranges as of the last applied anchor, without a new anchor."""
-        await self._order(ms.SetRanges(tuple(ranges)), timeout)
-
     async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
         """Held-out loss of `anchor`, nats per token; runs between two steps."""
         loss = await self._order(ms.Evaluate(), timeout)
