@@ -440,7 +440,7 @@ def test_a_link_that_grew_slow_is_given_more_time_than_what_it_failed_in():
             given[sender].append(message.start.deadline_ms)
         return slow and message.HasField("parts")
 
-    w.drop = watch
+    w.network.drop = watch
     assert w.run(600, until=lambda: all(given[peer] and given[peer][-1] < 10_000 for peer in w.peers))
     slow, failed = True, len(w.reports)
     learnt = {peer: deadlines[-1] for peer, deadlines in given.items()}
