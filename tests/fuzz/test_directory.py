@@ -19,12 +19,13 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2 as dht
 from hivemind.utils import MSGPackSerializer
 from hypothesis import given
+from support.members import certificate_of
 from support.mutation import CASES, Mutator, cases, seeds
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
+from atoll.core.membership import EMPTY_DENY, Authority
 from atoll.core.records import build_head, heads_key
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
@@ -44,19 +45,7 @@ HASH = b"h" * 32
 Serve = Callable[[bytes, PeerID], Awaitable[bytes]]
 
 
-def certificate(identity: Identity) -> pb.Signed:
-    return issue_membership(
-        OPERATOR,
-        public_key=identity.public_key,
-        run_id="reef",
-        roles=frozenset({"node"}),
-        epoch=1,
-        now=time.time(),
-        node_name="n",
-    )
-
-
-CARDS = {who.peer_id: certificate(who) for who in (OWN, PEER, HONEST)}
+CARDS = {who.peer_id: certificate_of(who, OPERATOR, time.time()) for who in (OWN, PEER, HONEST)}
 RECORDS = {who.peer_id: build_head(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
 NODE = dht.NodeInfo(node_id=node_id_bytes(PeerID.from_base58(PEER.peer_id).to_bytes()))
 PEER_ID = PeerID.from_base58(PEER.peer_id)

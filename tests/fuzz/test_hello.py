@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.byte_stream import KeptWriter, reader_of
+from support.members import certificate_of
 from support.mutation import CASES, Mutator, cases, on_wire, seeds
 from support.virtual_time import run_virtually
 
@@ -16,7 +17,7 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import AtollError
 from atoll.core.frames import PREFIX, Frame, FrameKind, unpack_prefix
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
+from atoll.core.membership import EMPTY_DENY, Authority
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import HELLO_TIMEOUT, Introductions
 from atoll.node.swarm.traffic import Traffic
@@ -28,15 +29,7 @@ CLOCK = ManualClock()
 
 
 def certificate(identity: Identity, operator: Identity = OPERATOR) -> pb.Signed:
-    return issue_membership(
-        operator,
-        public_key=identity.public_key,
-        run_id="reef",
-        roles=frozenset({"node"}),
-        epoch=1,
-        now=CLOCK.unix(),
-        node_name="n",
-    )
+    return certificate_of(identity, operator, CLOCK.unix())
 
 
 def gate_of(identity: Identity) -> Gate:

@@ -166,39 +166,22 @@ async def is_silent(frame: Frame) -> None:
     return None
 
 
-def lies_after(count: int) -> Behaviour:
-    """True at first."""
-    left = count
-
-    async def behave(frame: Frame) -> Frame:
-        nonlocal left
-        left -= 1
-        return frame if left >= 0 else wrong(frame)
-
-    return behave
+async def dies(frame: Frame) -> AtollError:
+    return Unreachable("gone")
 
 
-def dies_after(count: int) -> Behaviour:
-    """Every stream breaks from then on."""
-    left = count
-
-    async def behave(frame: Frame) -> Frame | AtollError:
-        nonlocal left
-        left -= 1
-        return frame if left >= 0 else Unreachable("gone")
-
-    return behave
-
-
-def freezes_after(count: int) -> Behaviour:
+async def freezes(frame: Frame) -> None:
     """Nothing comes any more, and no stream ends."""
+    await asyncio.Event().wait()
+
+
+def after(count: int, behaviour: Behaviour) -> Behaviour:
+    """Honest for `count` frames, then that."""
     left = count
 
-    async def behave(frame: Frame) -> Frame:
+    async def behave(frame: Frame) -> Frame | AtollError | None:
         nonlocal left
         left -= 1
-        if left < 0:
-            await asyncio.Event().wait()
-        return frame
+        return frame if left >= 0 else await behaviour(frame)
 
     return behave

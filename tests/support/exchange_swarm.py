@@ -159,6 +159,13 @@ class Swarm:
                 return frozenset(subset)
         raise AssertionError(f"part {index} is the mean of no set of contributors")
 
+    def assert_nobody_blamed_but(self, liar: str) -> None:
+        """The others name no honest member, and no handler crashed on what the liar sent."""
+        for peer in self.held.keys() - {liar}:
+            assert set(self.held[peer].faults) <= {liar}
+            assert set(self.held[peer].partial) <= {liar}
+        assert not any(network.crashes for network in self.networks.values())
+
     async def close(self) -> None:
         for task in self.tasks.values():
             task.cancel()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+from support.members import certificate_of
+
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, Deny, issue_membership
+from atoll.core.membership import EMPTY_DENY, Authority, Deny
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.transport import Stream
 from atoll.v1 import common_pb2 as pb
 
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
 START = timedelta(seconds=20)
+SOON = timedelta(seconds=10)
 
 
 @dataclass
@@ -33,15 +41,7 @@ class Lab:
         return Identity.load_or_create(self.directory / f"{name}.key")
 
     def certificate(self, name: str, run_id: str = "reef") -> pb.Signed:
-        return issue_membership(
-            self.operator,
-            public_key=self.identity(name).public_key,
-            run_id=run_id,
-            roles=frozenset({"node"}),
-            epoch=1,
-            now=self.clock.unix(),
-            node_name=name,
-        )
+        return certificate_of(self.identity(name), self.operator, self.clock.unix(), run_id=run_id, name=name)
 
     def runtime_dir(self, name: str) -> Path:
         return self.directory / name
@@ -87,3 +87,26 @@ class Lab:
         """No daemon and no socket of ours."""
         assert not [host.p2pd_pid for host in self.hosts if Path(f"/proc/{host.p2pd_pid}").exists()]
         assert not list(self.directory.rglob("*.sock"))
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose sockets' paths stay below the kernel's limit."""
+    path = Path(tempfile.mkdtemp(prefix="atoll-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def lab(short_dir: Path) -> AsyncIterator[Lab]:
+    """The lab that a test starts its hosts in."""
+    made = Lab(short_dir)
+    yield made
+    await made.close()
+
+
+async def echo(stream: Stream) -> None:
+    """A handler that sends everything back."""
+    while True:
+        frame = await stream.receive(SOON)
+        await stream.send(frame.kind, frame.header, frame.body)

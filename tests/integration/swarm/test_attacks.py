@@ -18,12 +18,12 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2 as dht
 from hivemind.utils import MSGPackSerializer
+from support.members import certificate_of
 from support.swarm_lab import Lab
 
 from atoll.core.errors import PeerMisbehaved, Rejected
 from atoll.core.frames import FrameKind, unpack_prefix
 from atoll.core.identity import Identity
-from atoll.core.membership import issue_membership
 from atoll.core.records import build_head, heads_key
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.host import SwarmHost
@@ -175,16 +175,7 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
 async def test_self_signed_progress_is_not_believed(lab: Lab) -> None:
     victim, attacker = await pair(lab)
     identity, expires = lab.identity("attacker"), time.time() + 60
-    own_authority = Identity.generate()
-    certificate = issue_membership(
-        own_authority,
-        public_key=identity.public_key,
-        run_id="reef",
-        roles=frozenset({"node"}),
-        epoch=1,
-        now=time.time(),
-        node_name="liar",
-    )
+    certificate = certificate_of(identity, Identity.generate(), time.time())
     record = build_head(identity, certificate, "reef", expires, (10**9, b"x" * 32))
     key = DHTID.generate(source=heads_key("reef"))
     stored = await rpc(attacker).call_store(

@@ -9,21 +9,14 @@ import socket
 from datetime import timedelta
 
 import pytest
-from support.swarm_lab import Lab
+from support.swarm_lab import SOON, Lab, echo
 
 from atoll.core.errors import Banned, ConfigError, PortInUse, ProtocolMismatch, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.membership import Deny
 from atoll.node.transport import Stream
 
-SOON = timedelta(seconds=10)
 LIFETIME = timedelta(minutes=5)
-
-
-async def echo(stream: Stream) -> None:
-    while True:
-        frame = await stream.receive(SOON)
-        await stream.send(frame.kind, frame.header, frame.body)
 
 
 async def test_another_major_version_is_refused_with_a_sentence(lab: Lab) -> None:

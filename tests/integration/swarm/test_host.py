@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from support.swarm_lab import Lab
+from support.swarm_lab import SOON, Lab, echo
 
 from atoll.core.frames import FrameKind
-from atoll.node.transport import Stream
 
-SOON = timedelta(seconds=10)
 LIFETIME = timedelta(minutes=5)
-
-
-async def echo(stream: Stream) -> None:
-    while True:
-        frame = await stream.receive(SOON)
-        await stream.send(frame.kind, frame.header, frame.body)
 
 
 async def test_members_find_each_other_and_talk(lab: Lab) -> None:

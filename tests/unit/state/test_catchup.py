@@ -24,14 +24,14 @@ from support.donors import (
     OPERATOR,
     QUICK,
     Reef,
+    after,
     commit,
     cuts_short,
-    dies_after,
-    freezes_after,
+    dies,
+    freezes,
     history,
     is_silent,
     lies,
-    lies_after,
     plan_of,
     state_of,
 )
@@ -73,7 +73,7 @@ async def test_every_donor_does_a_share(reef):
     assert sum(reef.bodies.values()) == CHUNKS
 
 
-@pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies_after(0), dies_after(2), freezes_after(1)])
+@pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies, after(2, dies), after(1, freezes)])
 async def test_one_true_donor_among_four_is_enough(reef, fault):
     for member in DONORS:
         reef.serve(member, history(HEAD), STATE)
@@ -285,9 +285,7 @@ FAULTS = st.one_of(
     st.just(lies),
     st.just(cuts_short),
     st.just(is_silent),
-    COUNTS.map(lies_after),
-    COUNTS.map(dies_after),
-    COUNTS.map(freezes_after),
+    *(st.builds(after, COUNTS, st.just(fault)) for fault in (lies, dies, freezes)),
     st.just("moves"),
     st.just("forges"),
 )

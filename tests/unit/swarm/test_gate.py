@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.members import certificate_of
 
 from atoll.core.clock import ManualClock
 from atoll.core.errors import Banned, CertificateInvalid, NotIntroduced, ProtocolMismatch
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, GRACE, Authority, Deny, issue_membership
+from atoll.core.membership import EMPTY_DENY, GRACE, Authority, Deny
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import BURST, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, RATE_PER_SECOND, StrangerLimit
 from atoll.v1 import common_pb2 as pb
@@ -24,15 +25,7 @@ class FakeStream:
 
 
 def certificate(identity: Identity, now: float, run_id: str = "reef") -> pb.Signed:
-    return issue_membership(
-        OPERATOR,
-        public_key=identity.public_key,
-        run_id=run_id,
-        roles=frozenset({"node"}),
-        epoch=1,
-        now=now,
-        node_name="n",
-    )
+    return certificate_of(identity, OPERATOR, now, run_id=run_id)
 
 
 def make_gate(identity: Identity, clock: ManualClock, deny: Deny = EMPTY_DENY) -> Gate:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.members import certificate_of
 
 from atoll.core.errors import AtollError, InvalidRequest
 from atoll.core.identity import Identity
-from atoll.core.membership import Authority, issue_membership
+from atoll.core.membership import Authority
 from atoll.core.records import Place, build_addresses, build_head, heads_key, nodes_key, verify_record
-from atoll.v1 import common_pb2 as pb
 
 NOW = 1_700_000_000.0
 OPERATOR, OWNER, OTHER = Identity.generate(), Identity.generate(), Identity.generate()
@@ -21,18 +22,7 @@ AUTHORITY = Authority(OPERATOR.public_key, "reef")
 HASH = b"\1" * 32
 
 
-def certificate(identity: Identity, operator: Identity = OPERATOR, now: float = NOW) -> pb.Signed:
-    return issue_membership(
-        operator,
-        public_key=identity.public_key,
-        run_id="reef",
-        roles=frozenset({"node"}),
-        epoch=1,
-        now=now,
-        node_name="n",
-    )
-
-
+certificate = partial(certificate_of, operator=OPERATOR, now=NOW)
 PLACE = Place(heads_key("reef"), OWNER.peer_id, NOW + 60)
 GOOD = build_head(OWNER, certificate(OWNER), "reef", NOW + 60, (3, HASH))
 
