@@ -29,6 +29,7 @@ from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
+from atoll.node.averaging.outer import layer_states
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
@@ -137,7 +138,8 @@ async def _join(swarm: Swarm, donors: tuple[str, ...], elements: int) -> float:
     seconds = time.perf_counter() - started
     assert fetched is not None
     assert fetched.head.hash == swarm.head_hash
-    state.check(fetched.anchor_E, fetched.momentum_E, fetched.head)
+    layers = layer_states(fetched.anchor_E, fetched.momentum_E, swarm.offsets, fetched.head.round)
+    assert layers == tuple(fetched.head.manifest.layers)
     return seconds
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.core.errors import CheckpointCorrupt
 from atoll.core.manifest import Head
 from atoll.node.averaging.outer import layer_states, outer_step
 from atoll.v1 import manifest_pb2
@@ -62,9 +61,3 @@ class AnchorState:
         """Take state that was fetched and checked."""
         self.anchor_E.copy_(fetched.anchor_E)
         self.momentum_E = fetched.momentum_E
-
-    def check(self, anchor_E: Tensor, momentum_E: Tensor, head: Head) -> Fetched:
-        """Fetched vectors, if every digest is the manifest's. Raises `CheckpointCorrupt`."""
-        if layer_states(anchor_E, momentum_E, self.offsets, head.round) != tuple(head.manifest.layers):
-            raise CheckpointCorrupt(f"the state of round {head.round} does not match its digests")
-        return Fetched(head, anchor_E, momentum_E)
