@@ -1,13 +1,10 @@
 """Real processes, real SIGKILL and SIGSTOP: nothing committed is lost, nobody hangs, every replica is equal."""
 
-from contextlib import contextmanager
-
-import psutil
 import pytest
 from support.reef import READY, Reef, reef
 
 from atoll.core.manifest import Head
-from atoll.node.lab.trouble import kill, same_ports
+from atoll.node.lab.trouble import frozen, kill, same_ports
 from atoll.node.state.manifests import ManifestStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
@@ -27,20 +24,6 @@ def assert_one_history(swarm: Reef, *names: str) -> None:
     chains = [chain(swarm, name) for name in names]
     for number in {number for known in chains for number in known}:
         assert len({known[number].hash for known in chains if number in known}) == 1, f"round {number}"
-
-
-@contextmanager
-def frozen(swarm: Reef, name: str, *, whole: bool):
-    """SIGSTOP of the daemon alone (its p2pd keeps its streams open), or of all its processes."""
-    daemon = psutil.Process(swarm.programs[name].pid)
-    family = [daemon, *(daemon.children(recursive=True) if whole else [])]
-    for process in family:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in family:
-            process.resume()
 
 
 async def test_a_frozen_member_is_dropped_and_comes_back(tmp_path):

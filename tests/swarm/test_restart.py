@@ -1,14 +1,10 @@
 """Whole swarms that stop, or are killed, and start again go on from what was committed."""
 
-import asyncio
-import os
-import signal
-
 import pytest
 from support.reef import reef
 
 from atoll.core.manifest import Head
-from atoll.node.lab.trouble import same_ports
+from atoll.node.lab.trouble import kill, same_ports
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
 
@@ -20,13 +16,6 @@ def on_disk(root, name):
     """The newest checkpoint's head."""
     directory = root / name / "runs/reef/checkpoints"
     return read_checkpoint(max(path for path in directory.iterdir() if path.name.isdecimal())).head
-
-
-async def kill(swarm, *names):
-    programs = [swarm.programs.pop(name) for name in names]
-    for program in programs:
-        os.kill(program.pid, signal.SIGKILL)
-    await asyncio.gather(*(program.child.wait() for program in programs))
 
 
 async def start_again(swarm):

@@ -10,7 +10,8 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,18 +84,11 @@ class Trouble:
 
     async def _freeze(self, name: str) -> None:
         self.log.frozen.append(name)
-        family = _family(self._swarm.programs[name].pid)
-        for process in family:
-            process.suspend()
-        try:
+        with frozen(self._swarm, name):
             await asyncio.sleep(FREEZE_SECONDS)
-        finally:
-            for process in reversed(family):
-                process.resume()
 
     async def _kill(self, victims: tuple[str, ...]) -> None:
-        for name in victims:
-            await kill(self._swarm, name)
+        await kill(self._swarm, *victims)
         await asyncio.sleep(TOGETHER_SECONDS if len(victims) > 1 and self._plan.together else DOWN_SECONDS)
         for name in sorted(victims):  # the coordinator first
             if name == "coordinator":
@@ -105,12 +99,31 @@ class Trouble:
                 self.log.killed.append(name)
 
 
-async def kill(swarm: LocalSwarm, name: str) -> None:
-    """SIGKILL to one program, and forget it. Its children end by themselves."""
-    program = swarm.programs.pop(name)
-    if program.child.returncode is None:
-        os.kill(program.pid, signal.SIGKILL)
-    await program.child.wait()
+async def kill(swarm: LocalSwarm, *names: str) -> None:
+    """SIGKILL to these programs at one moment, and forget them. Their children end by themselves."""
+    programs = [swarm.programs.pop(name) for name in names]
+    for program in programs:
+        if program.child.returncode is None:
+            os.kill(program.pid, signal.SIGKILL)
+    await asyncio.gather(*(program.child.wait() for program in programs))
+
+
+@contextmanager
+def frozen(swarm: LocalSwarm, name: str, *, whole: bool = True) -> Iterator[None]:
+    """SIGSTOP to a program and all its descendants; not `whole`: to the daemon alone, p2pd keeps its streams."""
+    daemon = psutil.Process(swarm.programs[name].pid)
+    daemon.suspend()  # first: from now on it starts nothing that would be missed
+    stopped = [daemon]
+    try:
+        for process in daemon.children(recursive=True) if whole else []:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+                stopped.append(process)
+        yield
+    finally:
+        for process in reversed(stopped):
+            with suppress(psutil.NoSuchProcess):  # killed meanwhile
+                process.resume()
 
 
 def same_ports(endpoints: dict[str, Any]) -> list[str]:
@@ -133,9 +146,3 @@ def _schedule(plan: TroublePlan, names: list[str], rng: random.Random) -> list[_
     rng.shuffle(kinds)
     width = (_TO - _FROM) / max(1, len(kinds))
     return [_Event(_FROM + (i + rng.random() * 0.8) * width, kind, struck) for i, (kind, struck) in enumerate(kinds)]
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants."""
-    parent = psutil.Process(pid)
-    return [parent, *parent.children(recursive=True)]
