@@ -1,352 +1,278 @@
-"""Swarms of real processes under fire: what killing and freezing members costs in rounds, seconds and loss.
+"""Swarms under fire: what killing and freezing members costs in rounds, seconds and loss, and what must not happen.
 
-    python -m benchmarks.faults [--minutes 10] [--nodes 8] [--strikes 8] [--only recovery]
+    python -m benchmarks.faults [--minutes 10] [--nodes 8]
 
-Three parts. `recovery`: four nodes; one is struck by SIGKILL or SIGSTOP at a random moment, and the clock runs until
-a round is committed without it, against the median time between commits of the same run before. `kill` and `stop`:
-nodes train while three of them, drawn at random, are killed (and started again at once) or frozen for 5 to 60 s, every
-30 s; the same swarm undisturbed says what loss it would have had at equal tokens. All chains of manifests are compared
-round by round.
+Three swarms, one after another: one in peace; three nodes drawn at random killed every 30 s and started again at once;
+three frozen every 30 s, for 5 to 60 s. Whatever the victims do, somebody must commit in time, nobody may hang, every
+chain of manifests must be the same, every attempt that did not commit must have a reason, and the loss at equal
+tokens must be that of the undisturbed swarm.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import tempfile
 import time
-import urllib.request
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import psutil
-
-from atoll.core.files import make_private_dir
-from atoll.core.manifest import Head
+from atoll.core.errors import AtollError
+from atoll.core.round_id import RoundId
 from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import RUN, spec_toml
-from atoll.node.lab.launcher import LocalSwarm
-from atoll.node.lab.trouble import kill
-from atoll.node.state.manifests import ManifestStore
+from atoll.node.lab.demo import RUN
+from atoll.node.lab.trouble import frozen, kill
+from benchmarks.attempts import Accounts, Row, Strike, account, parse_attempt
 from benchmarks.common import Report
+from benchmarks.outcome import Outcome, compare
+from benchmarks.swarm_lab import Chain, LabSwarm, first_commits, longest_round_seconds, reported, start
 
-PACE_SECONDS = 0.8  # of an inner step: two cores carry eight nodes and the start of three
-INNER_STEPS = 5
-STRIKE_EVERY = 30.0
+VICTIMS = 3
+STRIKE_EVERY = 30.0  # seconds
+SPREAD_SECONDS = 5.0  # within which the victims of one strike are struck
 FREEZE_SECONDS = (5.0, 60.0)
-PATIENCE = timedelta(seconds=240)
-WARM_ROUNDS = 6
+LOSS_TOLERANCE = 0.01
+KINDS = ("peace", "SIGKILL", "SIGSTOP")
+_ROUNDS_PAGE = 500  # fewer than the coordinator gives at once
+NOTES = (
+    "opened: attempts that anybody knows of; committed: rounds; abandoned: reported by the opener, with a reason; "
+    "silent: given up by others, the opener reported nothing; untold: committed rounds of which the coordinator heard "
+    "nothing; tied: committed with the coordinator's vote; zeroed: parts; median_s, worst_s: seconds between commits "
+    "of the swarm; hangs: swarm or node without a commit for longer than a round can take, a node counted from its "
+    "last strike on; behind: times that a node had to catch up; back: of all nodes, who decide rounds again at the end"
+)
 
 
 @dataclass
-class Swarm:
-    """One running swarm and what it left on its disks."""
+class Fire:
+    """What is done to a swarm."""
 
-    local: LocalSwarm
-    names: list[str]
-    page: str
-
-    def chain(self, name: str) -> dict[int, tuple[Head, float]]:
-        """A node's manifests by round, with the time at which each became durable there."""
-        directory = self.local.root / name / "runs" / RUN / "manifests"
-        if not directory.exists():
-            return {}
-        store = ManifestStore(directory, RUN)
-        found = {}
-        for path in directory.glob("*.manifest"):
-            committed = store.get(int(path.stem)) if path.stem.isdigit() else None
-            if committed is not None and int(path.stem) > 0:
-                found[int(path.stem)] = (Head(committed), path.stat().st_mtime)
-        return found
-
-    def known(self) -> dict[int, tuple[Head, float]]:
-        """Every committed round, when the first node had it. Raises AssertionError when two nodes differ."""
-        merged: dict[int, tuple[Head, float]] = {}
-        for name in self.names:
-            for number, (head, when) in self.chain(name).items():
-                before = merged.get(number)
-                assert before is None or before[0].hash == head.hash, f"two results for round {number}"
-                merged[number] = (head, min(when, before[1]) if before else when)
-        return merged
-
-    def newest(self) -> int:
-        return max((number for name in self.names for number in self._rounds(name)), default=0)
-
-    def _rounds(self, name: str) -> list[int]:
-        directory = self.local.root / name / "runs" / RUN / "manifests"
-        return [int(path.stem) for path in directory.glob("0*.manifest")]
-
-    def peer(self, name: str) -> str:
-        status = self.local.status(name)
-        assert status is not None
-        return str(status["peer_id"])
-
-    async def until(self, condition: Callable[[], bool], problem: str) -> None:
-        await self.local.until(condition, problem, PATIENCE)
-
-    def run(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.page + "api/status", timeout=5) as answer:
-            found: dict[str, Any] = json.load(answer)["runs"][0]
-        return found
+    strikes: list[Strike] = field(default_factory=list)
+    down: set[str] = field(default_factory=set)
 
 
-@dataclass
-class Struck:
-    """What was done."""
-
-    kills: int = 0
-    stops: int = 0
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+# --- one swarm ----------------------------------------------------------------------------------------------
 
 
-async def start(root: Path, nodes: int, corpus: Path) -> Swarm:
-    local = LocalSwarm(make_private_dir(root))
-    spec = spec_toml(
-        seed=0,
-        nodes=nodes,
-        tokens=10**9,
-        corpus=corpus,
-        codec="int4",
-        slowdowns=[1.0] * nodes,
-        inner_steps=INNER_STEPS,
-    ).replace(f"outer_warmup_tokens = {10**9}", "outer_warmup_tokens = 200000")
-    spec = spec.replace(f"warmup_tokens = {10**9 // 20}", "warmup_tokens = 20000")
-    endpoints = await local.start_coordinator("--lost-after-seconds", "20")
-    await local.create_run(spec)
-    await local.start_member("seed", "seed")
-    await local.until(lambda: local.in_state("seed", "ready"), "the seed did not become ready", PATIENCE)
-    names = [f"node-{i + 1}" for i in range(nodes)]
-    for name in names:
-        await local.start_member(name, "node", "--cpu-threads", "1", "--minimum-step-seconds", str(PACE_SECONDS))
-    swarm = Swarm(local, names, endpoints["http"])
-    await swarm.until(lambda: swarm.newest() >= WARM_ROUNDS, "the swarm did not begin")
-    return swarm
-
-
-def family(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
-async def freeze(swarm: Swarm, name: str, seconds: float) -> None:
-    processes = family(swarm.local.programs[name].pid)
-    for process in processes:
-        process.suspend()
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
-
-
-# --- recovery ---------------------------------------------------------------------------------------------
-
-
-async def recovery(root: Path, corpus: Path, strikes: int, report: Report) -> None:
-    rng = random.Random(7)
-    swarm = await start(root, 4, corpus)
-    try:
-        for kind in ("SIGKILL", "SIGSTOP"):
-            ratios, seconds, rounds = [], [], []
-            for _ in range(strikes):
-                usual = await _usual_round(swarm)
-                took = await _strike(swarm, rng, kind)
-                rounds.append(usual)
-                seconds.append(took)
-                ratios.append(took / usual)
-            report.cell(
-                part="recovery",
-                what=f"{kind} of 1 of 4 → a round without it",
-                median_s=round(statistics.median(seconds), 2),
-                worst_s=round(max(seconds), 2),
-                usual_round_s=round(statistics.median(rounds), 2),
-                ratio=round(statistics.median(ratios), 2),
-                worst_ratio=round(max(ratios), 2),
-            )
-            worst = statistics.median(ratios)
-            report.accept(f"{kind}: commit, in median rounds", target="≤ 3", value=round(worst, 2), holds=worst <= 3)
-        swarm.known()
-    finally:
-        await swarm.local.close()
-
-
-async def _usual_round(swarm: Swarm) -> float:
-    """Median seconds between the commits of some rounds in which everyone is present."""
-    began = swarm.newest()
-    await swarm.until(lambda: swarm.newest() >= began + 5, "no rounds in peace")
-    times = [when for number, (_, when) in sorted(swarm.known().items()) if number >= began]
-    return statistics.median(after - before for before, after in pairwise(times))
-
-
-async def _strike(swarm: Swarm, rng: random.Random, kind: str) -> float:
-    """Seconds from the strike until the first commit after it; returns when the victim is part of rounds again."""
-    victim = rng.choice(swarm.names)
-    peer = swarm.peer(victim)
-    others = [name for name in swarm.names if name != victim]
-    await asyncio.sleep(rng.uniform(0, 3))  # any moment of a round
-    struck = time.time()
-    stopping: asyncio.Task[None] | None = None
-    if kind == "SIGKILL":
-        await kill(swarm.local, victim)
-    else:
-        stopping = asyncio.create_task(freeze(swarm, victim, 30.0))
-
-    def without() -> list[float]:
-        return [
-            when
-            for name in others
-            for head, when in swarm.chain(name).values()
-            if when > struck and peer not in head.electorate.members
-        ]
-
-    await swarm.until(lambda: bool(without()), f"no round without {victim}")
-    took = min(without()) - struck
-    if stopping is not None:
-        await stopping
-    else:
-        await swarm.local.restart_member(victim)
-    before = swarm.newest()
-    await swarm.until(
-        lambda: any(
-            peer in head.electorate.members
-            for name in others
-            for number, (head, _) in swarm.chain(name).items()
-            if number > before
-        ),
-        f"{victim} did not come back",
-    )
-    return took
-
-
-# --- a long time under fire ---------------------------------------------------------------------------------
-
-
-async def under_fire(
-    root: Path, corpus: Path, nodes: int, minutes: float, kind: str, report: Report
-) -> dict[int, float]:
-    """Losses by committed tokens. Everything else goes into the report."""
-    rng = random.Random(11)
+async def under_fire(root: Path, corpus: Path, nodes: int, minutes: float, kind: str) -> Outcome:
+    """Start a swarm, strike it for so long, wait until all are back, stop it, and look at what it left."""
     swarm = await start(root, nodes, corpus)
-    struck = Struck()
     try:
-        first, end = swarm.newest(), time.monotonic() + 60 * minutes
-        while time.monotonic() < end:
-            if kind != "none":
-                for victim in rng.sample(swarm.names, 3):
-                    task = asyncio.create_task(_hit(swarm, victim, kind, rng, struck))
-                    struck.tasks.add(task)
-            await asyncio.sleep(min(STRIKE_EVERY, max(0.0, end - time.monotonic())))
-        await asyncio.gather(*struck.tasks)
-        await swarm.until(lambda: all(swarm.local.in_state(n, "training") for n in swarm.names), "not all came back")
-        peers = {swarm.peer(name) for name in swarm.names}
-        await swarm.until(
-            lambda: swarm.known()[swarm.newest()][0].electorate.members == peers, "not all decide together again"
+        first, began = swarm.newest(), time.time()
+        fire = Fire()
+        await _strike_for(swarm, fire, kind, 60 * minutes)
+        struck_until, back = time.time(), frozenset[str]()
+
+        def all_back() -> bool:
+            nonlocal back
+            back = swarm.back(struck_until)
+            return len(back) == nodes
+
+        await swarm.comes_true(all_back)
+        last, ended = swarm.newest(), time.time()
+        await swarm.stop_nodes()
+        chains = {name: swarm.chain(name) for name in swarm.names}
+        accounts = await _account(swarm, chains, fire.strikes, first, last)
+        run = (await swarm.ctl("run", "show", RUN))["run"]
+        sizes = [int(layer["parameters"]) for layer in run["layers"]["layers"]]
+        return Outcome(
+            kind=kind,
+            nodes=nodes,
+            chains=chains,
+            held={name: await asyncio.to_thread(_held_fault, swarm, name, chains) for name in swarm.names},
+            window=(began, ended),
+            rounds=(first, last),
+            limit_seconds=longest_round_seconds(swarm.spec, layers=len(sizes), elements=sum(sizes), nodes=nodes),
+            strikes=tuple(fire.strikes),
+            accounts=accounts,
+            behind=sum(began <= line["when"] <= ended for n in swarm.names for line in swarm.log_lines(n, "behind")),
+            back=len(back),
+            losses={item["committed_tokens"]: item["loss"] for item in run["evaluations"]},
         )
-        known = swarm.known()
-        times = [when for number, (_, when) in sorted(known.items()) if number >= first]
-        gaps = [after - before for before, after in pairwise(times)]
-        run = swarm.run()
-        events = json.loads(await swarm.local.ctl("run", "rounds", "--output", "json"))["rounds"]
-        reasons = Counter(_short(item["reason"]) for item in events if not item["committed"])
-        report.cell(
-            part="fire",
-            what=f"{nodes} nodes, {kind}, {minutes:g} min: {struck.kills} kills, {struck.stops} stops",
-            median_s=round(statistics.median(gaps), 2),
-            worst_s=round(max(gaps), 2),
-            usual_round_s=len(known),
-            ratio=float(run["rounds_opened"] - run["rounds_committed"]),
-            worst_ratio=float(sum(head.manifest.parts_zeroed for head, _ in known.values())),
-        )
-        if kind != "none":
-            report.accept(f"{kind}: chains equal, all back", target="yes", value=True, holds=True)
-            told = ", ".join(f"{count}× {reason}" for reason, count in reasons.most_common(4)) or "none"
-            report.accept(f"{kind}: abandoned attempts", target="explained", value=told, holds=True)
-        return {item["committed_tokens"]: item["loss"] for item in run["losses"]}
     finally:
-        for task in struck.tasks:
-            task.cancel()
-        await asyncio.gather(*struck.tasks, return_exceptions=True)
         await swarm.local.close()
 
 
-async def _hit(swarm: Swarm, victim: str, kind: str, rng: random.Random, struck: Struck) -> None:
-    await asyncio.sleep(rng.uniform(0, 5))
-    if victim not in swarm.local.programs:
+async def _strike_for(swarm: LabSwarm, fire: Fire, kind: str, seconds: float) -> None:
+    """Returns when the time is over and every victim runs again."""
+    rng = random.Random(11)
+    end = time.monotonic() + seconds
+    async with asyncio.TaskGroup() as tasks:
+        while time.monotonic() < end:
+            for victim in rng.sample(swarm.names, VICTIMS) if kind != KINDS[0] else ():
+                delay, frozen_for = rng.uniform(0, SPREAD_SECONDS), rng.uniform(*FREEZE_SECONDS)
+                tasks.create_task(_strike(swarm, fire, victim, kind, delay, frozen_for))
+            await asyncio.sleep(min(STRIKE_EVERY, max(0.0, end - time.monotonic())))
+
+
+async def _strike(swarm: LabSwarm, fire: Fire, victim: str, kind: str, delay: float, frozen_for: float) -> None:
+    """One victim; who is down already stays as it is."""
+    await asyncio.sleep(delay)
+    if victim in fire.down:
         return
+    fire.down.add(victim)
+    began = time.time()
+    place = len(fire.strikes)
+    fire.strikes.append(Strike(victim, kind, began, ended=float("inf")))
     if kind == "SIGKILL":
-        struck.kills += 1
         await kill(swarm.local, victim)
         await swarm.local.restart_member(victim)
     else:
-        struck.stops += 1
-        with suppress(psutil.NoSuchProcess):
-            await freeze(swarm, victim, rng.uniform(*FREEZE_SECONDS))
+        with frozen(swarm.local, victim):
+            await asyncio.sleep(frozen_for)
+    fire.strikes[place] = replace(fire.strikes[place], ended=time.time())
+    fire.down.discard(victim)
 
 
-def _short(reason: str) -> str:
-    return reason.split("(")[0].split(":")[0].strip()[:60]
+async def _account(swarm: LabSwarm, chains: dict[str, Chain], strikes: list[Strike], first: int, last: int) -> Accounts:
+    """What became of the attempts at the rounds after `first`, up to `last`."""
+    rows = [row for row in await _rounds(swarm, first) if row.attempt.number <= last]
+    ballots = {
+        RoundId(RUN, item.head.ballot.plan_version, 0, number, item.head.ballot.attempt)
+        for chain in chains.values()
+        for number, item in chain.items()
+        if first < number <= last
+    }
+    given_up: dict[RoundId, float] = {}
+    for name in swarm.names:
+        for line in swarm.log_lines(name, "round abandoned"):
+            attempt = parse_attempt(RUN, line["round"])
+            if first < attempt.number <= last:
+                given_up[attempt] = min(line["when"], given_up.get(attempt, line["when"]))
+    plans = {}
+    for version in {attempt.plan_version for attempt in given_up}:
+        plan = (await swarm.ctl("plan", "show", "--run", RUN, "--version", str(version)))["plan"]
+        plans[version] = [item["peer_id"] for item in plan["assignments"]]
+    names = {peer: name for name, peer in swarm.peers.items()}
+    return account(
+        rows,
+        ballots,
+        given_up,
+        commits={number: item.when for number, item in first_commits(chains.values()).items()},
+        strikes=strikes,
+        opener=lambda attempt: names[attempt.opener(plans[attempt.plan_version])],
+    )
 
 
-def at_tokens(losses: dict[int, float], tokens: int) -> float:
-    """The loss at `tokens`, interpolated."""
-    below = max((item for item in losses if item <= tokens), default=min(losses))
-    above = min((item for item in losses if item >= tokens), default=max(losses))
-    if above == below:
-        return losses[below]
-    share = (tokens - below) / (above - below)
-    return losses[below] * (1 - share) + losses[above] * share
+async def _rounds(swarm: LabSwarm, after: int) -> list[Row]:
+    """The coordinator's log of the rounds after that one, page by page."""
+    rows: dict[RoundId, Row] = {}
+    while True:
+        page = (await swarm.ctl("run", "rounds", RUN, "--after", str(after)))["rounds"]
+        before = len(rows)
+        for item in page:
+            named = item["round"]
+            attempt = RoundId(RUN, int(named["plan_version"]), 0, int(named["number"]), int(named["attempt"]))
+            rows[attempt] = Row(attempt, item["committed"], item["reason"])
+        if len(page) < _ROUNDS_PAGE or len(rows) == before:
+            return list(rows.values())
+        after = max(attempt.number for attempt in rows) - 1  # the last round of a page may not be whole
 
 
-def compare(losses: dict[int, float], peace: dict[int, float]) -> tuple[int, float]:
-    """Tokens, and by how much the mean loss of the last fifth of the common tokens is above that in peace."""
-    last = min(max(losses), max(peace))
-    points = [item for item in losses if 0.8 * last <= item <= last] or [last]
-    ours = statistics.fmean(losses[item] if item in losses else at_tokens(losses, item) for item in points)
-    theirs = statistics.fmean(at_tokens(peace, item) for item in points)
-    return last, ours / theirs - 1
+def _held_fault(swarm: LabSwarm, name: str, chains: dict[str, Chain]) -> str:
+    """What is wrong with the newest state on a node's disk: its bytes against its manifest, that against the chain."""
+    try:
+        head = swarm.newest_checkpoint(name)
+    except (AtollError, OSError, ValueError) as error:
+        return f"{name}: {error}"
+    agreed = {chain[head.round].head.hash for chain in chains.values() if head.round in chain}
+    return "" if agreed == {head.hash} else f"{name}: its round {head.round} is not that of the others"
+
+
+# --- what it means ------------------------------------------------------------------------------------------
+
+
+def tell(report: Report, it: Outcome) -> None:
+    """The row of a swarm and its acceptance rows."""
+    committed, accounts = it.committed, it.accounts
+    silent = len(accounts.opener_struck) + len(accounts.unexplained)
+    report.cell(
+        swarm=it.kind,
+        opened=len(accounts.opened),
+        committed=len(committed),
+        abandoned=len(accounts.abandoned),
+        silent=silent,
+        untold=len(accounts.untold_rounds),
+        tied=sum(item.head.committed.HasField("tie_break") for item in committed.values()),
+        zeroed=sum(item.head.manifest.parts_zeroed for item in committed.values()),
+        median_s=statistics.median(it.gaps),
+        worst_s=max(it.gaps),
+        kills=sum(item.kind == "SIGKILL" for item in it.strikes),
+        stops=sum(item.kind == "SIGSTOP" for item in it.strikes),
+        hangs=it.hangs,
+        behind=it.behind,
+        back=f"{it.back}/{it.nodes}",
+    )
+    slowest = max(gap for name in it.chains for gap in it.node_gaps(name))
+    report.accept(
+        f"{it.kind}: hangs",
+        target="0",
+        value=f"{it.hangs}; longest without a commit {max(it.gaps):.0f} s (swarm), {slowest:.0f} s (a node that was "
+        f"well), of {it.limit_seconds:.0f} s that a round can take",
+        holds=it.hangs == 0,
+    )
+    faults = it.faulty_rounds
+    report.accept(
+        f"{it.kind}: one manifest for every committed round, on all nodes",
+        target="all rounds",
+        value="; ".join(faults[:3]) or f"{len(it.known)} rounds on {it.nodes} nodes",
+        holds=bool(it.known) and not faults,
+    )
+    wrong = [fault for fault in it.held.values() if fault]
+    report.accept(
+        f"{it.kind}: the state left on disk is that of the node's last manifest",
+        target="all nodes",
+        value="; ".join(wrong) or f"{len(it.held)} of {it.nodes} nodes",
+        holds=len(it.held) == it.nodes and not wrong,
+    )
+    told = ", ".join(f"{count} × {reason}" for reason, count in accounts.reasons.most_common(4))
+    adopted = len(accounts.committed) - len(committed)
+    again = f" + {adopted} that committed a round again" if adopted else ""
+    report.accept(
+        f"{it.kind}: opened = committed + abandoned, and why",
+        target="all explained",
+        value=f"{len(accounts.opened)} = {len(committed)} committed{again} + {len(accounts.abandoned)} reported"
+        f"{f' ({told})' if told else ''} + {len(accounts.opener_struck)} whose opener was struck"
+        f" + {len(accounts.unexplained)} unexplained",
+        holds=bool(committed) and accounts.all_explained,
+    )
+    report.accept(
+        f"{it.kind}: back among those who decide",
+        target="all",
+        value=f"{it.back}/{it.nodes}",
+        holds=it.back == it.nodes,
+    )
+
+
+def tell_loss(report: Report, it: Outcome, peace: Outcome) -> None:
+    """The acceptance row of the loss."""
+    tokens, worse = compare(it.losses, peace.losses)
+    report.accept(
+        f"{it.kind}: loss at {tokens} tokens, against peace",
+        target=f"≤ +{LOSS_TOLERANCE:.0%}",
+        value=f"{worse:+.2%}",
+        holds=worse <= LOSS_TOLERANCE,
+    )
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each swarm, under fire")
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--strikes", type=int, default=8)
-    parser.add_argument("--only", choices=("recovery", "fire"))
     options = parser.parse_args()
     report = Report("faults")
-    with tempfile.TemporaryDirectory(prefix="atoll-faults-") as scratch:
-        root = Path(scratch)
-        corpus = root / "corpus.txt"
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, NOTES):
+        corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
-        if options.only != "fire":
-            await recovery(root / "recovery", corpus, options.strikes, report)
-        if options.only != "recovery":
-            losses = {
-                kind: await under_fire(root / kind, corpus, options.nodes, options.minutes, kind, report)
-                for kind in ("none", "SIGKILL", "SIGSTOP")
-            }
-            for kind in ("SIGKILL", "SIGSTOP"):
-                tokens, worse = compare(losses[kind], losses["none"])
-                report.accept(
-                    f"{kind}: loss at {tokens} tokens, against peace",
-                    target="≤ +1 %",
-                    value=f"{worse:+.2%}",
-                    holds=worse <= 0.01,
-                )
-    report.finish(
-        "In part `fire` the columns usual_round_s, ratio and worst_ratio hold the number of committed rounds, of "
-        "abandoned attempts and of zeroed parts; median_s and worst_s are seconds between commits."
-    )
+        peace: Outcome | None = None
+        for kind in KINDS:
+            outcome = await under_fire(Path(scratch) / kind, corpus, options.nodes, options.minutes, kind)
+            tell(report, outcome)
+            if peace is not None:
+                tell_loss(report, outcome, peace)
+            peace = peace or outcome
 
 
 if __name__ == "__main__":
