@@ -447,3 +447,26 @@ def test_a_link_that_grew_slow_is_given_more_time_than_what_it_failed_in():
     assert w.run(600, until=lambda: len(w.reports) >= failed + 9)
     assert not any(report.manifest for report in w.reports[failed + 1 :])
     assert all(given[peer][-1] > 4 * before for peer, before in learnt.items())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_attempt_that_was_opened_is_reported_once_whatever_becomes_of_it(seed):
+    w = World(4, seed)
+    opened: set[RoundId] = set()
+
+    def watch(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if message.HasField("open"):
+            opened.add(RoundId.from_proto(message.open.round))
+        return False
+
+    w.network.drop = watch
+    w.network.delay = (0.01, 0.4)
+    for _ in range(12):
+        alone = w.rng.sample(w.peers, 2)
+        w.network.part(alone, [peer for peer in w.peers if peer not in alone])
+        w.run(w.rng.uniform(0.5, 4))
+        w.network.cut = set()
+        w.run(w.rng.uniform(0.5, 8))
+    assert w.run(120, until=lambda: {report.round_id for report in w.reports} >= opened)
+    assert len(w.reports) == len({report.round_id for report in w.reports})
+    assert any(report.manifest is None for report in w.reports)

@@ -141,6 +141,11 @@ class Opener:
         if not self.done and now >= self.deadline:  # the coordinator does not answer either
             self._abandon(self._shortfall())
 
+    def supersede(self, reason: str, now: float) -> None:
+        """The round is over otherwise: nobody follows this attempt any more, but it is accounted for."""
+        self.now, self.done = now, True
+        self.out = [Report(self.round_id, None, reason, now - self._opened)]
+
     # --- how it goes on ----------------------------------------------------------------------------
 
     def _answered(self) -> None:

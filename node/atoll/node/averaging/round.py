@@ -219,6 +219,7 @@ class RoundMachine:
     def _head_moved(self, head: Head) -> None:
         if self._following is not None:
             self._actions.append(Release(self._following.round_id, thaw=False))
+        self._supersede(f"this node moved to round {head.round}")
         self._reset(head)
         self._adopt_plan()
 
@@ -285,6 +286,12 @@ class RoundMachine:
             if opener.done:
                 self._opener = None
             self._carry_out(opener)
+
+    def _supersede(self, reason: str) -> None:
+        """The head moves under the attempt that we lead."""
+        if self._opener is not None:
+            self._opener.supersede(reason, self._now)
+            self._led()
 
     def _carry_out(self, attempt: Opener | Follower) -> None:
         out, attempt.out = attempt.out, []
@@ -452,6 +459,7 @@ class RoundMachine:
         if counted and self.me in head.electorate.members:
             self._memory.took_part()
         self._turns.serve_leaving()
+        self._supersede(f"round {head.round} was committed in another attempt")
         self._reset(head)
         self._adopt_plan()
         return True
