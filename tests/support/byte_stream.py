@@ -6,7 +6,7 @@ import asyncio
 
 
 class KeptWriter:
-    """What `P2PStream` needs of a writer and its transport."""
+    """What `SocketStream` needs of a writer and its transport."""
 
     def __init__(self) -> None:
         self.written = bytearray()

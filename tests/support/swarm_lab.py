@@ -15,11 +15,14 @@ from support.members import certificate_of
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority, Deny
+from atoll.node.direct.path import DirectConfig
+from atoll.node.direct.protocol import BULK
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.transport import Stream
 from atoll.v1 import common_pb2 as pb
 
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
+DIRECT = DirectConfig(("127.0.0.1",), protocols=BULK | {"/echo/1", "/swallow/1"})
 START = timedelta(seconds=20)
 SOON = timedelta(seconds=10)
 
@@ -56,6 +59,7 @@ class Lab:
         membership: pb.Signed | None = None,
         authority: Authority | None = None,
         deny: Deny = EMPTY_DENY,
+        direct: DirectConfig | None = DIRECT,
     ) -> SwarmHost:
         identity = self.identity(name)
         host = await SwarmHost.start(
@@ -66,6 +70,7 @@ class Lab:
                 announce=(),
                 seeds=seeds,
                 relay_service=relay_service,
+                direct=direct,
             ),
             identity=identity,
             authority=authority or self.authority,

@@ -6,7 +6,7 @@
     +------+--------+------+--------------+------------+----------+--------+------+
 
 Big-endian. The header is a protobuf message, the body raw bytes (a part, a slice of state). Lengths are
-checked before anything is allocated; the checksum covers header and body. libp2p already authenticates and
+checked before anything is allocated; the checksum covers header and body. libp2p or TLS already authenticates and
 encrypts; the checksum is for our own mistakes and for streams that were once seen cut silently.
 """
 
@@ -35,6 +35,7 @@ class FrameKind(IntEnum):
     PART = 2  # header: PartHeader; body: the encoded part
     BODY = 3  # header empty; body: bytes of a reply
     REFUSAL = 4  # header: Refusal; the sender closes the stream after it
+    END = 5  # empty; ends a conversation on a connection that serves several, one after another
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -55,6 +55,8 @@ class NodeConfig:
     listen: str = _key("0.0.0.0", "address for peers")  # noqa: S104 - peers must reach us
     port: int = _key(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
     announce: str = _key("", "public address or host name, where it differs")
+    direct: bool = _key(True, "bulk goes over TCP and TLS to members that can be reached so; libp2p carries the rest")
+    direct_port: int = _key(0, "TCP port for that; 0 picks a free one", between=(0, 65535))
     device: str = _key("auto", "auto, cpu, cuda:0, mps")
     data: str = _key("", "the corpus on this machine, where it is not the spec's path")
     vram_fraction: float = _limit(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
@@ -197,14 +199,23 @@ def _typed(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dic
     for key, value in values.items():
         kind = _KINDS[key]
         try:
-            typed[key] = Path(os.path.expanduser(str(value))).absolute() if kind is Path else kind(value)
-        except (TypeError, ValueError, OverflowError) as error:
+            typed[key] = _READ_AS[kind](value) if kind in _READ_AS else kind(value)
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise ConfigError(f"{key} = {value!r} in {origin[key]} is not {_ARTICLE[kind]}") from error
     _check(typed, origin)
     return typed
 
 
-_ARTICLE = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
+def _path(value: object) -> Path:
+    return Path(os.path.expanduser(str(value))).absolute()
+
+
+def _truth(value: object) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+_READ_AS: dict[type, Callable[[object], Any]] = {Path: _path, bool: _truth}
+_ARTICLE = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false"}
 
 
 def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None:

@@ -29,9 +29,10 @@ from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.control.upload import Uploads
+from atoll.node.direct.path import DirectConfig
 from atoll.node.localapi import LocalApi
 from atoll.node.manners import Manners, Subjects
-from atoll.node.ports import remember_port, remembered_port
+from atoll.node.ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
 from atoll.node.session import NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -150,7 +151,8 @@ class Daemon:
             except PortInUse:
                 if port == ports[-1]:
                     raise
-        remember_port(self._config.data_dir, host.multiaddrs())
+        remember_port(self._config.data_dir, port_in(host.multiaddrs()))
+        remember_port(self._config.data_dir, host.direct_port, DIRECT_PORT_FILE)
         _log.info("joined the swarm", peer_id=self._identity.peer_id, addresses=list(host.multiaddrs()))
         sdnotify.notify(self._notify_socket, "READY=1")
         return host
@@ -166,6 +168,7 @@ class Daemon:
                 seeds=self._credentials.seeds,
                 relay_service="seed" in self._me.roles,
                 alone_is_fine=self._directives.plan is not None,  # seeds come back; the first start must find one
+                direct=self._direct_config() if config.direct else None,
             ),
             identity=self._identity,
             authority=self._credentials.authority,
@@ -174,6 +177,11 @@ class Daemon:
             clock=self._clock,
             timeout=START_TIMEOUT,
         )
+
+    def _direct_config(self) -> DirectConfig:
+        config = self._config
+        remembered = [*remembered_port(config.data_dir, DIRECT_PORT_FILE), 0]
+        return DirectConfig((config.listen,), (config.direct_port,) if config.direct_port else tuple(remembered))
 
     def _make_session(self, host: SwarmHost) -> TrainingSession:
         return TrainingSession(
@@ -418,6 +426,7 @@ class Daemon:
             "stop_tokens": self._spec.run.stop_tokens,
             "handler_crashes": self._host.handler_crashes if self._host else 0,
             "streams_refused": self._host.streams_refused if self._host else 0,
+            "direct_peers": sorted(self._host.direct_peers()) if self._host else [],
             **self._status.to_json(*self._bytes_sent()),
             **self._manners.describe(self._checkpoints.problem),
         }

@@ -9,21 +9,27 @@ from pathlib import Path
 from atoll.core.errors import AtollError
 from atoll.core.files import write_atomic
 
-PORT_FILE = "port"
+PORT_FILE = "port"  # of libp2p
+DIRECT_PORT_FILE = "direct-port"
 
 
-def remembered_port(data_dir: Path) -> list[int]:
+def remembered_port(data_dir: Path, name: str = PORT_FILE) -> list[int]:
     """The port that this member listened on last, or nothing."""
     try:
-        port = int((data_dir / PORT_FILE).read_text())
+        port = int((data_dir / name).read_text())
     except (OSError, ValueError):
         return []
     return [port] if 0 < port < 65536 else []
 
 
-def remember_port(data_dir: Path, multiaddrs: Iterable[str]) -> None:
-    """Keep the port for the next start. A disk that does not take it is no reason not to run."""
-    ports = [words[words.index("tcp") + 1] for words in (text.split("/") for text in multiaddrs) if "tcp" in words]
-    if ports:
+def remember_port(data_dir: Path, port: int | None, name: str = PORT_FILE) -> None:
+    """Keep the port, if there is one, for the next start. A disk that does not take it is no reason not to run."""
+    if port:
         with suppress(AtollError):
-            write_atomic(data_dir / PORT_FILE, ports[0].encode())
+            write_atomic(data_dir / name, str(port).encode())
+
+
+def port_in(multiaddrs: Iterable[str]) -> int | None:
+    """The TCP port of the first multiaddr that has one."""
+    ports = [words[words.index("tcp") + 1] for words in (text.split("/") for text in multiaddrs) if "tcp" in words]
+    return int(ports[0]) if ports else None

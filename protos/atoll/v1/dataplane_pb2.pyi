@@ -265,3 +265,21 @@ class StateReply(_message.Message):
     manifest: _manifest_pb2.CommittedManifest
     body_bytes: int
     def __init__(self, manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ...) -> None: ...
+
+class DirectOffer(_message.Message):
+    __slots__ = ("port", "hosts", "certificate_sha256", "ticket")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    certificate_sha256: bytes
+    ticket: bytes
+    def __init__(self, port: _Optional[int] = ..., hosts: _Optional[_Iterable[str]] = ..., certificate_sha256: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class DirectBegin(_message.Message):
+    __slots__ = ("protocol",)
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    protocol: str
+    def __init__(self, protocol: _Optional[str] = ...) -> None: ...

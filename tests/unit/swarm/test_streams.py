@@ -13,14 +13,14 @@ from atoll.core.errors import DeadlineExceeded, FrameInvalid, NotIntroduced, Rou
 from atoll.core.frames import FrameKind, pack_prefix
 from atoll.node.swarm import streams
 from atoll.node.swarm.refusals import printable, refusal_header
-from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Traffic
 
 SOON = timedelta(milliseconds=20)
 
 
 class FakeWriter:
-    """What `P2PStream` uses of an asyncio writer and its transport; keeps what is written."""
+    """What `SocketStream` uses of an asyncio writer and its transport; keeps what is written."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -55,13 +55,13 @@ class FakeWriter:
 
 def make_stream(
     known: bool = True, clock: Clock | None = None
-) -> tuple[P2PStream, asyncio.StreamReader, FakeWriter, Traffic]:
+) -> tuple[SocketStream, asyncio.StreamReader, FakeWriter, Traffic]:
     def guard() -> None:
         if not known:
             raise NotIntroduced("who is there")
 
     reader, writer, traffic = asyncio.StreamReader(), FakeWriter(), Traffic(clock or SystemClock())
-    stream = P2PStream("peer", "/p/1", reader, writer, guard=guard, traffic=traffic)  # type: ignore[arg-type]
+    stream = SocketStream("peer", "/p/1", reader, writer, guard=guard, traffic=traffic)  # type: ignore[arg-type]
     return stream, reader, writer, traffic
 
 

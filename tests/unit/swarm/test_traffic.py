@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from atoll.core.clock import ManualClock, SystemClock
 from atoll.core.errors import Unreachable
 from atoll.core.frames import FrameKind
-from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Line, Traffic
 
 RATE = 1e6
@@ -60,13 +60,13 @@ def test_small_frames_are_charged_but_do_not_wait() -> None:
 
 
 @contextlib.asynccontextmanager
-async def pair(path: Path, sender: Traffic, receiver: Traffic) -> AsyncIterator[tuple[P2PStream, P2PStream]]:
+async def pair(path: Path, sender: Traffic, receiver: Traffic) -> AsyncIterator[tuple[SocketStream, SocketStream]]:
     """Two ends of a real stream socket."""
     arrived: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
     server = await asyncio.start_unix_server(lambda *ends: arrived.set_result(ends), path, limit=1 << 16)
     near = await asyncio.open_unix_connection(path)
-    one = P2PStream("peer", "/p/1", *near, guard=lambda: None, traffic=sender)
-    two = P2PStream("peer", "/p/1", *(await arrived), guard=lambda: None, traffic=receiver)
+    one = SocketStream("peer", "/p/1", *near, guard=lambda: None, traffic=sender)
+    two = SocketStream("peer", "/p/1", *(await arrived), guard=lambda: None, traffic=receiver)
     try:
         yield one, two
     finally:
@@ -82,11 +82,11 @@ async def test_streams_share_the_rate_evenly(tmp_path: Path, limited: str) -> No
     (sender if limited == "up" else receiver).limit(*((RATE, 0.0) if limited == "up" else (0.0, RATE)))
     got = [0] * 4
 
-    async def send(stream: P2PStream) -> None:
+    async def send(stream: SocketStream) -> None:
         while True:
             await stream.send(FrameKind.PART, b"h", bytes(20_000))
 
-    async def receive(number: int, stream: P2PStream) -> None:
+    async def receive(number: int, stream: SocketStream) -> None:
         while True:
             got[number] += len((await stream.receive(timedelta(seconds=5))).body)
 

@@ -12,7 +12,6 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
@@ -21,19 +20,25 @@ from hivemind.proto import p2pd_pb2 as p2pd
 from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, Unreachable
 from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
+from atoll.node.direct import protocol as direct
 from atoll.node.swarm import hello
 from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.refusals import refusal_header, run_handler
-from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 
-REQUEST_BYTES = {"/atoll/round/1": 1 << 20, "/atoll/state/1": 1 << 16}  # what a dialler may send in one frame there
-MAX_STREAMS_PER_PEER = 64
+REQUEST_BYTES = {"/atoll/round/1": 1 << 20, "/atoll/state/1": 1 << 16, direct.PROTOCOL: 1 << 8}
+MAX_STREAMS_PER_PEER = 64  # connections of the direct path count as one each
 MAX_STREAMS_PER_PROTOCOL = 6  # of one peer: unfinished frames on all of them stay below 64 MiB
 
 _log = log.get("swarm")
+
+
+def request_bytes(protocol: str) -> int:
+    """What a dialler may send in one frame there."""
+    return REQUEST_BYTES.get(protocol, MAX_FRAME_BYTES)
 
 
 class Door:
@@ -80,28 +85,19 @@ class Door:
             if info.proto == hello.PROTOCOL:
                 await self._introductions.answer(peer_id, reader, writer)
             else:
-                await self._let_in(peer_id, info.proto, reader, writer)
+                await self.let_in(self._stream(peer_id, info.proto, reader, writer))
         except (OSError, EOFError, TimeoutError) as error:
             _log.debug("stream lost before it began", error=str(error))
         finally:
             writer.transport.abort()  # closed already in the ordinary case
 
-    async def _let_in(
-        self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        stream = P2PStream(
-            peer_id,
-            protocol,
-            reader,
-            writer,
-            guard=lambda: self._gate.require(peer_id),
-            traffic=self._traffic,
-            max_frame_bytes=REQUEST_BYTES.get(protocol, MAX_FRAME_BYTES),
-        )
+    async def let_in(self, stream: SocketStream) -> None:
+        """Serve a stream that a member opened, by whichever path, to its end, or turn it away."""
+        peer_id, protocol = stream.peer_id, stream.protocol
         try:
             self._check(peer_id, protocol)
         except AtollError as error:
-            await self._turn_away(stream, writer, error)
+            await self._turn_away(stream, error)
             return
         self.keep(stream)
         self._served[peer_id, protocol] += 1
@@ -114,7 +110,7 @@ class Door:
             self._served[peer_id, protocol] -= 1
             self._served += Counter()  # drops what is not positive
 
-    def keep(self, stream: P2PStream) -> None:
+    def keep(self, stream: SocketStream) -> None:
         """Have the gate close `stream` when its peer is evicted."""
         self._gate.opened(stream.peer_id, stream)
         stream.on_close(lambda: self._gate.closed(stream.peer_id, stream))
@@ -128,13 +124,23 @@ class Door:
         if self._served[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PROTOCOL} streams of {protocol} at once")
 
-    async def _turn_away(self, stream: P2PStream, writer: asyncio.StreamWriter, error: AtollError) -> None:
-        cast(asyncio.Transport, writer.transport).pause_reading()
+    async def _turn_away(self, stream: SocketStream, error: AtollError) -> None:
         self.refused[error.reason] += 1
         _log.info("stream refused", protocol=stream.protocol, peer=stream.peer_id, reason=error.reason)
-        with suppress(AtollError):
-            await stream.refuse(refusal_header(error))
-        await stream.close()
+        await stream.turn_away(refusal_header(error))
+
+    def _stream(
+        self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> SocketStream:
+        return SocketStream(
+            peer_id,
+            protocol,
+            reader,
+            writer,
+            guard=lambda: self._gate.require(peer_id),
+            traffic=self._traffic,
+            max_frame_bytes=request_bytes(protocol),
+        )
 
     def _count_crash(self) -> None:
         self.crashes += 1

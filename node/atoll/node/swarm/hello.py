@@ -19,7 +19,7 @@ from atoll.core.errors import FrameInvalid
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.refusals import run_handler
-from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire
@@ -119,8 +119,8 @@ class Introductions:
         self._gate.admit(stream.peer_id, _hello_in(await stream.receive(HELLO_TIMEOUT)))
         await stream.send(FrameKind.MESSAGE, self._gate.hello().SerializeToString())
 
-    def _stream(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> P2PStream:
-        return P2PStream(
+    def _stream(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> SocketStream:
+        return SocketStream(
             peer_id,
             PROTOCOL,
             reader,

@@ -27,14 +27,17 @@ from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import Authority, Deny
 from atoll.core.records import MAX_MULTIADDRS, build_addresses, build_head, heads_key, nodes_key
+from atoll.node.direct import protocol as direct
+from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.swarm import hello
 from atoll.node.swarm.addresses import AddressBook, worth_telling
 from atoll.node.swarm.dht import Directory
-from atoll.node.swarm.door import Door
+from atoll.node.swarm.door import Door, request_bytes
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
-from atoll.node.swarm.streams import P2PStream
+from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 from atoll.v1 import common_pb2 as pb
@@ -53,6 +56,7 @@ class SwarmConfig:
     seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
     relay_service: bool
     alone_is_fine: bool = False  # seeds that do not answer yet are met later
+    direct: DirectConfig | None = None  # TCP and TLS without libp2p, for bulk
 
 
 class SwarmHost:
@@ -68,6 +72,7 @@ class SwarmHost:
         self._clock = clock
         self._door = Door(p2p.gate, p2p.introductions, p2p.traffic)
         self._directory = Directory(p2p, authority, clock, ())
+        self._direct: DirectPath | None = None
         self._registrations: list[asyncio.Task[None]] = []
         self._closed = False
         p2p.control.on_lost(self._connection_lost)
@@ -133,6 +138,15 @@ class SwarmHost:
         """Where we can be dialled, each with /p2p/<our peer id>."""
         return tuple(f"{address}/p2p/{self.peer_id}" for address in worth_telling(self._p2p.visible))
 
+    @property
+    def direct_port(self) -> int | None:
+        """Where members may dial directly; None without a direct path."""
+        return self._direct.port if self._direct is not None else None
+
+    def direct_peers(self) -> frozenset[str]:
+        """Members to which we have a direct connection; to the others all goes over libp2p."""
+        return self._direct.peers() if self._direct is not None else frozenset()
+
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve `protocol` to members; `ready()` tells when p2pd knows."""
         self._door.handle(protocol, handler)
@@ -143,7 +157,7 @@ class SwarmHost:
         pending, self._registrations = self._registrations, []
         await asyncio.gather(*pending)
 
-    async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> P2PStream:
+    async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
@@ -207,6 +221,8 @@ class SwarmHost:
             if not self.died.done():
                 steps.push_async_callback(self._directory.close, timeout)
             steps.push_async_callback(self._door.close)
+            if self._direct is not None:
+                steps.push_async_callback(self._direct.close)
             steps.callback(self.gate.abort_all)
             for task in self._registrations:
                 task.cancel()
@@ -215,13 +231,46 @@ class SwarmHost:
     async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
         await self._door.listen(config.runtime_dir / "streams.sock")
         await self._p2p.control.serve_streams(hello.PROTOCOL)
+        if config.direct is not None:
+            await self._listen_directly(config.direct, config.runtime_dir)
         self._directory = Directory(self._p2p, authority, self._clock, config.seeds)
         await self._directory.join(alone_is_fine=config.relay_service or config.alone_is_fine, timeout=timeout)
 
-    async def _enter(self, peer_id: str, protocol: str, timeout: timedelta) -> P2PStream:
-        """Open a stream and wait to be let in."""
+    async def _listen_directly(self, config: DirectConfig, directory: Path) -> None:
+        self._direct = DirectPath(
+            config,
+            directory=directory,
+            gate=self.gate,
+            traffic=self.traffic,
+            clock=self._clock,
+            serve=self._door.let_in,
+            max_frame_bytes=request_bytes,
+            ask=self._ask_way_in,
+            announced=self.multiaddrs,
+        )
+        self._direct.listen(config)
+        self._door.handle(direct.PROTOCOL, self._direct.offer)
+        await self._p2p.control.serve_streams(direct.PROTOCOL)
+
+    async def _ask_way_in(self, peer_id: str, timeout: timedelta) -> WayIn:
+        stream = await self.open(peer_id, direct.PROTOCOL, timeout)
+        try:
+            frame = await stream.receive(timeout)
+        finally:
+            await stream.close()
+        return way_in(frame, tuple(str(address) for address in self._p2p.book.known(peer_id)))
+
+    async def _enter(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
+        """Open a stream, directly where that is worth it and possible, and wait to be let in."""
+        if self._direct is not None:
+            stream = await self._direct.open(peer_id, protocol, timeout)
+            if stream is not None:
+                return stream
+        return await self._enter_by_libp2p(peer_id, protocol, timeout)
+
+    async def _enter_by_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         reader, writer = await self._p2p.open_socket(peer_id, protocol, timeout)
-        stream = P2PStream(
+        stream = SocketStream(
             peer_id, protocol, reader, writer, guard=lambda: self.gate.require(peer_id), traffic=self._p2p.traffic
         )
         self._door.keep(stream)

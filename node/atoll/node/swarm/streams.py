@@ -1,6 +1,7 @@
-"""A conversation over one raw libp2p stream: frames with a cap, a checksum and deadlines.
+"""A conversation over one socket: frames with a cap, a checksum and deadlines.
 
-The socket is p2pd's unix socket, one per stream. A frame costs one read for its prefix and one for the rest;
+Here the socket is p2pd's unix socket, one per stream; `direct/stream.py` has several conversations, one after another,
+on a TLS connection. A frame costs one read for its prefix and one for the rest;
 nothing is allocated before the announced length passed the cap. When `receive` gives up at its deadline, what
 arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel has all of it: the
 body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none moved for
@@ -13,10 +14,12 @@ Streams are never half-closed: p2pd loses the reply then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
+from typing import cast
 
-from atoll.core.errors import DeadlineExceeded, Unreachable
+from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreachable
 from atoll.core.frames import (
     MAX_FRAME_BYTES,
     PREFIX,
@@ -36,8 +39,11 @@ CLOSE_TIMEOUT = timedelta(seconds=5)
 _JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies go out with their prefix in one write
 
 
-class P2PStream:
+class SocketStream:
     """One end of a stream; implements `transport.Stream`."""
+
+    buffer_high_bytes = 0  # `drain` waits until the kernel has everything
+    flushes_pieces = False  # whether each piece of a frame must be gone before the next, also without a limit
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class P2PStream:
         self._sent = 0
         self._received = 0
         self._on_close: list[Callable[[], None]] = []
-        writer.transport.set_write_buffer_limits(high=0)  # `drain` waits until the kernel has everything
+        writer.transport.set_write_buffer_limits(high=self.buffer_high_bytes)
 
     @property
     def peer_id(self) -> str:
@@ -84,6 +90,13 @@ class P2PStream:
     async def refuse(self, header: Buffer) -> None:
         """Send a refusal; the one frame that a stranger may get."""
         await self._write(FrameKind.REFUSAL, header, b"")
+
+    async def turn_away(self, header: Buffer) -> None:
+        """Refuse without reading, and end."""
+        cast(asyncio.Transport, self._writer.transport).pause_reading()
+        with suppress(AtollError):
+            await self.refuse(header)
+        await self.close()
 
     async def receive(self, timeout: timedelta) -> Frame:
         self._guard()
@@ -116,20 +129,22 @@ class P2PStream:
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
         start = pack_prefix(kind, header, body)
-        if self._writer.is_closing():
+        if self._is_over():
             raise self._ended()
-        frame = [b"".join((start, header, body))] if len(body) < _JOIN_BELOW_BYTES else [start + header, body]
+        frame: list[Buffer] = (
+            [b"".join((start, header, body))] if len(body) < _JOIN_BELOW_BYTES else [start + header, body]
+        )
         size = left = PREFIX.size + len(header) + len(body)
         up = self._traffic.up
         async with self._sending:
             try:
-                for piece in up.pieces(frame):
+                for piece in self._pieces(frame):
                     await up.wait(len(piece), small=size <= SMALL_FRAME_BYTES)
-                    if self._writer.is_closing():
+                    if self._is_over():
                         raise self._ended()
                     self._put(piece)
                     left -= len(piece)
-                    if up.limited:
+                    if up.limited or self.flushes_pieces:
                         await self._flush()
                 await self._flush()
             except BaseException:
@@ -137,14 +152,27 @@ class P2PStream:
                     self.abort()
                 raise
 
-    async def _read_frame(self) -> Frame:
+    def _pieces(self, frame: list[Buffer]) -> Iterable[Buffer]:
+        """What goes out in one write each, while the owner's limit lets it."""
+        return self._traffic.up.pieces(frame)
+
+    def _is_over(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._writer.is_closing()
+
+    async def _read_prefix(self) -> Prefix:
         if self._prefix is None:
             start = await self._reader.readexactly(PREFIX.size)
             self._got(len(start))
             self._prefix = unpack_prefix(start, self._max_frame_bytes)
             size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
             self._due = self._traffic.down.due(size, small=size <= SMALL_FRAME_BYTES)
-        prefix = self._prefix
+        return self._prefix
+
+    async def _read_frame(self) -> Frame:
+        prefix = await self._read_prefix()
+        if prefix.kind is FrameKind.END:
+            raise FrameInvalid("this stream ends when its socket is closed, not by a frame")
         await self._traffic.down.until(self._due)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix = None

@@ -1,0 +1,157 @@
+"""Where members dial in directly: TCP, TLS, a ticket, then conversations through the same door as all others.
+
+A stranger gets no word: so many at once, in all and from one address, five seconds each, 48 bytes read, then a close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.errors import AtollError, FrameInvalid, PortInUse, Unreachable
+from atoll.core.frames import PREFIX, FrameKind, check_frame, unpack_prefix
+from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.tickets import TICKET_BYTES, Tickets
+from atoll.node.direct.wire import Wire, accept
+
+STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a good ticket
+MAX_STRANGERS = 32
+MAX_STRANGERS_PER_ADDRESS = 16
+MAX_CONNECTIONS_PER_PEER = 8
+IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps one
+_ACCEPT_AGAIN = timedelta(seconds=0.5)  # after the kernel had no descriptor for us
+
+_log = log.get("direct")
+
+Welcome = Callable[[str, Wire], Connection]  # raises when the peer is no member any more
+
+
+class Listener:
+    """One TCP port, on one or more addresses of ours."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        tickets: Tickets,
+        welcome: Welcome,
+        serve: Callable[[DirectStream], Awaitable[None]],
+        max_frame_bytes: Callable[[str], int],
+    ) -> None:
+        self.port = 0
+        self.turned_away = 0  # strangers
+        self._context = context
+        self._tickets = tickets
+        self._welcome = welcome
+        self._serve = serve
+        self._max_frame_bytes = max_frame_bytes
+        self._sockets: list[socket.socket] = []
+        self._strangers: Counter[str] = Counter()  # by address
+        self._connections: Counter[str] = Counter()  # by peer
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def listen(self, hosts: Sequence[str], port: int) -> None:
+        """Bind all `hosts` to one port, 0 for a free one. Raises `PortInUse`."""
+        try:
+            for host in hosts:
+                sock = socket.create_server(
+                    (host, self.port or port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+                )
+                sock.setblocking(False)
+                self._sockets.append(sock)
+                self.port = sock.getsockname()[1]
+        except OSError as error:
+            self._close_sockets()
+            raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}", "choose another port") from error
+        for sock in self._sockets:
+            self._start(self._accept(sock))
+
+    async def close(self) -> None:
+        """End everything."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_sockets()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listening)
+            except OSError as error:
+                _log.warning("cannot accept", reason=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN.total_seconds())
+                continue
+            host = address[0]
+            if self._strangers.total() >= MAX_STRANGERS or self._strangers[host] >= MAX_STRANGERS_PER_ADDRESS:
+                self.turned_away += 1
+                sock.close()
+            else:
+                self._strangers[host] += 1
+                self._start(self._meet(sock, host))
+
+    async def _meet(self, sock: socket.socket, host: str) -> None:
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(STRANGER_TIMEOUT.total_seconds()):
+                connection = await self._identify(sock)
+        except (OSError, EOFError, TimeoutError, AtollError) as error:
+            self.turned_away += 1
+            _log.debug("stranger turned away", address=host, reason=str(error))
+        finally:
+            self._strangers[host] -= 1
+            self._strangers += Counter()  # drops what is not positive
+        if connection is not None:
+            await self._converse(connection)
+
+    async def _identify(self, sock: socket.socket) -> Connection:
+        reader, writer = await accept(sock, self._context, STRANGER_TIMEOUT)
+        try:
+            prefix = unpack_prefix(await reader.readexactly(PREFIX.size), TICKET_BYTES)
+            if (prefix.kind, prefix.header_bytes, prefix.body_bytes) != (FrameKind.MESSAGE, TICKET_BYTES, 0):
+                raise FrameInvalid("a direct connection must begin with a ticket")
+            ticket = check_frame(prefix, await reader.readexactly(TICKET_BYTES), b"").header
+            peer_id = self._tickets.redeem(ticket)
+            if peer_id is None:
+                raise FrameInvalid("the ticket is not good, or not any more")
+            if self._connections[peer_id] >= MAX_CONNECTIONS_PER_PEER:
+                raise FrameInvalid(f"peer {peer_id} has {MAX_CONNECTIONS_PER_PEER} direct connections already")
+            return self._welcome(peer_id, (reader, writer))
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    async def _converse(self, connection: Connection) -> None:
+        """One conversation after another, as long as all is clean."""
+        peer_id = connection.peer_id
+        self._connections[peer_id] += 1
+        try:
+            while connection.is_open:
+                stream = await connection.next(IDLE_TIMEOUT, self._max_frame_bytes)
+                await self._serve(stream)
+                if not await stream.until_ended():
+                    break
+        except Unreachable:
+            pass  # it hung up, or was idle for long
+        except AtollError as error:
+            _log.info("direct connection closed", peer=peer_id, reason=str(error))
+        finally:
+            connection.abort()
+            self._connections[peer_id] -= 1
+            self._connections += Counter()
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _close_sockets(self) -> None:
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.close()
+        self._sockets.clear()

@@ -1,0 +1,125 @@
+"""Keeps every direct connection at its share of what our uplink carries; the sums are in `rates.py`.
+
+Only connections that leave the building are measured and paced: where a round trip takes less than two milliseconds,
+TCP does well alone, and the processor, not the link, is what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+
+from atoll.core.clock import Clock
+from atoll.node.direct import rates, tcp
+from atoll.node.direct.stream import Connection
+
+NEAR_SECONDS = 0.002
+LOOKS = 4  # in a window
+MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.24, 2.0
+WINDOW_ROUND_TRIPS = 4
+QUIET_LOOKS = 20  # without a byte sent by anybody: go to sleep
+_SEGMENTS = 2**32  # where the kernel's counter of delivered segments begins again
+
+
+@dataclass
+class _Watched:
+    """One connection between two windows."""
+
+    path: rates.Path = field(default_factory=rates.Path)
+    given: float = math.inf
+    seen: tcp.Info | None = None  # at the last look
+    delivered: int = 0  # in this window
+    behind: int = 0  # looks in this window at which it had something to send
+    sends: bool = False  # in this window or the last
+
+
+class Pacer:
+    """One for all connections of a host."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.uplink = rates.Uplink()
+        self._clock = clock
+        self._watched: dict[Connection, _Watched] = {}
+        self._busy = asyncio.Event()
+        self._task = asyncio.create_task(self._run()) if tcp.PACES else None
+
+    def add(self, connection: Connection) -> None:
+        """Watch a new connection."""
+        self._watched[connection] = _Watched()
+
+    def remove(self, connection: Connection) -> None:
+        """It is gone."""
+        self._watched.pop(connection, None)
+
+    def wake(self) -> None:
+        """A conversation begins: look again."""
+        self._busy.set()
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._busy.wait()
+            self._busy.clear()
+            quiet = 0
+            for one in self._watched.values():
+                one.seen = None
+            while quiet < QUIET_LOOKS:
+                began = self._clock.monotonic()
+                for _ in range(LOOKS):
+                    await asyncio.sleep(self._window() / LOOKS)
+                    quiet = 0 if self._look() else quiet + 1
+                self._judge(self._clock.monotonic() - began)
+
+    def _look(self) -> bool:
+        """Read all figures; whether anybody sends."""
+        sends = False
+        for connection, one in self._watched.items():
+            now = tcp.info(connection.sock)
+            if now is None or now.min_rtt_seconds < NEAR_SECONDS:
+                continue
+            before, one.seen = one.seen, now
+            if before is None:
+                continue
+            one.delivered += max(0, now.delivered_bytes - before.delivered_bytes)
+            one.behind += now.unsent_bytes > 0
+            starts = now.unsent_bytes > 0 and not one.sends
+            one.sends |= starts
+            sends |= now.unsent_bytes > 0 or now.delivered_bytes != before.delivered_bytes
+            if starts:
+                self._share()
+        return sends
+
+    def _judge(self, seconds: float) -> None:
+        sent = {
+            connection: rates.Sent(one.delivered, backlogged=one.behind >= LOOKS)
+            for connection, one in self._watched.items()
+            if one.seen is not None
+        }
+        self.uplink = self.uplink.observe(seconds, tuple(sent.values()))
+        for connection, figures in sent.items():
+            one = self._watched[connection]
+            one.path = one.path.observe(seconds, figures, one.given)
+            one.sends = one.behind > 0
+            one.delivered = one.behind = 0
+        self._share()
+
+    def _share(self) -> None:
+        """Set every sender's rate; who does not send may begin at what one more sender would get."""
+        senders = {connection: one.path.limit for connection, one in self._watched.items() if one.sends}
+        given = rates.shares(self.uplink.budget, senders)
+        others = self.uplink.budget / (len(senders) + 1)
+        for connection, one in self._watched.items():
+            rate = given.get(connection, others)
+            if rate != one.given:
+                one.given = rate
+                tcp.pace(connection.sock, rate)
+
+    def _window(self) -> float:
+        round_trip = max((one.seen.min_rtt_seconds for one in self._watched.values() if one.seen), default=0.0)
+        return min(max(MIN_WINDOW_SECONDS, WINDOW_ROUND_TRIPS * round_trip), MAX_WINDOW_SECONDS)

@@ -1,0 +1,158 @@
+"""The direct path of one host: listener, dialler and pacer behind the host's gate and door.
+
+    path = DirectPath(config, gate=…, traffic=…, clock=…, serve=door.let_in, ask=…, max_frame_bytes=…)
+    door.handle(PROTOCOL, path.offer)
+    stream = await path.open(peer_id, "/atoll/average/1", timeout)     # None: take libp2p
+
+How a peer is told from a stranger: a libp2p stream proves who asks for a way in; the answer pins our certificate and
+holds a ticket that only this peer got. From the ticket on, each frame passes the gate, and the gate closes the
+connection of a peer that it evicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from atoll.core.clock import Clock
+from atoll.core.errors import PeerMisbehaved, PortInUse, Unreachable
+from atoll.core.frames import Frame, FrameKind
+from atoll.node.direct import tls
+from atoll.node.direct.dialler import Dialler, WayIn
+from atoll.node.direct.hosts import hosts_in
+from atoll.node.direct.listener import Listener
+from atoll.node.direct.pacer import Pacer
+from atoll.node.direct.protocol import BULK, MAX_HOSTS
+from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.tickets import TICKET_BYTES, Tickets
+from atoll.node.direct.wire import Wire, when_lost
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.traffic import Traffic
+from atoll.node.transport import Stream
+from atoll.v1 import dataplane_pb2 as dp
+
+_SHA256_BYTES = 32
+_OFFER_TIMEOUT = timedelta(seconds=5)  # for the other side to hang up after it
+
+
+@dataclass(frozen=True)
+class DirectConfig:
+    """Where to listen: IP addresses, and ports in the order of preference, 0 for a free one."""
+
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...] = (0,)
+    protocols: frozenset[str] = BULK
+
+
+class DirectPath:
+    """One host's direct connections, both ways."""
+
+    def __init__(
+        self,
+        config: DirectConfig,
+        *,
+        directory: Path,
+        gate: Gate,
+        traffic: Traffic,
+        clock: Clock,
+        serve: Callable[[DirectStream], Awaitable[None]],
+        max_frame_bytes: Callable[[str], int],
+        ask: Callable[[str, timedelta], Awaitable[WayIn]],
+        announced: Callable[[], tuple[str, ...]],
+    ) -> None:
+        """Listens already when it is made; `announced` gives our own multiaddrs. Raises `PortInUse`."""
+        context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
+        self._protocols = config.protocols
+        self._gate = gate
+        self._traffic = traffic
+        self._announced = announced
+        self._tickets = Tickets(clock)
+        self._pacer = Pacer(clock)
+        self._dialler = Dialler(ask, self._adopt, clock)
+        self._listener = Listener(context, self._tickets, self._adopt, serve, max_frame_bytes)
+
+    @property
+    def port(self) -> int:
+        """The TCP port that members are told."""
+        return self._listener.port
+
+    @property
+    def strangers_turned_away(self) -> int:
+        """Connections that brought no good ticket."""
+        return self._listener.turned_away
+
+    def peers(self) -> frozenset[str]:
+        """Whom we have dialled and are connected to."""
+        return self._dialler.connected()
+
+    def listen(self, config: DirectConfig) -> None:
+        """On the first of the ports that is free. Raises `PortInUse`."""
+        for port in config.ports:
+            try:
+                self._listener.listen(config.hosts, port)
+                return
+            except PortInUse:
+                if port == config.ports[-1]:
+                    raise
+
+    async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> DirectStream | None:
+        """A conversation, or None when it must go another way. Raises what the peer refuses with."""
+        if protocol not in self._protocols:
+            return None
+        self._pacer.wake()
+        return await self._dialler.open(peer_id, protocol, timeout)
+
+    async def offer(self, stream: Stream) -> None:
+        """Answers who asks for a way in; a handler like any other."""
+        offer = dp.DirectOffer(
+            port=self.port,
+            hosts=hosts_in(self._announced(), MAX_HOSTS),
+            certificate_sha256=self._certificate_sha256,
+            ticket=self._tickets.issue(stream.peer_id),
+        )
+        await stream.send(FrameKind.MESSAGE, offer.SerializeToString())
+        with suppress(Unreachable):
+            await stream.receive(_OFFER_TIMEOUT)
+
+    async def close(self) -> None:
+        """End every connection. Leaves nothing."""
+        await self._dialler.close()
+        await self._listener.close()
+        await self._pacer.close()
+
+    def _adopt(self, peer_id: str, wire: Wire) -> Connection:
+        """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `NotIntroduced`, `Unreachable`."""
+        self._gate.require(peer_id)
+        reader, writer = wire
+        if writer.is_closing():
+            raise Unreachable(f"peer {peer_id} hung up")
+        connection = Connection(
+            peer_id, reader, writer, guard=lambda: self._gate.require(peer_id), traffic=self._traffic
+        )
+        self._gate.opened(peer_id, connection)
+        self._pacer.add(connection)
+        when_lost(writer, lambda: self._lost(connection))
+        return connection
+
+    def _lost(self, connection: Connection) -> None:
+        self._gate.closed(connection.peer_id, connection)
+        self._pacer.remove(connection)
+        self._dialler.lost(connection)
+
+
+def way_in(frame: Frame, known: tuple[str, ...]) -> WayIn:
+    """What a peer answers, with the hosts that our own book knows (multiaddrs) first. Raises `PeerMisbehaved`."""
+    try:
+        offer = dp.DirectOffer.FromString(frame.header)
+    except DecodeError as error:
+        raise PeerMisbehaved("an offer of a direct path does not parse") from error
+    sizes = (len(offer.ticket), len(offer.certificate_sha256))
+    if sizes != (TICKET_BYTES, _SHA256_BYTES) or not 0 < offer.port < 65536 or len(offer.hosts) > MAX_HOSTS:
+        raise PeerMisbehaved("an offer of a direct path is not what it must be")
+    hosts = dict.fromkeys((*hosts_in(known, MAX_HOSTS), *offer.hosts))
+    return WayIn(tuple(hosts)[:MAX_HOSTS], offer.port, offer.certificate_sha256, offer.ticket)

@@ -1,0 +1,9 @@
+"""What both ends of the direct path agree on."""
+
+from __future__ import annotations
+
+PROTOCOL = "/atoll/direct/1"  # over libp2p: answers with a way in; also the name under which its own frames are counted
+BULK = frozenset({"/atoll/average/1", "/atoll/state/1"})  # what is worth a connection of its own
+MAX_BEGIN_BYTES = 256  # of a DirectBegin
+MAX_OFFER_BYTES = 4096
+MAX_HOSTS = 8  # named in an offer, and tried by who got it

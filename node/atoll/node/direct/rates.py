@@ -1,0 +1,111 @@
+"""How fast to send, from what was delivered: an estimate of our uplink and its shares. Pure.
+
+Unpaced senders that share a link fill its queue, lose packets together and reach half of it; paced a little below the
+link, 0.93 (measured). So the shell cuts time into windows of a few round trips and tells what the other sides
+acknowledged in each. A window counts while somebody had more to send than went out. The estimate is the best of the
+last windows: at first nobody is paced until it stops growing, then senders share a little less than it, and now and
+then one window asks for more, in growing steps as long as more comes. What was seen is forgotten after two such turns,
+so that the estimate follows the link both ways.
+
+A connection that gets through far less than it was given is held up elsewhere (its path, its receiver): it keeps a
+little more than it uses, and the others have the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+CRUISE = 0.95  # of the estimate
+PROBES = (1.1, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
+CRUISE_WINDOWS = 7  # between two probes
+MEMORY_WINDOWS = 16
+START_WINDOWS = 3  # without growth end the start
+GROWTH = 1.02  # what counts as more in a probe
+START_GROWTH = 1.1  # what counts as more at the start
+HELD_UP = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
+USED_UP = 0.9  # of its limit: whatever held it up does so no more
+SPARE = 1.25  # what such a connection gets, of what it delivered
+MIN_RATE = 16 * 1024.0  # bytes per second; nobody is starved
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One connection in one window."""
+
+    delivered: int  # bytes that the other side acknowledged
+    backlogged: bool  # it had more to send all the time
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """What is known of our side's link to all others."""
+
+    recent: tuple[float, ...] = ()  # bytes per second in the last windows that counted, the newest last
+    started: bool = False
+    cruised: int = 0  # windows since the last probe
+    probe: int | None = None  # the step of `PROBES` that is going on
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second; infinite while nothing is known."""
+        return max(self.recent) if self.started else math.inf
+
+    @property
+    def budget(self) -> float:
+        """What all senders together may send in the next window, bytes per second."""
+        return self.rate * (CRUISE if self.probe is None else PROBES[self.probe])
+
+    def observe(self, seconds: float, sent: Sequence[Sent]) -> Uplink:
+        """After one more window of `seconds`."""
+        rate = sum(one.delivered for one in sent) / seconds
+        if not any(one.backlogged for one in sent):  # what applications asked for is no measure, but a lower bound
+            return replace(self, recent=(*self.recent[:-1], rate)) if self.started and rate > self.rate else self
+        recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
+        if not self.started:
+            return replace(self, recent=recent, started=_settled(recent))
+        if self.probe is not None:
+            grew = rate > self.rate * GROWTH
+            return Uplink(recent, True, probe=min(self.probe + 1, len(PROBES) - 1) if grew else None)
+        due = self.cruised + 1 >= CRUISE_WINDOWS
+        return Uplink(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
+
+
+def _settled(recent: Sequence[float]) -> bool:
+    before, last = recent[:-START_WINDOWS], recent[-START_WINDOWS:]
+    return bool(before) and max(before) > 0 and max(last) <= max(before) * START_GROWTH
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What is known of one connection beyond our uplink."""
+
+    limit: float = math.inf  # bytes per second worth giving it
+    last: float = 0.0  # delivered in the window before
+
+    def observe(self, seconds: float, sent: Sent, given: float) -> Path:
+        """After a window in which it was `given` so many bytes per second."""
+        rate = sent.delivered / seconds
+        if not sent.backlogged or math.isinf(given):
+            return replace(self, last=rate)
+        still = rate <= self.last * SPARE  # a connection that grows is only starting
+        if rate < HELD_UP * given and still:
+            return Path(max(rate * SPARE, MIN_RATE), rate)
+        return Path(self.limit * 2 if rate >= USED_UP * self.limit else self.limit, rate)
+
+
+def shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
+    """Equal shares of `budget`; what somebody's limit leaves goes to the others. Nobody gets less than `MIN_RATE`."""
+    if math.isinf(budget):
+        return dict.fromkeys(limits, math.inf)
+    given: dict[Key, float] = {}
+    left = budget
+    for position, key in enumerate(sorted(limits, key=lambda key: limits[key])):
+        share = min(limits[key], left / (len(limits) - position))
+        left -= share
+        given[key] = max(share, MIN_RATE)
+    return given

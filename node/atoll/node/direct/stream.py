@@ -1,0 +1,209 @@
+"""Conversations on one TLS connection, one after another, each a `transport.Stream` like any other.
+
+    dialler:   ticket (48 bytes)   begin(protocol)   …   END                 begin(protocol)   …
+    acceptor:                              come in   …   END                         come in   …
+
+The dialler begins; the acceptor lets it in or refuses, as on a libp2p stream. `close` says END, and when both have said
+it with nothing else under way, the connection is free for the next conversation, warm. Whatever is not clean, a frame
+that was left half-way or came after the end, a reader or sender that was interrupted, costs the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+
+from atoll.core.errors import AtollError, FrameInvalid, Unreachable
+from atoll.core.frames import MAX_FRAME_BYTES, Buffer, Frame, FrameKind, Prefix, check_frame, pack_prefix
+from atoll.node.direct import tcp
+from atoll.node.direct.protocol import MAX_BEGIN_BYTES, PROTOCOL
+from atoll.node.swarm.streams import SocketStream
+from atoll.node.swarm.traffic import Traffic
+from atoll.v1 import dataplane_pb2 as wire
+
+END_TIMEOUT = timedelta(seconds=10)  # for the other side to end, too, when we have: its handler may be busy
+_WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
+
+
+class _TlsStream(SocketStream):
+    """Frames over asyncio's TLS."""
+
+    buffer_high_bytes = 1  # which pauses at this many, not above as other transports do: at 0 it would never resume
+    flushes_pieces = True
+
+
+class DirectStream(_TlsStream):
+    """One conversation."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        protocol: str,
+        max_frame_bytes: int,
+        ended: Callable[[DirectStream], None] = lambda stream: None,
+    ) -> None:
+        super().__init__(
+            connection.peer_id,
+            protocol,
+            connection.reader,
+            connection.writer,
+            guard=connection.guard,
+            traffic=connection.traffic,
+            max_frame_bytes=max_frame_bytes,
+        )
+        self._told_ended = ended  # called once, when this side has ended it
+        self._closed = False
+        self._peer_closed = False
+        self._reading = False
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        interrupted = self._reading or self._prefix is not None or self._sending.locked()
+        self._closed = True
+        self._forget()
+        try:
+            if interrupted or self._writer.is_closing():
+                self._writer.transport.abort()
+            else:
+                async with asyncio.timeout(END_TIMEOUT.total_seconds()):
+                    await self._write_end()
+        except (AtollError, TimeoutError):
+            self._writer.transport.abort()
+        except BaseException:
+            self._writer.transport.abort()
+            raise
+        finally:
+            self._told_ended(self)
+
+    async def turn_away(self, header: Buffer) -> None:
+        """Refuse, and end; the connection may serve another conversation."""
+        try:
+            await self.refuse(header)
+        except AtollError:
+            self.abort()
+        await self.close()
+
+    async def until_ended(self) -> bool:
+        """After `close`: wait for the other side's END. Whether the connection is clean; else it is closed."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT.total_seconds()):
+                if not self._peer_closed:
+                    self._check_end(await self._read_prefix())
+        except (AtollError, EOFError, OSError, TimeoutError):
+            self._writer.transport.abort()
+        return not self._writer.is_closing()
+
+    def abort(self) -> None:
+        super().abort()
+        if not self._closed:
+            self._closed = True
+            self._told_ended(self)
+
+    def _is_over(self) -> bool:
+        return self._closed or self._peer_closed or super()._is_over()
+
+    def _pieces(self, frame: list[Buffer]) -> Iterable[Buffer]:
+        for piece in super()._pieces(frame):
+            if len(piece) <= _WRITE_BYTES:
+                yield piece
+            else:
+                view = memoryview(piece)
+                yield from (view[start : start + _WRITE_BYTES] for start in range(0, len(view), _WRITE_BYTES))
+
+    async def _read_frame(self) -> Frame:
+        if self._closed or self._peer_closed:
+            raise self._ended()
+        self._reading = True
+        try:
+            prefix = await self._read_prefix()
+            if prefix.kind is not FrameKind.END:
+                return await super()._read_frame()
+        finally:
+            self._reading = False
+        self._check_end(prefix)
+        self._prefix, self._peer_closed = None, True
+        raise self._ended()
+
+    async def _write_end(self) -> None:
+        async with self._sending:
+            self._put(pack_prefix(FrameKind.END, b""))
+            await self._flush()
+
+    @staticmethod
+    def _check_end(prefix: Prefix) -> None:
+        """Raises `FrameInvalid` unless it is a clean END."""
+        if prefix.kind is not FrameKind.END or prefix.header_bytes or prefix.body_bytes:
+            raise FrameInvalid("a frame came after the conversation had ended, or an END that carries something")
+        check_frame(prefix, b"", b"")
+
+
+class Connection:
+    """One TLS connection with one member."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        guard: Callable[[], object],
+        traffic: Traffic,
+    ) -> None:
+        self.peer_id = peer_id
+        self.reader = reader
+        self.writer = writer
+        self.guard = guard  # raises when the peer is no member any more
+        self.traffic = traffic
+        self._control = _TlsStream(
+            peer_id, PROTOCOL, reader, writer, guard=guard, traffic=traffic, max_frame_bytes=MAX_BEGIN_BYTES
+        )
+
+    @property
+    def sock(self) -> tcp.Options:
+        """For the kernel's figures and for pacing."""
+        found: tcp.Options = self.writer.get_extra_info("socket")
+        return found
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can serve another conversation, as far as we heard."""
+        return not self.writer.is_closing() and not self.reader.at_eof()
+
+    def abort(self) -> None:
+        """Close it now."""
+        self.writer.transport.abort()
+
+    async def show(self, ticket: bytes) -> None:
+        """The first thing to send as a dialler."""
+        await self._control.send(FrameKind.MESSAGE, ticket)
+
+    async def begin(self, protocol: str, timeout: timedelta, ended: Callable[[DirectStream], None]) -> DirectStream:
+        """Open a conversation and wait to be let in. Raises `Unreachable`, `FrameInvalid`, the peer's own refusal."""
+        stream = DirectStream(self, protocol, MAX_FRAME_BYTES, ended)
+        try:
+            await self._control.send(FrameKind.MESSAGE, wire.DirectBegin(protocol=protocol).SerializeToString())
+            answer = await stream.receive(timeout)
+            if answer.kind is not FrameKind.MESSAGE or answer.header or answer.body:
+                raise FrameInvalid(f"peer {self.peer_id} began {protocol} with something else than to let us in")
+        except (Unreachable, FrameInvalid, asyncio.CancelledError):
+            stream.abort()
+            raise
+        except AtollError:  # it refused; the connection is as good as before
+            await stream.close()
+            raise
+        return stream
+
+    async def next(self, timeout: timedelta, max_frame_bytes: Callable[[str], int]) -> DirectStream:
+        """The conversation that the dialler begins. Raises `Unreachable`, `FrameInvalid`."""
+        frame = await self._control.receive(timeout)
+        try:
+            begin = wire.DirectBegin.FromString(frame.header)
+        except DecodeError as error:
+            raise FrameInvalid("a conversation must begin with a DirectBegin") from error
+        if frame.kind is not FrameKind.MESSAGE or frame.body:
+            raise FrameInvalid("a conversation must begin with a DirectBegin")
+        return DirectStream(self, begin.protocol, max_frame_bytes(begin.protocol))

@@ -1,0 +1,72 @@
+"""From a TCP socket to a reader and a writer over TLS, on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from datetime import timedelta
+
+from atoll.node.direct import tcp
+
+READ_AHEAD_BYTES = 64 * 1024  # asyncio takes twice this before it stops reading
+
+
+class _Watched(asyncio.StreamReaderProtocol):
+    """Tells when the connection is gone, for whatever reason."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self.on_lost: Callable[[], None] = lambda: None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.on_lost()
+
+
+Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timedelta) -> Wire:
+    """TCP and TLS to an IP address. Raises `OSError` (also for TLS), `TimeoutError`."""
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    reader, protocol = _ends()
+    async with asyncio.timeout(timeout.total_seconds()):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            tcp.tune(sock)
+            await loop.sock_connect(sock, address)
+        except BaseException:
+            sock.close()
+            raise
+        transport, _ = await loop.create_connection(  # closes it, whatever happens
+            lambda: protocol, sock=sock, ssl=context, server_hostname="", ssl_handshake_timeout=timeout.total_seconds()
+        )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def accept(sock: socket.socket, context: ssl.SSLContext, timeout: timedelta) -> Wire:
+    """The other side of `dial`, on an accepted socket. Raises `OSError`, `TimeoutError`."""
+    loop = asyncio.get_running_loop()
+    reader, protocol = _ends()
+    tcp.tune(sock)
+    async with asyncio.timeout(timeout.total_seconds()):
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, sock, ssl=context, ssl_handshake_timeout=timeout.total_seconds()
+        )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+def when_lost(writer: asyncio.StreamWriter, callback: Callable[[], None]) -> None:
+    """Call `callback` once the connection is gone."""
+    protocol = writer.transport.get_protocol()
+    assert isinstance(protocol, _Watched)
+    protocol.on_lost = callback
+
+
+def _ends() -> tuple[asyncio.StreamReader, _Watched]:
+    reader = asyncio.StreamReader(limit=READ_AHEAD_BYTES)
+    return reader, _Watched(reader)
