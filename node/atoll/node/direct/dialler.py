@@ -85,13 +85,10 @@ class Dialler:
         return None
 
     async def close(self) -> None:
-        """End everything."""
+        """Dial nobody any more; what is connected is left to its owner."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for made in tuple(self._all.values()):
-            for connection in tuple(made):
-                connection.abort()
         for free in self._free.values():
             for _, timer in free:
                 timer.cancel()

@@ -11,6 +11,7 @@ connection of a peer that it evicts.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class DirectPath:
         self._traffic = traffic
         self._announced = announced
         self._tickets = Tickets(clock)
+        self._connections: set[Connection] = set()  # both ways
         self._pacer = Pacer(clock)
         self._dialler = Dialler(ask, self._adopt, clock)
         self._listener = Listener(context, self._tickets, self._adopt, serve, max_frame_bytes)
@@ -124,6 +126,10 @@ class DirectPath:
         await self._dialler.close()
         await self._listener.close()
         await self._pacer.close()
+        left = tuple(self._connections)
+        for connection in left:
+            connection.abort()
+        await asyncio.gather(*(connection.writer.wait_closed() for connection in left), return_exceptions=True)
 
     def _adopt(self, peer_id: str, wire: Wire) -> Connection:
         """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `NotIntroduced`, `Unreachable`."""
@@ -134,12 +140,14 @@ class DirectPath:
         connection = Connection(
             peer_id, reader, writer, guard=lambda: self._gate.require(peer_id), traffic=self._traffic
         )
+        self._connections.add(connection)
         self._gate.opened(peer_id, connection)
         self._pacer.add(connection)
         when_lost(writer, lambda: self._lost(connection))
         return connection
 
     def _lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
         self._gate.closed(connection.peer_id, connection)
         self._pacer.remove(connection)
         self._dialler.lost(connection)

@@ -1,0 +1,245 @@
+"""Conversations on direct connections: one after another while all is clean, a new connection when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from support.direct_pair import SOON, TALK, direct_pair, shout
+
+from atoll.core.errors import (
+    Banned,
+    DeadlineExceeded,
+    FrameInvalid,
+    PeerMisbehaved,
+    RoundAbandoned,
+    Unreachable,
+)
+from atoll.core.frames import PREFIX, FrameKind, pack_prefix
+from atoll.core.membership import Deny
+from atoll.node.direct import dialler, listener
+from atoll.node.direct.stream import DirectStream
+from atoll.node.transport import Stream
+
+BODY = bytes(range(256)) * 4096
+
+
+async def echoes(stream: DirectStream, body: bytes = b"x") -> bool:
+    await stream.send(FrameKind.PART, b"h", body)
+    frame = await stream.receive(SOON)
+    return (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"h", body)
+
+
+async def test_one_connection_serves_one_conversation_after_another(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        for _ in range(20):
+            stream = await pair.a.talk(pair.b)
+            assert await echoes(stream, BODY)
+            await stream.close()
+            await pair.settled()
+        assert pair.a.asked == 1
+        assert pair.a.path.peers() == {pair.b.peer_id}
+        expected = 20 * (PREFIX.size + 1 + len(BODY) + PREFIX.size)  # a part and an end each
+        assert pair.a.traffic.sent[TALK] == expected
+        assert pair.b.traffic.received[TALK] == expected
+
+
+async def test_conversations_at_once_have_connections_of_their_own_up_to_a_bound(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        most = dialler.MAX_CONNECTIONS_PER_PEER
+        streams = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(most)))
+        assert all(await asyncio.gather(*(echoes(stream, BODY) for stream in streams)))
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None  # by libp2p then
+        for stream in streams:
+            await stream.close()
+        await pair.settled()
+        assert await echoes(await pair.a.talk(pair.b))
+        assert pair.a.asked == most
+
+
+async def test_the_side_that_serves_may_end_first(tmp_path: Path) -> None:
+    async def once(stream: Stream) -> None:
+        await stream.send(FrameKind.MESSAGE, b"that is all")
+
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, once)
+        for _ in range(3):
+            stream = await pair.a.talk(pair.b)
+            assert (await stream.receive(SOON)).header == b"that is all"
+            with pytest.raises(Unreachable, match="ended the stream"):
+                await stream.receive(SOON)
+            with pytest.raises(Unreachable):
+                await stream.send(FrameKind.MESSAGE, b"too late")
+            await stream.close()
+            await pair.settled()
+        assert pair.a.asked == 1
+
+
+async def test_a_refusal_is_raised_by_its_class_and_costs_no_connection(tmp_path: Path) -> None:
+    async def refuse(stream: Stream) -> None:
+        await stream.receive(SOON)
+        raise RoundAbandoned("not this one")
+
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, refuse)
+        for _ in range(3):
+            stream = await pair.a.talk(pair.b)
+            await stream.send(FrameKind.MESSAGE, b"please")
+            with pytest.raises(RoundAbandoned, match="not this one"):
+                await stream.receive(SOON)
+            await pair.settled()
+        assert pair.a.asked == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "half a frame read", "unread frames", "reader waiting", "sender interrupted"])
+async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: str) -> None:
+    ended = asyncio.Event()
+
+    async def serve(stream: Stream) -> None:
+        try:
+            await shout(stream)
+        finally:
+            ended.set()
+
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, serve)
+        stream = await pair.a.talk(pair.b)
+        waiting: asyncio.Task[object] | None = None
+        if how == "half a frame read":
+            await stream.send(FrameKind.PART, b"", bytes(4 << 20))
+            pair.a.traffic.down.change(1e6)
+            pair.a.traffic.down.due(10**8, small=False)  # the limit lets the prefix pass and nothing after it
+            with pytest.raises(DeadlineExceeded):
+                await stream.receive(timedelta(seconds=1))
+            pair.a.traffic.down.change(0)
+        elif how == "unread frames":
+            await stream.send(FrameKind.MESSAGE, b"an answer comes and nobody reads it")
+        elif how == "reader waiting":
+            waiting = asyncio.create_task(stream.receive(SOON))
+            await asyncio.sleep(0)
+        elif how == "sender interrupted":
+            waiting = asyncio.create_task(_send_forever(stream))
+            async with asyncio.timeout(SOON.total_seconds()):
+                while not stream._sending.locked():
+                    await asyncio.sleep(0)
+        if how == "abort":
+            stream.abort()
+        else:
+            await stream.close()
+        if waiting is not None:
+            with pytest.raises(Unreachable):
+                await waiting
+        await asyncio.wait_for(ended.wait(), SOON.total_seconds())
+        await pair.settled()
+        assert await echoes(await pair.a.talk(pair.b), BODY)
+        assert pair.a.asked == 2
+
+
+async def _send_forever(stream: DirectStream) -> None:
+    while True:
+        await stream.send(FrameKind.PART, b"", bytes(8 << 20))
+
+
+async def test_a_frame_after_the_end_closes_the_connection(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        stream = await pair.a.talk(pair.b)
+        stream._writer.write(pack_prefix(FrameKind.END, b"") + pack_prefix(FrameKind.PART, b"x") + b"x")
+        await stream._writer.drain()
+        with pytest.raises(Unreachable):
+            await stream.receive(SOON)
+        await stream.close()
+        async with asyncio.timeout(SOON.total_seconds()):
+            while pair.b.gate.open_streams(pair.a.peer_id):
+                await asyncio.sleep(0.005)
+
+
+async def test_a_ban_cuts_what_is_under_way_and_what_is_kept(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        first, second = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
+        assert all([await echoes(stream) for stream in (first, second)])
+        await first.close()
+        assert pair.b.gate.open_streams(pair.a.peer_id) >= 2
+        pair.b.gate.set_deny_list(Deny(1, frozenset({pair.a.peer_id})))
+        with pytest.raises(Unreachable, match="ended the stream"):
+            await second.receive(SOON)
+        await second.close()
+        async with asyncio.timeout(SOON.total_seconds()):
+            while pair.a.path.peers() or pair.b.gate.open_streams(pair.a.peer_id):
+                await asyncio.sleep(0.005)
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+
+
+async def test_an_eviction_by_the_dialler_cuts_too(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        stream = await pair.a.talk(pair.b)
+        pair.a.gate.set_deny_list(Deny(1, frozenset({pair.b.peer_id})))
+        with pytest.raises(Banned):
+            await stream.receive(SOON)
+        await stream.close()
+        assert not pair.a.gate.open_streams(pair.b.peer_id)
+
+
+async def test_the_doors_limits_hold(tmp_path: Path) -> None:
+    """Frames above a protocol's cap, protocols that nobody serves, too many streams."""
+
+    async def never(stream: Stream) -> None:
+        await stream.receive(SOON)
+        raise AssertionError("no frame is small enough")
+
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle("/atoll/state/1", never)
+        stream = await pair.a.talk(pair.b, "/atoll/state/1")
+        await stream.send(FrameKind.MESSAGE, bytes(1 << 17))
+        with pytest.raises(FrameInvalid, match="the cap is 65536"):
+            await stream.receive(SOON)
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None  # not served: libp2p will say so
+        assert pair.b.door.refused["Unreachable"] >= 1
+        pair.b.door.handle(TALK, shout)
+        pair.b.door._served[pair.a.peer_id, TALK] = 6
+        with pytest.raises(PeerMisbehaved, match="at most 6 streams"):
+            await pair.a.path.open(pair.b.peer_id, TALK, SOON)
+        assert pair.b.door.crashes == 0
+
+
+async def test_more_connections_than_a_peer_may_have_are_not_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_PEER", 2)
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        first, second = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        assert all([await echoes(stream) for stream in (first, second)])
+        await first.close()
+        await second.close()
+
+
+async def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler, "IDLE_TIMEOUT", timedelta(milliseconds=50))
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        stream = await pair.a.talk(pair.b)
+        await stream.close()
+        async with asyncio.timeout(SOON.total_seconds()):
+            while pair.a.path.peers() or pair.b.gate.open_streams(pair.a.peer_id):
+                await asyncio.sleep(0.005)
+        assert await echoes(await pair.a.talk(pair.b))
+
+
+async def test_a_kept_connection_that_the_other_side_lost_is_replaced(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        stream = await pair.a.talk(pair.b)
+        await stream.close()
+        await pair.settled()
+        for connection in tuple(pair.b.path._connections):  # what the kernel does for a process that was killed
+            connection.abort()
+        assert await echoes(await pair.a.talk(pair.b))
+        assert pair.a.asked == 2

@@ -1,0 +1,236 @@
+"""Who has no ticket gets nothing from a direct listener, and who shows another certificate gets no ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from support.direct_pair import SOON, TALK, Pair, direct_pair, shout
+from support.mutation import Mutator, on_wire
+
+from atoll.core.clock import SystemClock
+from atoll.core.frames import PREFIX, Frame, FrameKind
+from atoll.node.direct import listener, tls
+from atoll.node.direct.dialler import WayIn
+from atoll.node.transport import Stream
+from atoll.v1 import dataplane_pb2 as dp
+
+QUIET_SECONDS = 0.05
+END, PART = Frame(FrameKind.END, b""), Frame(FrameKind.PART, b"h", b"body")
+BEGIN = Frame(FrameKind.MESSAGE, dp.DirectBegin(protocol=TALK).SerializeToString())
+CHILD = """
+import socket, ssl, sys, time
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+connection = context.wrap_socket(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+connection.sendall(bytes.fromhex(sys.argv[2]))
+connection.recv(16)
+print("in", flush=True)
+time.sleep(60)
+"""
+
+
+def ticket_frame(ticket: bytes) -> bytes:
+    return on_wire(Frame(FrameKind.MESSAGE, ticket))
+
+
+@asynccontextmanager
+async def dialled(pair: Pair) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A TLS connection to `b` by somebody."""
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", pair.b.path.port, ssl=tls.dialling_context(), server_hostname=""
+    )
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def answer_to(pair: Pair, data: bytes) -> bytes:
+    """All that `b` says to somebody who writes `data`, until it closes the connection."""
+    async with dialled(pair) as (reader, writer):
+        writer.write(data)
+        said = b""
+        with suppress(ConnectionError):
+            async with asyncio.timeout(SOON.total_seconds()):
+                while more := await reader.read(1 << 16):
+                    said += more
+        return said
+
+
+async def honest_life_goes_on(pair: Pair) -> None:
+    stream = await pair.a.talk(pair.b)
+    await stream.send(FrameKind.MESSAGE, b"hello")
+    assert (await stream.receive(SOON)).header == b"hello"
+    await stream.close()
+
+
+async def test_a_ticket_is_good_once_soon_and_nothing_else_is(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        good = (await pair.a.way_into(pair.b.peer_id)).ticket
+        async with dialled(pair) as (reader, writer):  # the raw bytes of an honest dialler
+            writer.write(ticket_frame(good) + on_wire(BEGIN))
+            assert await asyncio.wait_for(reader.readexactly(PREFIX.size), SOON.total_seconds())
+        expired = (await pair.a.way_into(pair.b.peer_id)).ticket
+        for digest, (owner, _) in tuple(pair.b.path._tickets._good.items()):
+            pair.b.path._tickets._good[digest] = (owner, pair.b.clock.monotonic() - 1)
+        for ticket in (good, expired, bytes(32), os.urandom(32), (await pair.b.way_into(pair.a.peer_id)).ticket):
+            assert await answer_to(pair, ticket_frame(ticket) + on_wire(BEGIN)) == b""
+        assert pair.b.path.strangers_turned_away == 5
+        await honest_life_goes_on(pair)
+
+
+async def test_a_ticket_of_somebody_who_was_banned_meanwhile_is_worth_nothing(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        ticket = (await pair.a.way_into(pair.b.peer_id)).ticket
+        pair.b.gate.evict(pair.a.peer_id)
+        assert await answer_to(pair, ticket_frame(ticket) + on_wire(BEGIN)) == b""
+
+
+async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> None:
+    """A man in the middle, or another machine with that private address: TLS is up, and not a byte is sent."""
+    heard: list[bytes] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            heard.append(await reader.read())
+        writer.transport.abort()
+
+    context, _ = tls.listening_context(tmp_path, SystemClock().unix())
+    server = await asyncio.start_server(listen, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        honest = pair.a.way_into
+
+        async def diverted(peer_id: str, timeout: timedelta) -> WayIn:
+            return replace(await honest(peer_id), port=port)
+
+        pair.a.path._dialler._ask = diverted
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        pair.a.path._dialler._ask = honest
+        pair.a.path._dialler._failures.clear()
+        await honest_life_goes_on(pair)
+    server.close()
+    await server.wait_closed()
+    assert b"".join(heard) == b""
+
+
+@pytest.mark.parametrize("how", ["no TLS", "silent", "half a ticket"])
+async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(milliseconds=300))
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        if how == "no TLS":
+            reader, writer = await asyncio.open_connection("127.0.0.1", pair.b.path.port)
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
+            writer.close()
+        else:
+            assert await answer_to(pair, b"" if how == "silent" else ticket_frame(bytes(32))[:20]) == b""
+        assert pair.b.path.strangers_turned_away == 1
+        await honest_life_goes_on(pair)
+
+
+async def test_a_crowd_of_strangers_is_bounded_and_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(milliseconds=500))
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        most, crowd = listener.MAX_STRANGERS_PER_ADDRESS, 100
+        ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(crowd)]
+        async with asyncio.timeout(SOON.total_seconds()):
+            while pair.b.path.strangers_turned_away < crowd - most:
+                await asyncio.sleep(0.005)
+        assert pair.b.path._listener._strangers.total() <= most
+        for reader, writer in ends:
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
+            writer.transport.abort()
+        await honest_life_goes_on(pair)
+
+
+async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
+    """Another process dials with a ticket, begins, and dies."""
+    outcome: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def wait(stream: Stream) -> None:
+        try:
+            await stream.receive(SOON)
+        except BaseException as error:
+            outcome.set_result(error)
+            raise
+
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, wait)
+        first = ticket_frame((await pair.a.way_into(pair.b.peer_id)).ticket) + on_wire(BEGIN)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CHILD, str(pair.b.path.port), first.hex(), stdout=asyncio.subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert await asyncio.wait_for(child.stdout.readline(), SOON.total_seconds()) == b"in\n"
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+        assert "ended the stream" in str(await asyncio.wait_for(outcome, 1.0))
+
+
+@pytest.mark.parametrize(
+    "examples", [pytest.param(150, id="short"), pytest.param(10_000, id="soak", marks=pytest.mark.soak)]
+)
+async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
+    """Damaged tickets, and, with a good one, damaged beginnings and what comes after them."""
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        for seed in range(examples):
+            mutator = Mutator(seed)
+            with_ticket = mutator.rng.random() < 0.7
+            ticket = Frame(FrameKind.MESSAGE, (await pair.a.way_into(pair.b.peer_id)).ticket)
+            data = on_wire(ticket) if with_ticket else mutator.wire(mutator.frame(ticket))
+            for _ in range(mutator.rng.choice((0, 1, 1, 3))):
+                after = mutator.rng.choice(
+                    (BEGIN, BEGIN, Frame(FrameKind.END, b""), Frame(FrameKind.PART, b"h", b"body"))
+                )
+                message = dp.DirectBegin if after is BEGIN else None
+                data += mutator.wire(mutator.frame(after, message))
+            async with dialled(pair) as (reader, writer):
+                with suppress(ConnectionError, ssl.SSLError, TimeoutError):
+                    writer.write(data)
+                    await writer.drain()
+                    async with asyncio.timeout(QUIET_SECONDS):
+                        while await reader.read(1 << 16):
+                            pass
+        async with asyncio.timeout(SOON.total_seconds()):
+            while pair.b.gate.open_streams(pair.a.peer_id) or pair.b.path._listener._strangers.total():
+                await asyncio.sleep(0.01)
+        assert pair.b.door.crashes == 0
+        await honest_life_goes_on(pair)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_a_member_offers(tmp_path: Path, seed: int) -> None:
+    """An offer that is none costs a while without a direct path, nothing else."""
+    async with direct_pair(tmp_path) as pair:
+        mutator = Mutator(seed)
+        offer = dp.DirectOffer(port=1, hosts=["127.0.0.1"], certificate_sha256=bytes(32), ticket=bytes(32))
+
+        async def lie(stream: Stream) -> None:
+            wrong = mutator.frame(Frame(FrameKind.MESSAGE, offer.SerializeToString()), dp.DirectOffer)
+            await stream.send(wrong.kind, wrong.header, wrong.body)
+            await stream.receive(SOON)
+
+        pair.b.network.handle("/atoll/direct/1", lie)
+        for _ in range(25):
+            pair.a.path._dialler._failures.clear()
+            assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        assert not pair.a.path.peers()

@@ -1,0 +1,127 @@
+"""Two members with direct paths over real sockets; what goes over libp2p otherwise stays within the process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from support.members import certificate_of
+
+from atoll.core.clock import SystemClock
+from atoll.core.errors import Unreachable
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, Authority
+from atoll.node.direct import protocol as direct
+from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.path import DirectConfig, DirectPath, way_in
+from atoll.node.direct.stream import DirectStream
+from atoll.node.swarm.door import Door, request_bytes
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.hello import Introductions
+from atoll.node.swarm.traffic import Traffic
+from atoll.node.transport import Stream
+from atoll.node.transport_memory import MemoryHub
+
+SOON = timedelta(seconds=10)
+TALK = "/talk/1"
+CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1"}))
+
+
+class Side:
+    """One member."""
+
+    def __init__(self, name: str, operator: Identity, hub: MemoryHub, directory: Path) -> None:
+        self.clock = SystemClock()
+        self.identity = Identity.generate()
+        self.peer_id = self.identity.peer_id
+        certificate = certificate_of(self.identity, operator, self.clock.unix(), name=name)
+        self.gate = Gate(Authority(operator.public_key, "reef"), certificate, self.peer_id, EMPTY_DENY, self.clock)
+        self.traffic = Traffic(self.clock)
+        self.door = Door(self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic)
+        self.network = hub.join(self.peer_id)
+        self.asked = 0  # for ways in
+        self.hosts: tuple[str, ...] = ()  # known of others, instead of what they say
+        self.path = DirectPath(
+            CONFIG,
+            directory=directory,
+            gate=self.gate,
+            traffic=self.traffic,
+            clock=self.clock,
+            serve=self.door.let_in,
+            max_frame_bytes=request_bytes,
+            ask=self.way_into,
+            announced=lambda: ("/ip4/127.0.0.1/tcp/1",),
+        )
+        self.network.handle(direct.PROTOCOL, self.path.offer)
+        self.path.listen(CONFIG)
+
+    async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> WayIn:
+        self.asked += 1
+        stream = await self.network.open(peer_id, direct.PROTOCOL, timeout)
+        try:
+            return way_in(await stream.receive(timeout), self.hosts)
+        finally:
+            await stream.close()
+
+    async def talk(self, other: Side, protocol: str = TALK) -> DirectStream:
+        """A conversation that must come about."""
+        stream = await self.path.open(other.peer_id, protocol, SOON)
+        assert stream is not None
+        return stream
+
+    async def close(self) -> None:
+        await self.path.close()
+        await self.door.close()
+
+
+@dataclass
+class Pair:
+    """`a` dials, `b` is dialled."""
+
+    a: Side
+    b: Side
+
+    async def settled(self) -> None:
+        """Wait until every conversation has ended on both sides: kept connections are free, others are gone."""
+        async with asyncio.timeout(SOON.total_seconds()):
+            while self.b.door._served or any(
+                one.is_open and one not in [kept for kept, _ in self.a.path._dialler._free.get(one.peer_id, ())]
+                for made in self.a.path._dialler._all.values()
+                for one in made
+            ):
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def direct_pair(directory: Path) -> AsyncIterator[Pair]:
+    """Two members of one run that know each other."""
+    operator, hub = Identity.generate(), MemoryHub()
+    pair = Pair(Side("a", operator, hub, directory), Side("b", operator, hub, directory))
+    pair.a.gate.admit(pair.b.peer_id, pair.b.gate.hello())
+    pair.b.gate.admit(pair.a.peer_id, pair.a.gate.hello())
+    try:
+        yield pair
+    finally:
+        await pair.a.close()
+        await pair.b.close()
+        await hub.close()
+    assert not pair.a.gate._streams
+    assert not pair.b.gate._streams
+    assert not os.listdir(directory)  # no key on disk
+
+
+async def _no_socket(peer_id: str, protocol: str, timeout: timedelta) -> NoReturn:
+    raise Unreachable("there is no libp2p here")
+
+
+async def shout(stream: Stream) -> None:
+    """A handler that sends everything back until the other side has enough."""
+    while True:
+        frame = await stream.receive(SOON)
+        await stream.send(frame.kind, frame.header, frame.body)

@@ -1,0 +1,127 @@
+"""The estimate of the uplink and its shares, against links that we make up."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.node.direct.rates import MEMORY_WINDOWS, MIN_RATE, PROBES, Path, Sent, Uplink, shares
+
+SECONDS = 0.32
+rates = st.floats(1e6, 1e9)
+
+
+@dataclass
+class Link:
+    """Senders behind one uplink, some of them with a narrower path of their own."""
+
+    uplink: float
+    paths: list[float]
+    noise: Callable[[], float] = lambda: 1.0
+
+    def window(self, state: Uplink, known: list[Path]) -> tuple[Uplink, list[Path], float]:
+        """One window in which everybody has more to send than passes."""
+        given = shares(state.budget, {i: path.limit for i, path in enumerate(known)})
+        wanted = [min(given[i], path) for i, path in enumerate(self.paths)]
+        passes = self._split(wanted)
+        sent = [Sent(int(rate * SECONDS * self.noise()), backlogged=True) for rate in passes]
+        known = [path.observe(SECONDS, one, given[i]) for i, (path, one) in enumerate(zip(known, sent, strict=True))]
+        return state.observe(SECONDS, sent), known, sum(passes)
+
+    def _split(self, wanted: list[float]) -> list[float]:
+        """A full link serves everybody the same, as far as they ask."""
+        fair = shares(self.uplink, dict(enumerate(wanted)))
+        return [min(fair[i], rate) for i, rate in enumerate(wanted)]
+
+    def run(self, windows: int, state: Uplink | None = None) -> tuple[Uplink, list[float]]:
+        state, known, totals = state or Uplink(), [Path() for _ in self.paths], list[float]()
+        for _ in range(windows):
+            state, known, total = self.window(state, known)
+            totals.append(total)
+        return state, totals
+
+
+@given(rates, st.integers(1, 12))
+def test_a_steady_link_is_known_soon_and_kept_nearly_full(uplink: float, senders: int) -> None:
+    state, totals = Link(uplink, [math.inf] * senders).run(40)
+    assert state.rate == pytest.approx(uplink, rel=0.03)
+    assert sum(totals[8:]) / len(totals[8:]) >= 0.94 * uplink
+    assert state.budget <= uplink * PROBES[0] * 1.001  # growing steps only while there is growth
+
+
+@given(rates, st.floats(0.05, 20), st.integers(1, 6))
+def test_it_follows_the_link_both_ways(uplink: float, change: float, senders: int) -> None:
+    state, _ = Link(uplink, [math.inf] * senders).run(30)
+    after = max(uplink * change, 1e6)
+    state, _ = Link(after, [math.inf] * senders).run(MEMORY_WINDOWS + 40, state)
+    assert state.rate == pytest.approx(after, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_run_away_with_it(seed: int) -> None:
+    """The largest of several noisy figures is too large; not by more than the noise."""
+    rng = random.Random(seed)
+    link = Link(12.5e6, [math.inf] * 3, noise=lambda: rng.uniform(0.95, 1.05))
+    state, _ = link.run(400)
+    assert 12.5e6 * 0.95 <= state.rate <= 12.5e6 * 1.06
+
+
+def test_a_slow_receiver_leaves_its_share_to_the_others() -> None:
+    state, totals = Link(12.5e6, [0.6e6, math.inf, math.inf]).run(60)
+    assert state.rate == pytest.approx(12.5e6, rel=0.03)
+    assert sum(totals[20:]) / len(totals[20:]) >= 0.9 * 12.5e6
+
+
+def test_a_receiver_that_was_slow_gets_its_share_again() -> None:
+    link = Link(12.5e6, [0.6e6, math.inf])
+    state, known = Uplink(), [Path(), Path()]
+    for _ in range(30):
+        state, known, _ = link.window(state, known)
+    assert known[0].limit < 1e6
+    link.paths[0] = math.inf
+    for _ in range(30):
+        state, known, _ = link.window(state, known)
+    given = shares(state.budget, {i: path.limit for i, path in enumerate(known)})
+    assert given[0] == pytest.approx(given[1], rel=0.01)
+
+
+def test_a_connection_in_slow_start_is_not_held_back() -> None:
+    path, rate = Path(), 0.1e6
+    for _ in range(6):
+        path = path.observe(SECONDS, Sent(int(rate * SECONDS), backlogged=True), 10e6)
+        rate *= 2
+    assert path.limit == math.inf
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**7), st.booleans()), max_size=60))
+def test_what_applications_ask_for_never_lowers_it(sent: list[tuple[int, bool]]) -> None:
+    state, _ = Link(12.5e6, [math.inf]).run(30)
+    known = state.rate
+    for delivered, _ in sent:
+        state = state.observe(SECONDS, [Sent(delivered, backlogged=False)])
+        assert state.rate >= known
+        known = state.rate
+
+
+def test_nobody_is_paced_before_anything_is_known() -> None:
+    state = Uplink()
+    assert state.budget == math.inf
+    state = state.observe(SECONDS, [Sent(0, backlogged=True)] * 2)
+    assert shares(state.budget, {"a": math.inf}) == {"a": math.inf}
+
+
+@given(rates, st.lists(st.one_of(rates, st.just(math.inf)), min_size=1, max_size=12))
+def test_shares_fill_the_budget_and_are_equal_where_nothing_forbids(budget: float, limits: list[float]) -> None:
+    given_ = shares(budget, dict(enumerate(limits)))
+    assert all(given_[i] <= limit * 1.0001 for i, limit in enumerate(limits))
+    assert all(rate >= MIN_RATE for rate in given_.values())
+    if budget >= MIN_RATE * len(limits):
+        assert sum(given_.values()) == pytest.approx(min(budget, sum(limits)))
+        free = [given_[i] for i, limit in enumerate(limits) if given_[i] < limit * 0.999]
+        assert not free or max(free) == pytest.approx(min(free))
