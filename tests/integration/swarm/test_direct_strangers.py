@@ -186,7 +186,11 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "examples", [pytest.param(150, id="short"), pytest.param(10_000, id="soak", marks=pytest.mark.soak)]
+    "examples",
+    [
+        pytest.param(150, id="short"),
+        pytest.param(10_000, id="soak", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
 )
 async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
     """Damaged tickets, and, with a good one, damaged beginnings and what comes after them."""

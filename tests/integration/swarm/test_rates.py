@@ -1,4 +1,4 @@
-"""The owner's Mbit/s over libp2p, between two hosts."""
+"""The owner's Mbit/s between two hosts, on either path."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import time
 from datetime import timedelta
 
 import pytest
-from support.swarm_lab import Lab
+from support.swarm_lab import DIRECT, Lab
 
 from atoll.core.frames import FrameKind
+from atoll.node.direct.stream import DirectStream
 from atoll.node.transport import Stream
 
 SOON = timedelta(seconds=20)
@@ -19,10 +20,11 @@ STREAMS, SECONDS = 4, 3.0
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_the_rate_holds_over_libp2p_streams(lab: Lab, who: str) -> None:
+@pytest.mark.parametrize("path", ["libp2p", "direct"])
+async def test_the_rate_holds_over_streams(lab: Lab, who: str, path: str) -> None:
     """Within 15 %, whichever side has the limit; both sides count the same bytes."""
     seed = await lab.start("seed", relay_service=True)
-    a = await lab.start("a", seeds=seed.multiaddrs())
+    a = await lab.start("a", seeds=seed.multiaddrs(), direct=DIRECT if path == "direct" else None)
     arrived: list[tuple[float, int]] = []
 
     async def swallow(stream: Stream) -> None:
@@ -40,6 +42,7 @@ async def test_the_rate_holds_over_libp2p_streams(lab: Lab, who: str) -> None:
             await stream.send(FrameKind.PART, b"", PART)
 
     streams = [await a.open(seed.peer_id, "/swallow/1", SOON) for _ in range(STREAMS)]
+    assert all(isinstance(stream, DirectStream) == (path == "direct") for stream in streams)
     sending = [asyncio.create_task(send(stream)) for stream in streams]
     await asyncio.sleep(SECONDS)
     for task in sending:

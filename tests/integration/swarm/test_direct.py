@@ -1,0 +1,167 @@
+"""Hosts that reach each other directly, and what happens when they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from support.swarm_lab import DIRECT, SOON, Lab, echo
+
+from atoll.core.errors import PeerMisbehaved, PortInUse, Unreachable
+from atoll.core.frames import FrameKind
+from atoll.core.membership import Deny
+from atoll.node.direct import dialler, tcp
+from atoll.node.direct.stream import DirectStream
+from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
+from atoll.node.swarm.host import SwarmHost
+from atoll.node.swarm.streams import SocketStream
+from atoll.node.transport import Stream
+
+BODY = bytes(range(256)) * 4096 * 4
+
+
+async def two(lab: Lab) -> tuple[SwarmHost, SwarmHost]:
+    seed = await lab.start("seed", relay_service=True)
+    seed.handle("/echo/1", echo)
+    await seed.ready()
+    return seed, await lab.start("a", seeds=seed.multiaddrs())
+
+
+async def works(stream: SocketStream) -> None:
+    await stream.send(FrameKind.PART, b"header", BODY)
+    frame = await stream.receive(SOON)
+    assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", BODY)
+    await stream.close()
+
+
+async def test_bulk_goes_over_the_direct_connection(lab: Lab) -> None:
+    seed, a = await two(lab)
+    stream = await a.open(seed.peer_id, "/echo/1", SOON)
+    assert isinstance(stream, DirectStream)
+    (connection,) = a._direct._connections  # type: ignore[union-attr]
+    for _ in range(3):
+        await stream.send(FrameKind.PART, b"header", BODY)
+        assert bytes((await stream.receive(SOON)).body) == BODY
+    if tcp.PACES:
+        figures = tcp.info(connection.sock)
+        assert figures is not None
+        assert figures.delivered_bytes > 3 * len(BODY) * 0.9
+    assert a.bytes_sent("/echo/1") == stream.bytes_sent == 3 * (16 + 6 + len(BODY))
+    assert seed.traffic.received["/echo/1"] == stream.bytes_sent
+    assert a.direct_peers() == {seed.peer_id}
+    await stream.close()
+
+
+async def test_what_is_no_bulk_stays_with_libp2p(lab: Lab) -> None:
+    seed, a = await two(lab)
+    seed.handle("/small/1", echo)
+    await seed.ready()
+    stream = await a.open(seed.peer_id, "/small/1", SOON)
+    assert not isinstance(stream, DirectStream)
+    assert not a.direct_peers()
+    await stream.close()
+
+
+@pytest.mark.parametrize("how", ["the other side has none", "we have none"])
+async def test_without_a_direct_path_on_both_sides_all_goes_over_libp2p(lab: Lab, how: str) -> None:
+    seed = await lab.start("seed", relay_service=True, direct=None if how == "the other side has none" else DIRECT)
+    seed.handle("/echo/1", echo)
+    await seed.ready()
+    a = await lab.start("a", seeds=seed.multiaddrs(), direct=None if how == "we have none" else DIRECT)
+    for _ in range(2):
+        stream = await a.open(seed.peer_id, "/echo/1", SOON)
+        assert not isinstance(stream, DirectStream)
+        await works(stream)
+    assert not a.direct_peers()
+
+
+@pytest.mark.parametrize("how", ["refused", "swallowed"])
+async def test_a_blocked_port_costs_little_and_once(lab: Lab, how: str) -> None:
+    """Behind NAT, or a firewall that drops: libp2p it is, and nobody waits for it at the next opening."""
+    seed, a = await two(lab)
+    assert seed._direct is not None
+    filling: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
+        if how == "swallowed":
+            for _ in range(4):  # until the kernel drops what comes
+                filling.append(socket.socket())
+                filling[-1].setblocking(False)
+                filling[-1].connect_ex(deaf.getsockname())
+        seed._direct._listener.port = deaf.getsockname()[1]
+        if how == "refused":
+            deaf.close()
+        began = time.monotonic()
+        await works(await a.open(seed.peer_id, "/echo/1", SOON))
+        assert time.monotonic() - began < dialler.PATIENCE.total_seconds() + 1.5
+        async with asyncio.timeout(SOON.total_seconds()):
+            while not a._direct._dialler._failures:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        issued = seed.traffic.sent["/atoll/direct/1"]
+        began = time.monotonic()
+        await works(await a.open(seed.peer_id, "/echo/1", SOON))
+        assert time.monotonic() - began < 1.0
+        assert seed.traffic.sent["/atoll/direct/1"] == issued  # not asked again
+    for sock in filling:
+        sock.close()
+
+
+async def test_both_paths_count_against_the_same_limits(lab: Lab) -> None:
+    async def hold(stream: Stream) -> None:
+        await stream.receive(timedelta(seconds=60))
+
+    seed, a = await two(lab)
+    seed.handle("/echo/1", hold)
+    streams = [await a.open(seed.peer_id, "/echo/1", SOON) for _ in range(MAX_STREAMS_PER_PROTOCOL)]
+    with pytest.raises(PeerMisbehaved, match="at most 6 streams of /echo/1"):
+        await a.open(seed.peer_id, "/echo/1", SOON)
+    for stream in streams:
+        stream.abort()
+
+
+async def test_a_ban_cuts_direct_connections_and_keeps_them_shut(lab: Lab) -> None:
+    seed, a = await two(lab)
+    stream = await a.open(seed.peer_id, "/echo/1", SOON)
+    assert isinstance(stream, DirectStream)
+    seed.gate.set_deny_list(Deny(1, frozenset({a.peer_id})))
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="ended the stream"):
+        await stream.receive(SOON)
+    assert time.monotonic() - began < 1.0
+    await stream.close()
+    assert not a.direct_peers()
+
+
+async def test_a_lost_table_is_cured_by_a_hello_on_this_path_too(lab: Lab) -> None:
+    seed, a = await two(lab)
+    await works(await a.open(seed.peer_id, "/echo/1", SOON))
+    seed.gate.evict(a.peer_id)
+    await works(await a.open(seed.peer_id, "/echo/1", SOON))
+
+
+async def test_the_port_that_was_named_is_taken_or_refused(lab: Lab) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=str(port)):
+            await lab.start("a", relay_service=True, direct=replace(DIRECT, ports=(port,)))
+        fallen_back = await lab.start("b", relay_service=True, direct=replace(DIRECT, ports=(port, 0)))
+        assert fallen_back.direct_port not in (None, port)
+    named = await lab.start("c", relay_service=True, direct=replace(DIRECT, ports=(port, 0)))
+    assert named.direct_port == port
+
+
+async def test_dead_machines_are_noticed_by_the_kernel(lab: Lab) -> None:
+    """A pulled cable is silence: keepalive and an end to waiting for acknowledgements are set on both sides."""
+    seed, a = await two(lab)
+    stream = await a.open(seed.peer_id, "/echo/1", SOON)
+    for host in (seed, a):
+        (connection,) = host._direct._connections  # type: ignore[union-attr]
+        sock = connection.writer.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        if tcp.PACES:
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.USER_TIMEOUT_MS
+    await stream.close()
