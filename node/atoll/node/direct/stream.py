@@ -31,7 +31,7 @@ _WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
 class _TlsStream(SocketStream):
     """Frames over asyncio's TLS."""
 
-    buffer_high_bytes = 1  # which pauses at this many, not above as other transports do: at 0 it would never resume
+    buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
     flushes_pieces = True
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 PACES = sys.platform == "linux"
 USER_TIMEOUT_MS = 20_000  # without an acknowledgement: the other side is gone
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_COUNT = 30, 10, 3
-UNSENT_BYTES = 1024 * 1024  # what the kernel takes beyond what is under way; keeps memory low and ends prompt
+UNSENT_BYTES = 4 * 1024 * 1024  # what the kernel takes beyond what is under way; keeps memory low and ends prompt
 _SO_MAX_PACING_RATE = 47
 _UNPACED = -1
 _MAX_PACE = 2**31 - 1  # bytes per second that fit the option; faster is as good as unpaced
