@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from atoll.node.lab.wan.packets import Packet, without_segments
-from atoll.node.lab.wan.topology import Host, Route, Topology
+from atoll.node.lab.wan.topology import Host, Route, Topology, end_to_end
 
 JITTER_STEP_SECONDS = 0.05  # delay wanders to another value within the jitter in this time
 _MBIT_BYTES = 1e6 / 8
@@ -230,10 +230,9 @@ class Shaper:
     def _way(self, pair: tuple[str, str]) -> _Way:
         one, other = (self._links[name].host for name in pair)
         route = self._routes.get(frozenset(pair)) or self._topology.route(one, other)
-        jitter = one.jitter_ms + other.jitter_ms + route.jitter_ms
-        kept = math.prod(1 - loss for loss in (one.loss, other.loss, route.loss))
+        met = end_to_end(one, other, route)
         old = self._ways.get(pair)
-        way = _Way(route.rtt_ms / 2000, jitter / 1000, 1 - kept, self._chance)
+        way = _Way(met.rtt_ms / 2000, met.jitter_ms / 1000, met.loss, self._chance)
         way.last_arrival = old.last_arrival if old else -math.inf
         self._ways[pair] = way
         return way

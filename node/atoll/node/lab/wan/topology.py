@@ -70,6 +70,12 @@ class Route:
     loss: float = 0.0  # share of packets, each way
 
 
+def end_to_end(one: Host, other: Host, route: Route) -> Route:
+    """What packets between them meet in all: jitters add up, losses come one after the other."""
+    kept = (1 - one.loss) * (1 - other.loss) * (1 - route.loss)
+    return Route(route.rtt_ms, one.jitter_ms + other.jitter_ms + route.jitter_ms, 1 - kept)
+
+
 @dataclass(frozen=True)
 class Topology:
     """A checked topology: every pair of hosts has a path."""
