@@ -75,8 +75,11 @@ def _print(result: CheckResult) -> None:
     wrong = sum(not row.ok for row in result.measurements)
     console.print(
         f"\n{result.topology}: {len(result.measurements) - wrong} of {len(result.measurements)} within tolerance; "
-        f"TCP {result.congestion}, goodput without headers; the hub used {result.hub_cpu_share:.0%} of a core"
+        f"TCP {result.congestion}, goodput without headers; the hub used {result.hub_cpu_share:.0%} of a core",
+        soft_wrap=True,
     )
+    if result.hub_late:
+        console.print(f"This machine was too busy {result.hub_late} times to carry packets in time.", soft_wrap=True)
 
 
 def _value(row: Measurement, value: float) -> str:

@@ -26,7 +26,7 @@ from atoll.node.lab.wan.network import WanNetwork, wan_network
 from atoll.node.lab.wan.topology import COORDINATOR, Host, Topology, end_to_end
 
 PAYLOAD_SHARE = 1448 / 1500  # of a full packet; the rest is headers
-RATE_TOLERANCE = (0.92, 1.01)  # of what headers leave
+RATE_TOLERANCE = (0.92, 1.05)  # of what headers leave; above 1 where a hole in the stream is filled at the end
 RTT_TOLERANCE_MS = 1.0
 RTT_TOLERANCE_SHARE = 0.01
 LOSS_SIGMAS = 4.0
@@ -70,6 +70,7 @@ class CheckResult:
     topology: str
     congestion: str  # read back from the connections that were measured
     hub_cpu_share: float  # of one core, over the whole check
+    hub_late: int  # times that the machine was too busy to carry a packet within 2 ms of its time
     measurements: tuple[Measurement, ...]
 
     @property
@@ -104,7 +105,7 @@ async def check_network(network: WanNetwork, seconds: float, tell: Tell) -> Chec
             _quiet(network, False)
     after = network.counters()
     share = (after.cpu_seconds - before.cpu_seconds) / (after.seconds - before.seconds)
-    return CheckResult(network.topology.name, congestion, share, (*rates, *apart, *closed))
+    return CheckResult(network.topology.name, congestion, share, after.late - before.late, (*rates, *apart, *closed))
 
 
 # --- distances -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -71,6 +72,11 @@ Request = SetHost | SetRoute | Cut | Restore | Partition | Heal | ReadCounters
 _KINDS: dict[str, type[Request]] = {
     kind.__name__: kind for kind in (SetHost, SetRoute, Cut, Restore, Partition, Heal, ReadCounters)
 }
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("host", "one", "other"), lambda it: isinstance(it, str)),
+    "values": lambda it: isinstance(it, dict),
+    "groups": lambda it: isinstance(it, list) and all(isinstance(name, str) for group in it for name in group),
+}
 _HOST_KEYS = ("uplink_mbit", "downlink_mbit", "queue_ms", "jitter_ms", "loss")
 _ROUTE_KEYS = ("rtt_ms", "jitter_ms", "loss")
 
@@ -92,6 +98,8 @@ class HubCounters:
 
     seconds: float  # since it started
     cpu_seconds: float
+    late: int  # times that it got to run more than 2 ms after a packet's time
+    latest_seconds: float  # the worst of them
     hosts: dict[str, Seen]
     pairs: dict[tuple[str, str], Seen]
 
@@ -106,8 +114,11 @@ def decode(line: bytes) -> Request:
     try:
         document = json.loads(line)
         request = _KINDS[document.pop("kind")](**document)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        well_formed = all(_FORMS[key](value) for key, value in asdict(request).items())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise TopologyError(f"no request that a hub knows: {line[:80]!r}") from error
+    if not well_formed:
+        raise TopologyError(f"no request that a hub knows: {line[:80]!r}")
     if isinstance(request, SetHost | SetRoute):
         known = _HOST_KEYS if isinstance(request, SetHost) else _ROUTE_KEYS
         for key, value in request.values.items():
@@ -157,6 +168,8 @@ class HubControl:
         return HubCounters(
             answer["seconds"],
             answer["cpu_seconds"],
+            answer["late"],
+            answer["latest_seconds"],
             {name: Seen(**seen) for name, seen in answer["hosts"].items()},
             {(one, other): Seen(**seen) for one, other, seen in answer["pairs"]},
         )
