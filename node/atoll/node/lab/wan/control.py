@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import by_reason
 from atoll.node.lab.wan.errors import LabBroken, TopologyError
 from atoll.node.lab.wan.topology import check_number
 
@@ -159,7 +158,7 @@ class HubControl:
         line, _, self._rest = self._rest.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise by_reason(answer["reason"])(answer["error"], answer["remedy"])
+            raise TopologyError(answer["error"], answer["remedy"])
         return answer
 
     def counters(self) -> HubCounters:

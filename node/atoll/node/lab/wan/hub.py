@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.core.errors import AtollError
 from atoll.node.lab.wan import control
+from atoll.node.lab.wan.errors import TopologyError
 from atoll.node.lab.wan.nat import FlowTable
 from atoll.node.lab.wan.packets import flow_of, read_packet, target_of
 from atoll.node.lab.wan.shaper import Drop, Shaper
@@ -159,8 +159,8 @@ class Hub:
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             return self._obey(control.decode(line))
-        except AtollError as error:
-            return {"error": str(error), "reason": error.reason, "remedy": error.remedy}
+        except TopologyError as error:
+            return {"error": str(error), "remedy": error.remedy}
 
     def _obey(self, request: control.Request) -> dict[str, Any]:
         match request:

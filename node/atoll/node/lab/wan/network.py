@@ -162,9 +162,11 @@ async def wan_network(topology: Topology, *, seed: int = 0) -> AsyncIterator[Wan
         finally:
             await network._close()
     finally:
-        if hub is not None:
-            await processes.stop(hub, STOP_GRACE)
-        await asyncio.shield(asyncio.to_thread(claim.release))
+        try:
+            if hub is not None:
+                await processes.stop(hub, STOP_GRACE)
+        finally:
+            await asyncio.shield(asyncio.to_thread(claim.release))
 
 
 async def _start_hub(

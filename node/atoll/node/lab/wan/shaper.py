@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from atoll.node.lab.wan.packets import Packet, without_segments
 from atoll.node.lab.wan.topology import Host, Route, Topology, end_to_end
@@ -124,16 +124,15 @@ class _Way:
         return int(math.log(1.0 - self._chance.random()) / math.log(1.0 - self._loss)) if self._loss else 0
 
 
-@dataclass(order=True, slots=True)
-class _Event:
-    """A packet that reaches a downlink (first segment), or leaves it (whole)."""
+class _Event(NamedTuple):
+    """A packet that reaches a downlink (first segment), or leaves it (whole). Ordered by time, then by number."""
 
     at: float
     number: int
-    source: str = field(compare=False)
-    target: str = field(compare=False)
-    packet: Packet = field(compare=False)
-    last_arrival: float | None = field(compare=False)  # at the downlink, of the whole packet; None: it left already
+    source: str
+    target: str
+    packet: Packet
+    last_arrival: float | None  # at the downlink, of the whole packet; None: it left already
 
 
 class Shaper:
