@@ -191,12 +191,17 @@ class Hub:
         }
 
 
+def enter_namespace(path: Path) -> None:
+    """This thread's network is that of the namespace from now on. Raises `OSError`."""
+    kernel = ctypes.CDLL(None, use_errno=True)
+    with path.open() as handle:
+        if kernel.setns(handle.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+
+
 def open_device(namespace: str) -> int:
     """Enter a namespace, set it up, make its TUN device; returns the device's descriptor. Raises `OSError`."""
-    kernel = ctypes.CDLL(None, use_errno=True)
-    with open(namespace) as handle:
-        if kernel.setns(handle.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    enter_namespace(Path(namespace))
     for name, value in _SETTINGS.items():
         with suppress(FileNotFoundError):  # a kernel without IPv6
             Path("/proc/sys", name).write_text(value)

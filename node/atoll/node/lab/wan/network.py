@@ -10,19 +10,23 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from atoll.core.errors import DeadlineExceeded
 from atoll.node import processes
 from atoll.node.lab.wan import control, namespaces
 from atoll.node.lab.wan.errors import LabBroken
-from atoll.node.lab.wan.hub import Seat
+from atoll.node.lab.wan.hub import Seat, enter_namespace
 from atoll.node.lab.wan.memory import MemoryLimit, limit_hosts
 from atoll.node.lab.wan.topology import Topology
+
+T = TypeVar("T")
 
 START_TIMEOUT = timedelta(seconds=20)
 STOP_GRACE = timedelta(seconds=5)
@@ -58,6 +62,22 @@ class WanNetwork:
     _children: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     # --- programs ------------------------------------------------------------------------------------
+
+    def address(self, host: str) -> str:
+        """Raises `TopologyError` for an unknown host."""
+        return self.addresses[self.topology.host(host).name]
+
+    async def inside(self, host: str, function: Callable[[], T]) -> T:
+        """Call a function that opens sockets, in a thread that stands in the host. It must not start processes."""
+        path = self._claim.path(self.topology.host(host).name)
+
+        def enter() -> T:
+            enter_namespace(path)
+            return function()
+
+        # A thread of its own, that ends: one from a pool would stay in the namespace.
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            return await asyncio.get_running_loop().run_in_executor(threads, enter)
 
     def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
         """`command` (an absolute path and arguments) so wrapped that it runs in the host, under its memory limit.
