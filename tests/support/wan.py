@@ -26,11 +26,16 @@ _DEADLINE_SECONDS = 60
 
 def small(hosts: int = 2, rtt_ms: float = 20, **values: object) -> Topology:
     """Hosts `h0`, `h1`… of one region, all alike: 50 Mbit/s unless `values` says otherwise."""
+    return parse_topology(parts(hosts, rtt_ms, **values), "small")
+
+
+def parts(hosts: int = 2, rtt_ms: float = 20, **values: object) -> str:
+    """The file of `small`."""
     merged = {"uplink_mbit": 50, "downlink_mbit": 50, **values}
     text = "[defaults]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in merged.items())
     text += '[public]\nregion = "here"\n[[route]]\nbetween = ["here", "here"]\n' + f"rtt_ms = {rtt_ms}\n"
     text += "".join(f'[[host]]\nname = "h{number}"\nregion = "here"\n' for number in range(hosts))
-    return parse_topology(text, "small")
+    return text
 
 
 @asynccontextmanager

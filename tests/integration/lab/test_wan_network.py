@@ -5,11 +5,12 @@ import signal
 import sys
 
 import pytest
-from support.wan import PROBE, ask, needs_wan, output, reaches, serving, small
+from support.wan import PROBE, ask, needs_wan, output, parts, reaches, serving, small
 
 from atoll.node.lab.wan.check import check_network, check_topology
 from atoll.node.lab.wan.errors import LabBroken, LabUnavailable, TopologyError
 from atoll.node.lab.wan.network import wan_network
+from atoll.node.lab.wan.topology import parse_topology
 
 pytestmark = [*needs_wan, pytest.mark.timeout(120)]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -22,6 +23,24 @@ digest = hashlib.sha256()
 while data := connection.recv(65536):
     digest.update(data)
 print(digest.hexdigest())
+"""
+CALL_TOGETHER = """
+import socket, sys
+for attempt in range(20):
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        caller.bind(("", 6000))
+        caller.settimeout(0.5)
+        try:
+            caller.connect((sys.argv[1], 6000))
+            caller.sendall(b"x")
+            if caller.recv(1):
+                print("met")
+                break
+        except OSError:
+            pass
+else:
+    print("alone")
 """
 SEND = """
 import hashlib, os, socket, sys
@@ -104,6 +123,18 @@ async def test_behind_nat_only_own_calls_work():
         found = await ask(network, "h0", "seed", task="download", warm_up=1.0, seconds=1.0)
         assert found["mbit"] > 30
         assert network.counters().hosts["h0"].dropped_segments["nat"] >= 2
+
+
+@pytest.mark.parametrize("punching", [True, False])
+async def test_two_behind_nat_that_call_each_other_meet_unless_one_never_can(punching):
+    text = parts(nat=True, hole_punching=True)
+    text = text if punching else text.replace('name = "h1"', 'name = "h1"\nhole_punching = false')
+    async with wan_network(parse_topology(text, "small")) as network:
+        calls = []
+        for host, peer in (("h0", "h1"), ("h1", "h0")):
+            address = network.addresses[peer]
+            calls.append(output(network, host, *PYTHON, CALL_TOGETHER, address))
+        assert set(await asyncio.gather(*calls)) == {"met\n" if punching else "alone\n"}
 
 
 async def test_a_changed_rate_holds_at_once():

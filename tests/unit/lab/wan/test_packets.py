@@ -14,6 +14,7 @@ from atoll.node.lab.wan.packets import (
     VNET_HEADER,
     Flow,
     flow_of,
+    opens_connection,
     read_packet,
     without_segments,
 )
@@ -95,6 +96,11 @@ def test_exactly_the_segments_that_are_lost_are_missing(size, segment, lost, seq
             assert struct.unpack_from(">H", ip, 36)[0] == internet_sum(pseudo)
         after += segments
     assert after == [item for number, item in enumerate(before) if number not in lost]
+
+
+@pytest.mark.parametrize(("flags", "opens"), [(2, True), (2 | ACK, False), (ACK, False), (2 | CWR | 64, True)])
+def test_what_opens_a_connection(flags, opens):
+    assert opens_connection(tcp(b"", flags=flags)) is opens
 
 
 def test_flows_have_ports_or_are_none():

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from atoll.node.lab.wan import control
 from atoll.node.lab.wan.errors import TopologyError
 from atoll.node.lab.wan.nat import FlowTable
-from atoll.node.lab.wan.packets import flow_of, read_packet, target_of
+from atoll.node.lab.wan.packets import flow_of, opens_connection, read_packet, target_of
 from atoll.node.lab.wan.shaper import Drop, Shaper
 from atoll.node.lab.wan.topology import read_topology
 
@@ -72,6 +72,7 @@ class Hub:
         self._descriptors = {seat.host: descriptor for descriptor, seat in devices.items()}
         self._addresses = {ipaddress.IPv4Address(seat.address).packed: seat.host for seat in devices.values()}
         self._flows = {name: FlowTable() for name in self._descriptors if shaper.host(name).nat}
+        self._never_meet = {name for name in self._flows if not shaper.host(name).hole_punching}
         self._listener = listener
         self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
         self._started = time.monotonic()
@@ -127,8 +128,7 @@ class Hub:
             self._late += 1
             self._latest = max(self._latest, late)
         for source, target, packet in self._shaper.due(now):
-            flows = self._flows.get(target)
-            if flows is not None and not flows.admits(flow_of(packet.data), now):
+            if target in self._flows and not self._admits(source, target, packet.data, now):
                 self._shaper.refused(source, target, packet, Drop.NAT)
                 continue
             try:
@@ -137,6 +137,12 @@ class Hub:
                 self._shaper.refused(source, target, packet, Drop.DEVICE_FULL)
             else:
                 self._shaper.received(source, target, packet)
+
+    def _admits(self, source: str, target: str, data: bytes, now: float) -> bool:
+        """Whether a host behind NAT takes the packet."""
+        if not self._flows[target].admits(flow_of(data), now):
+            return False
+        return not (opens_connection(data) and (source in self._never_meet or target in self._never_meet))
 
     # --- control -------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 No address is translated: each host has an address that nobody else has, so what remains of NAT is what peers feel, and
 that is this filter. It is the strictest common kind (address- and port-dependent, RFC 4787): an answer must come from
 exactly the address and port that was called. As ports are kept, two such hosts that call each other at one time do
-meet, which is how hole punching works through most home routers. Pure: time is handed in.
+meet, which is how hole punching works through most home routers. Some give every call another port (symmetric NAT), and
+then it does not: with `hole_punching = false` on either side, nothing that opens a connection comes in. Pure: time is
+handed in.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ NEEDS_CHECKSUM = 1  # flag: the field holds the pseudo-header's sum; who receive
 NO_OFFLOAD, TCP4_OFFLOAD = 0, 1
 
 ICMP, TCP, UDP = 1, 6, 17
+_SYN, _ACK = 0x02, 0x10
 _FIN_PSH, _CWR = 0x09, 0x80  # TCP flags that belong to the last segment, and to the first
 _IP = VNET_BYTES  # where the IPv4 header begins
 
@@ -79,6 +80,12 @@ def flow_of(data: bytes) -> Flow | None:
     else:
         return None
     return Flow(protocol, source_of(data), ports[0], target_of(data), ports[1])
+
+
+def opens_connection(data: bytes) -> bool:
+    """Whether it is TCP's first packet (SYN without ACK); only for packets that have a flow."""
+    tcp = _IP + (data[_IP] & 15) * 4
+    return data[_IP + 9] == TCP and len(data) > tcp + 13 and data[tcp + 13] & (_SYN | _ACK) == _SYN
 
 
 def without_segments(packet: Packet, lost: frozenset[int]) -> Iterator[Packet]:

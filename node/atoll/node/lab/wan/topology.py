@@ -36,7 +36,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "rtt_ms": (0, 10_000),
 }
 _LINK = ("uplink_mbit", "downlink_mbit", "queue_ms", "jitter_ms", "loss")
-_COMPUTER = ("nat", "speed", "memory_mib")
+_FLAGS = ("nat", "hole_punching")
+_COMPUTER = (*_FLAGS, "speed", "memory_mib")
 _PAGE = "docs/guide/lab.md lists every field"
 
 
@@ -52,6 +53,7 @@ class Host:
     jitter_ms: float = 0.0  # up to so much more, each way
     loss: float = 0.0
     nat: bool = False  # takes no flow that it did not open
+    hole_punching: bool = True  # behind NAT: whether two that call each other at one time meet
     speed: float = 1.0  # of its computing; 0.5: half as fast. Whoever starts programs turns it into a pace.
     memory_mib: int = 0  # what all its programs may use together; 0: no limit
 
@@ -186,9 +188,7 @@ def _host_values(table: _Table, *known: str) -> dict[str, Any]:
     values: dict[str, Any] = {key: table.number(key) for key in known if key in _BOUNDS and table.has(key)}
     if "memory_mib" in values:
         values["memory_mib"] = int(values["memory_mib"])
-    if table.has("nat"):
-        values["nat"] = table.flag("nat")
-    return values
+    return {**values, **{key: table.flag(key) for key in _FLAGS if table.has(key)}}
 
 
 def _route(table: _Table, hosts: tuple[Host, ...]) -> tuple[frozenset[str], Route]:
