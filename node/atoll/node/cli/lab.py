@@ -141,7 +141,9 @@ def _print_run(it: LabRunResult) -> None:
         f"\n[bold]{it.topology}: {count_text(it.tokens)} tokens in {it.seconds:.0f} s, "
         f"{count_text(it.tokens_per_second)} tokens/s, {it.utilisation:.0%} of the time computing[/]\n"
         f"  validation loss {it.val_loss_first:.3f} → {it.val_loss_last:.3f}; anchors {equal}; "
-        f"rounds {it.rounds_committed} of {it.rounds_opened}; the hub used {it.hub_cpu_share:.0%} of a core",
+        f"rounds {it.rounds_committed} of {it.rounds_opened}\n"
+        f"  the seed sent {it.seed_megabytes:.1f} MB, what it relayed included; "
+        f"the hub used {it.hub_cpu_share:.0%} of a core",
         soft_wrap=True,
     )
     _warn(console, it.hub_late)

@@ -76,6 +76,7 @@ class LabRunResult:
     val_loss_last: float
     anchors_equal: bool
     hosts: tuple[HostResult, ...]
+    seed_megabytes: float  # that the seed sent: introductions, and what it relayed
     hub_cpu_share: float  # of one core
     hub_late: int  # times that the machine was too busy to carry a packet within 2 ms of its time
 
@@ -209,7 +210,8 @@ async def _collect(
                 segments_dropped=sum(link.dropped_segments.values()),
             )
         )
-    seconds = max(node.last for node in seen.values()) - min(node.first for node in seen.values())
+    trained = [node for node in seen.values() if node.first]
+    seconds = max((node.last for node in trained), default=0) - min((node.first for node in trained), default=0)
     return LabRunResult(
         topology=network.topology.name,
         run=name,
@@ -223,6 +225,7 @@ async def _collect(
         val_loss_last=losses[-1] if losses else 0.0,
         anchors_equal=len(set(anchors)) == 1,
         hosts=tuple(hosts),
+        seed_megabytes=round(counters.hosts[SEED].sent_bytes / 1e6, 1),
         hub_cpu_share=round(counters.cpu_seconds / counters.seconds, 3),
         hub_late=counters.late,
     )
