@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import base58
 import pytest
 
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
-from atoll.node.swarm.addresses import AddressBook, peer_of, worth_telling
+from atoll.node.swarm.addresses import AddressBook, parse, peer_of, worth_telling
 
 PEER = Identity.generate().peer_id
 
@@ -41,6 +42,27 @@ async def test_asks_the_resolver_once_for_all_and_not_again_at_once() -> None:
     assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/1"]
     await book.find(PEER)
     assert len(asked) == 2
+
+
+async def test_what_the_book_has_may_be_of_yesterday() -> None:
+    book = AddressBook(ManualClock(100.0))
+    book.learn(PEER, ["/ip4/192.0.2.7/tcp/1"])
+
+    async def resolve() -> None:
+        assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/1"]  # it may dial, too
+        book.learn(PEER, ["/ip4/192.0.2.7/tcp/2"])
+
+    book.resolve_with(resolve)
+    async with asyncio.timeout(5):
+        assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/2"]
+
+
+def test_a_relayed_address_is_written_as_p2pd_reads_it() -> None:
+    relay = Identity.generate().peer_id
+    parsed = parse(f"/ip4/192.0.2.1/tcp/4001/p2p/{relay}/p2p-circuit/p2p/{PEER}", PEER)
+    identity = base58.b58decode(relay)  # a multihash, not the CID that hivemind writes
+    assert parsed is not None
+    assert parsed.to_bytes() == bytes.fromhex("04c0000201060fa1a503") + bytes([38]) + identity + bytes.fromhex("a202")
 
 
 def test_a_seed_names_its_peer() -> None:
