@@ -432,9 +432,9 @@ class Daemon:
         }
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._manners.finish()
+        warning = self._manners.finish()
         self.leave("finished its round at its owner's wish")
-        return {"leaving": True}
+        return {"leaving": True, "warning": warning}
 
     async def _api_leave(self, _: dict[str, Any]) -> dict[str, Any]:
         self._patience = timedelta(0)

@@ -69,6 +69,7 @@ class Manners:
         self._clock = clock
         self._subjects: Subjects | None = None
         self._forced: Cause | None = None
+        self._finishing = False  # what is written down is for the next start
         self._changed = asyncio.Event()
         self._setting = asyncio.Lock()
         self._usage = Usage(clock.monotonic())
@@ -106,9 +107,14 @@ class Manners:
             self._save_month()
             await asyncio.to_thread(self._power.restore)
 
-    def finish(self) -> None:
-        """The owner wants no more after this round: a restart rests until told otherwise."""
-        self._remember(Wish(paused=True, finished=True))
+    def finish(self) -> str:
+        """The owner wants no more after this round: a restart rests until told otherwise.
+
+        Not in force here, because whoever rests gets no round to leave with. Returns a warning for people, or nothing.
+        """
+        self._finishing = True
+        self._write_down(Wish(paused=True, finished=True))
+        return self._warnings.get("wish", "")
 
     def describe(self, problem: str) -> dict[str, Any]:
         """For `atoll status`; `problem` is one more that its owner should know of."""
@@ -131,7 +137,7 @@ class Manners:
         if self._clock.monotonic() - self._saved >= SAVE.total_seconds():
             self._save_month()
         if self.wish.paused and not self.wish.holds(self._clock.unix()):
-            self._remember(Wish())
+            self._lapse()
         await self._cap_power(subjects)
         before = self.verdict
         self.verdict = decide(self.config.policy, await self._seen(), before)
@@ -238,6 +244,16 @@ class Manners:
         self.wish = wish
         self._apply()
         self._changed.set()
+        self._write_down(wish)
+
+    def _lapse(self) -> None:
+        """The pause is over by itself; `_look` goes on."""
+        self.wish = Wish()
+        if not self._finishing:
+            self._write_down(self.wish)
+
+    def _write_down(self, wish: Wish) -> None:
+        """For the next start; told to people where it fails."""
         try:
             save_wish(self.config.data_dir, wish)
         except AtollError as error:
