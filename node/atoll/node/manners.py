@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Traffic(Protocol):
     @property
     def bytes_total(self) -> int: ...
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None: ...
+    def allow(self, more_bytes: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Manners:
         if self.verdict.cause is not before.cause:
             self._forced = None
             _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
+        self._allow(subjects.traffic)
         self._apply()
 
     async def _seen(self) -> Seen:
@@ -189,6 +192,12 @@ class Manners:
 
     def _count(self, traffic: Traffic) -> None:
         self.month_bytes = self._month.count(traffic.bytes_total, self._local())
+
+    def _allow(self, traffic: Traffic) -> None:
+        """The rest of the month, so that not even one look's worth goes over it; `resume --force` lifts the limit."""
+        self._count(traffic)
+        allowed = self.config.policy.monthly_bytes
+        traffic.allow(allowed - self.month_bytes if allowed and self._forced is not Cause.MONTH else math.inf)
 
     def _save_month(self) -> None:
         self._saved = self._clock.monotonic()
@@ -236,6 +245,8 @@ class Manners:
     async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
         self._training()
         self._forced = self.verdict.cause if request.get("force") else None
+        if self._subjects is not None:
+            self._allow(self._subjects.traffic)
         self._remember(Wish())
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("wish", "")}
 

@@ -5,7 +5,8 @@ nothing is allocated before the announced length passed the cap. When `receive` 
 arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel has all of it: the
 body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none moved for
 half a minute. The owner's limits on traffic hold here: large frames go out in pieces, and come in one at a time, as
-`traffic.py` allows. A send that is given up in the middle of a frame ends the stream.
+`traffic.py` allows, and none with a body once the month is spent (`Busy`). A send that is given up in the middle of a
+frame ends the stream.
 
 Streams are never half-closed: p2pd loses the reply then.
 """
@@ -115,6 +116,7 @@ class P2PStream:
         self._on_close.append(callback)
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
+        self._traffic.check_allowance(len(body))
         start = pack_prefix(kind, header, body)
         if self._writer.is_closing():
             raise self._ended()
@@ -145,6 +147,7 @@ class P2PStream:
             size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
             self._due = self._traffic.down.due(size, small=size <= SMALL_FRAME_BYTES)
         prefix = self._prefix
+        self._traffic.check_allowance(prefix.body_bytes)
         await self._traffic.down.until(self._due)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix = None
