@@ -6,6 +6,7 @@ import asyncio
 
 import base58
 import pytest
+from unit.coordinator.world import World
 
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError
@@ -76,3 +77,12 @@ def test_loopback_is_told_only_when_there_is_nothing_else() -> None:
     loopback, lan = "/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.7/tcp/1"
     assert worth_telling([loopback, lan]) == (lan,)
     assert worth_telling([loopback]) == (loopback,)
+
+
+def test_a_machine_with_many_addresses_tells_as_many_as_the_coordinator_takes() -> None:
+    """It used to refuse the whole heartbeat, and the node was gone for good."""
+    many = worth_telling(f"/ip4/192.0.2.{number}/tcp/1" for number in range(200))
+    world = World()
+    world.train("ann", "bob")
+    world.say("ann", multiaddrs=many)
+    assert world.state.nodes[world.identities["ann"].peer_id].multiaddrs == many

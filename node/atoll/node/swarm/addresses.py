@@ -23,6 +23,7 @@ RESOLVE_AGAIN_AFTER = timedelta(seconds=2)
 _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
 _P2P = b"\xa5\x03"  # the code of /p2p/, as a varint
 MAX_PEERS = 4096
+MAX_TOLD = 64  # of our own; the coordinator takes no more
 
 
 class AddressBook:
@@ -87,9 +88,9 @@ def parse(text: str, peer_id: str) -> Multiaddr | None:
 
 
 def worth_telling(multiaddrs: Iterable[str]) -> tuple[str, ...]:
-    """Without loopback addresses, unless there are no others: a host that listens everywhere has both."""
+    """The first without loopback addresses, unless there are no others: a host that listens everywhere has both."""
     everything = tuple(multiaddrs)
-    return tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything
+    return (tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything)[:MAX_TOLD]
 
 
 def peer_of(multiaddr: str) -> str:
