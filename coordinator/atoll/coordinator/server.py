@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -41,7 +42,9 @@ from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
 MAX_ENROLMENT_BYTES = 64 << 10  # strangers get little
-MAX_ENROLMENTS_AT_ONCE = 64
+MAX_STRANGERS_CALLS = 4096  # most of them unfinished, if somebody means harm; each ends within ten seconds
+MAX_FILES = 1 << 16  # a connection costs 22 kB before it has shown anything: 1.4 GB at the most
+FEW_FILES = 8192
 MAX_MEMBER_BYTES = 8 << 20  # a heartbeat with many manifests
 CREDENTIAL_SECONDS = 3600.0  # between looks at the admin credential
 SIGNALLED_TWICE = 130
@@ -61,6 +64,7 @@ async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> No
     with private_files():
         make_private_dir(config.data_dir)
         with only_one(config.data_dir):
+            _take_all_files()
             await _serve(config, clock, systemd)
 
 
@@ -91,6 +95,17 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
+def _take_all_files() -> None:
+    """As many file descriptors as we may use: every connection is one, and a thousand is the usual default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft < FEW_FILES:
+        _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=soft)
+
+
 def open_controller(config: CoordinatorConfig, keys: Keys, clock: Clock) -> Controller:
     """The state as it was left. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`."""
     store = SqlStore(config.database_url)
@@ -116,7 +131,7 @@ async def serving(
         ServerCertificate(keys.ca, controller.clock).credentials(mutual=False),
         guard,
         max_message_bytes=MAX_ENROLMENT_BYTES,
-        max_calls=MAX_ENROLMENTS_AT_ONCE,
+        max_calls=MAX_STRANGERS_CALLS,
     )
     member = GrpcServer(
         config.listen,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import serve
-from atoll.coordinator.server import only_one
+from atoll.coordinator.server import MAX_FILES, only_one
 from atoll.core import log
 from atoll.core.errors import AtollError, ExitCode
 
@@ -61,6 +62,11 @@ class Systemd:
         self._socket.close()
 
 
+def _few_files() -> None:
+    """As many as a login usually gets."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 @contextmanager
 def program(data_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Systemd]]:
     """The server, ready."""
@@ -72,6 +78,7 @@ def program(data_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        preexec_fn=_few_files,
     )
     try:
         assert systemd.ready.wait(DEADLINE_SECONDS), "the coordinator never was ready"
@@ -101,6 +108,8 @@ def test_it_serves_survives_a_kill_and_stops_when_told(tmp_path: Path) -> None:
     spec.write_text(spec_toml())
     with program(data_dir, tmp_path) as (process, systemd):
         assert data_dir.stat().st_mode & 0o777 == 0o700
+        files = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert files[0] == min(files[1], MAX_FILES) > 256, "it takes what the system allows"
         assert {path.stat().st_mode & 0o777 for path in data_dir.glob("coordinator.db*")} == {0o600}
         endpoints = json.loads((data_dir / "endpoints.json").read_text())
         assert endpoints["pid"] == process.pid
