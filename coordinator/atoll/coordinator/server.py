@@ -12,6 +12,7 @@ import fcntl
 import os
 import resource
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -59,18 +60,20 @@ class Systemd:
     watchdog_seconds: float | None = None
 
 
-async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
-    """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served."""
+async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, *, new_database: bool = False) -> None:
+    """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served.
+
+    Keys without a database are a mistake, unless `new_database` says that it is none.
+    """
     with private_files():
         make_private_dir(config.data_dir)
         with only_one(config.data_dir):
             _take_all_files()
-            await _serve(config, clock, systemd)
+            await _serve(config, clock, systemd, new_database)
 
 
-async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
-    keys = Keys(config.data_dir, clock)
-    controller = open_controller(config, keys, clock)
+async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, new_database: bool) -> None:
+    keys, controller = open_state(config, clock, new_database=new_database)
     stopping = asyncio.Event()
     _on_signals(stopping, controller)
     try:
@@ -106,11 +109,18 @@ def _take_all_files() -> None:
         _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=soft)
 
 
-def open_controller(config: CoordinatorConfig, keys: Keys, clock: Clock) -> Controller:
-    """The state as it was left. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`."""
-    store = SqlStore(config.database_url)
+def open_state(config: CoordinatorConfig, clock: Clock, *, new_database: bool = False) -> tuple[Keys, Controller]:
+    """Keys and state as they were left, or new. Raises `StateError`, `ConfigError`.
+
+    At the first start the database comes first: if it fails, no keys are left that would need one.
+    """
+    first_start = not (config.data_dir / "operator.key").exists()
+    owner = f"process {os.getpid()} on {socket.gethostname()}, data directory {config.data_dir}"
+    keys = None if first_start else Keys(config.data_dir, clock)
+    store = SqlStore(config.database_url, owner, may_create=first_start or new_database)
     try:
-        return Controller(store, keys.operator, clock, config.policy)
+        keys = keys or Keys(config.data_dir, clock)
+        return keys, Controller(store, keys.operator, clock, config.policy)
     except AtollError:
         store.close()
         raise

@@ -23,6 +23,7 @@ from atoll.coordinator.state.records import (
     Vote,
 )
 from atoll.coordinator.state.store import Contents, Store
+from atoll.core.errors import AlreadyRunning
 
 _R = TypeVar("_R", bound=Record)
 
@@ -49,6 +50,9 @@ class MemoryStore(Store):
         )
 
     def apply(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Event) and (change.event_id,) in self._tables[Event]:
+                raise AlreadyRunning(f"event {change.event_id} is taken")
         for change in changes:
             if isinstance(change, Delete):
                 self._tables[change.record].pop(change.key, None)

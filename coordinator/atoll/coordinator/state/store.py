@@ -50,10 +50,11 @@ class Store(ABC):
 
     @abstractmethod
     def apply(self, changes: Sequence[Change]) -> None:
-        """Insert or replace each row by its key, or delete it.
+        """Insert or replace each row by its key, or delete it. MUST refuse an event whose number is taken.
 
         MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST keep the order of
-        the sequence where it names one key twice (the last wins). Raises `StateError`; then nothing changed.
+        the sequence where it names one key twice (the last wins). Raises `StateError`, among them `AlreadyRunning`
+        when somebody else wrote here meanwhile; then nothing changed.
         """
 
     @abstractmethod
