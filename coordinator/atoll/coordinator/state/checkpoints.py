@@ -13,7 +13,7 @@ from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, Unreacha
 from atoll.core.manifest import manifest_hash
 from atoll.v1 import membership_pb2 as mb
 
-MAX_CHECKPOINTS = 64  # of one node
+MAX_CHECKPOINTS = 64  # of one node; the newest ones are kept
 _MAX = 2**62  # databases keep 63 bits
 _DIGEST_BYTES = 32
 _LOOK = "see `atollctl checkpoint list`"
@@ -23,9 +23,9 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
     """Replace what was known of a node's checkpoints, if it says that they changed. Raises `InvalidRequest`."""
     if not request.checkpoints_changed:
         return
-    told = request.checkpoints
-    if len(told) > MAX_CHECKPOINTS or len({item.round for item in told}) != len(told):
-        raise InvalidRequest(f"a node tells at most {MAX_CHECKPOINTS} checkpoints, each of another round")
+    told = sorted(request.checkpoints, key=lambda item: -item.round)[:MAX_CHECKPOINTS]
+    if len({item.round for item in told}) != len(told):
+        raise InvalidRequest("a node tells its checkpoints, each of another round")
     for item in told:
         numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
         if max(numbers) > _MAX or len(item.manifest_hash) != _DIGEST_BYTES:
@@ -40,7 +40,7 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
             written_ms=item.written_unix_ms,
             committed_tokens=item.committed_tokens,
         )
-        for item in sorted(told, key=lambda item: -item.round)
+        for item in told
     )
     if held != draft.state.checkpoints.get(node.peer_id, ()):
         draft.set_checkpoints(node.peer_id, held)

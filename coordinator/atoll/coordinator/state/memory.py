@@ -21,6 +21,7 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 from atoll.coordinator.state.store import Contents, Store
 from atoll.core.errors import AlreadyRunning
@@ -47,6 +48,7 @@ class MemoryStore(Store):
             last_event_id=events[-1].event_id if events else 0,
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
+            waiting=self._rows(Waiting),
         )
 
     def apply(self, changes: Sequence[Change]) -> None:

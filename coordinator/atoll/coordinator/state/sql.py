@@ -41,6 +41,7 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import TABLES
@@ -97,6 +98,7 @@ class SqlStore(Store):
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
+                waiting=_all(connection, Waiting, _select(Waiting)),
             )
 
     def apply(self, changes: Sequence[Change]) -> None:

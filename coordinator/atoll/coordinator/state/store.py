@@ -23,6 +23,7 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 
 
@@ -33,12 +34,13 @@ class Contents:
     tokens: tuple[Token, ...]
     nodes: tuple[Node, ...]
     runs: tuple[Run, ...]
-    plans: tuple[PlanRow, ...]  # every version of every run
+    plans: tuple[PlanRow, ...]  # of every run: the newest, and those that set a base
     rounds: tuple[Round, ...]
     deny: DenyRow | None  # the newest
     last_event_id: int  # 0: none yet
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
 
 
 class Store(ABC):
