@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, hash_of, round_report
 
-from atoll.coordinator.state import lifecycle, snapshot, votes
+from atoll.coordinator.state import checkpoints, lifecycle, snapshot, votes
 from atoll.coordinator.state.allowance import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Event, PlanRow, Round
 from atoll.core import manifest as manifests
-from atoll.core.errors import InvalidRequest
+from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
@@ -315,3 +315,40 @@ def test_of_many_checkpoints_and_addresses_some_are_kept_and_the_stream_goes_on(
     world.say("eve", checkpoints_changed=True, checkpoints=told, multiaddrs=addresses)
     assert [item.round for item in world.state.checkpoints[eve]] == list(range(100, 36, -1))
     assert world.state.nodes[eve].multiaddrs == tuple(addresses[:64])
+
+
+def test_only_what_is_known_to_have_committed_is_pulled(world: World) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    ann, eve = (world.identities[name].peer_id for name in ("ann", "eve"))
+    true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
+    forged = round_report(10**6, b"x" * 32, everyone[:1], signers=[])
+    world.say("ann", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
+    world.say("eve", checkpoints_changed=True, checkpoints=[info(forged)])
+    mine = checkpoints.choose(world.state, RUN, 0, "")
+    assert (mine.peer_id, mine.round) == (ann, 1)
+    checkpoints.check_manifest(world.state, mine, true.manifest)
+    with pytest.raises(NotFound, match="not known to have committed") as refusal:
+        checkpoints.choose(world.state, RUN, 0, "eve")
+    assert "--unverified" in refusal.value.remedy
+    theirs = checkpoints.choose(world.state, RUN, 0, "", unverified=True)
+    assert theirs.peer_id == eve
+    checkpoints.check_manifest(world.state, theirs, forged.manifest, unverified=True)
+    with pytest.raises(PeerMisbehaved):
+        checkpoints.check_manifest(world.state, theirs, forged.manifest)
+    with pytest.raises(PeerMisbehaved):  # not what it said it holds
+        checkpoints.check_manifest(world.state, theirs, true.manifest, unverified=True)
+
+
+@pytest.mark.parametrize("votes_left", [0, 2])
+def test_a_true_manifest_without_its_votes_is_not_passed_on(world: World, votes_left: int) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
+    world.say("eve", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
+    wanted = checkpoints.choose(world.state, RUN, 0, "")
+    del true.manifest.signatures[votes_left:]
+    with pytest.raises(SignatureInvalid):
+        checkpoints.check_manifest(world.state, wanted, true.manifest)
+
+
+def info(report: mb.RoundReport) -> mb.CheckpointInfo:
+    return mb.CheckpointInfo(round=report.round.number, manifest_hash=hash_of(report), bytes=1)

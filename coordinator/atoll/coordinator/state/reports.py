@@ -98,7 +98,7 @@ def tell_gap(draft: Draft, run_id: str) -> None:
     if newest > run.head_round:
         told = (
             f"rounds up to {newest} were told, but not those after {run.head_round}, and too few of those who decide "
-            "after it voted for later ones: `atollctl run recover` goes on from what the nodes hold"
+            "after it voted for later ones: `atollctl run recover --force` goes on from what most nodes hold"
         )
         draft.event("run.gap", run_id, str(newest), told)
 

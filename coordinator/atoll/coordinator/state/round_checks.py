@@ -75,7 +75,8 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
     """
     memory = state.memory[run.run_id]
-    head = parse_head(stored_form(report.manifest), run.run_id, most_votes=len(state.nodes))
+    parse_head(report.manifest, run.run_id, most_votes=len(state.nodes))  # before much of it is copied
+    head = Head(stored_form(report.manifest))
     made = head.manifest.round
     known = memory.committed.get(row.number)
     if known is not None and known.manifest_hash != head.hash:

@@ -130,6 +130,7 @@ def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
         peer_id=item.peer_id,
         node_name=state.nodes[item.peer_id].name,
         connected=checkpoints.connected(state, item.peer_id),
+        committed=checkpoints.is_committed(state, item),
     )
 
 
