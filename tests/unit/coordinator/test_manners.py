@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, hash_of, round_report
+from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
-from atoll.coordinator.state import checkpoints, lifecycle, snapshot, votes
+from atoll.coordinator.state import checkpoints, lifecycle, reports, snapshot, votes
 from atoll.coordinator.state.allowance import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.records import Event, PlanRow, Round
+from atoll.coordinator.state.records import Event, PlanRow, Round, Waiting
 from atoll.core import manifest as manifests
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
@@ -182,11 +182,11 @@ def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None
     for _ in range(4):
         world.say("eve", rounds=[abandoned_report(9)] * 256, evaluations=losses)
     kinds = Counter(type(record) for record in world.records[before:])
-    assert kinds[Round] == STORED.burst
-    assert kinds[Event] == STORED.burst + REFUSED.burst
+    assert kinds[Round] == STORED.burst - 1  # one was its connecting
+    assert kinds[Event] == STORED.burst - 1 + REFUSED.burst
     world.wait(15)
     (line,) = [row for row in world.records if isinstance(row, Event) and row.kind == "reports.dropped"]
-    assert "2510 reports of eve were dropped" in line.message
+    assert "2511 reports of eve were dropped" in line.message
     world.hang_up("eve")
     world.connect("eve")  # changes nothing
     world.say("eve", rounds=own_attempts(world, "eve")[750:])
@@ -195,6 +195,40 @@ def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None
     report = next(report for report in own_attempts(world, "ann"))
     world.say("ann", rounds=[report])
     assert world.kinds()[-1] == "round.abandoned"
+
+
+def test_who_only_hangs_up_and_calls_again_is_not_told_for_ever(world: World) -> None:
+    before = world.kinds().count("node.connected")
+    for _ in range(2 * int(STORED.burst)):
+        world.connect("eve")
+    assert world.kinds().count("node.connected") - before < STORED.burst
+
+
+@pytest.mark.parametrize("spoil", ["payload", "tie-break", "other-key"])
+def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
+    report = round_report(7, b"x" * 32, [world.identities["eve"]])
+    if spoil == "payload":
+        text = report.manifest.payload + b"\xa2\x06\x80\x80\x80\x01" + bytes(2 << 20)  # an unknown field of 2 MiB
+        report.manifest.CopyFrom(commit(text, [world.identities["eve"]]))
+    else:
+        key = world.operator.public_key if spoil == "tie-break" else b"k" * 32
+        report.manifest.tie_break.public_key = key
+        report.manifest.tie_break.signature = b"z" * (64 if spoil == "other-key" else 100_000)
+    world.say("eve", rounds=[report])
+    assert world.kinds()[-1] == "round.rejected"
+    assert world.state.memory[RUN].waiting == {}
+
+
+def test_large_rows_cost_more(world: World) -> None:
+    eve = world.identities["eve"]
+    for number in range(2, 30):
+        text = round_report(number, b"x" * 32, [eve]).manifest.payload + b"\xa2\x06\x80\x80\x40" + bytes(1 << 20)
+        report = round_report(number, b"x" * 32, [eve])
+        report.manifest.CopyFrom(commit(text, [eve]))
+        world.say("eve", rounds=[report])
+    waiting = world.state.memory[RUN].waiting
+    assert sum(len(row.report) for row in waiting.values()) <= reports.MAX_WAITING_BYTES
+    assert len([row for row in world.records if isinstance(row, Waiting)]) < STORED.burst / 16
 
 
 def test_an_allowance_comes_back_with_time() -> None:

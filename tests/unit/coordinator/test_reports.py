@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
@@ -410,6 +411,26 @@ def test_the_operator_is_told_of_a_gap_and_closes_it(seven: World) -> None:
     assert (seven.run.head_round, waiting(seven)) == (4, [])
     seven.say("gus", rounds=[fourth])
     assert seven.run.committed_tokens == 7500
+
+
+def test_a_restored_coordinator_goes_on_with_a_majority_of_those_it_knew(five: World) -> None:
+    everyone = named(five, "ann", "bob", "cid", "dan", "eve")
+    five.say("ann", rounds=[round_report(1, genesis_hash(five), everyone)])
+    five.put(replace(five.run, plan_floor=1000))  # rounds 2 to 9 and their plans are forgotten
+    forgotten = round_report(9, b"x" * 32, everyone, plan_version=7, committed_before=20_000)
+    five.say("ann", rounds=[forgotten])
+    assert head_and_last_event(five) == (1, "round.rejected")
+    five.wait(8)
+    assert five.plans[-1].version == 1001
+    few = round_report(10, hash_of(forgotten), everyone[:2], plan_version=1001, committed_before=22_500)
+    five.say(five.name_of(everyone[0].peer_id), rounds=[few])
+    assert (five.run.head_round, waiting(five)) == (1, [10])
+    eleventh = round_report(
+        11, hash_of(few), everyone, plan_version=1001, committed_before=23_500, signers=everyone[:3], tokens_each=400
+    )
+    five.say("ann", rounds=[eleventh])
+    assert (five.run.head_round, waiting(five)) == (11, [])  # 11 names 10
+    assert sorted(row.number for row in rounds(five)) == [1, 10, 11]
 
 
 def test_a_node_has_a_bounded_number_of_rounds_waiting(five: World, monkeypatch: pytest.MonkeyPatch) -> None:

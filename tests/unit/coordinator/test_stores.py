@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from sqlalchemy import MetaData, create_engine, text
 from support.postgres import Postgres, missing, postgres
 from unit.coordinator.world import round_report
 
@@ -31,6 +31,7 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 from atoll.coordinator.state.sql import SqlStore
 from atoll.coordinator.state.store import Contents, Store
@@ -57,7 +58,8 @@ DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
-ALL = (TOKEN, NODE, RUN, PLAN, ROUND, VOTE, HELD, LOSS, DENY, EVENT)
+WAITS = Waiting("reef", 9, "p1", b"\0report", 14)
+ALL = (TOKEN, NODE, RUN, PLAN, ROUND, WAITS, VOTE, HELD, LOSS, DENY, EVENT)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_an_empty_store_is_empty(store: Store) -> None:
 def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
-    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,))
+    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (WAITS,))
     assert store.events(0, 10) == (EVENT,)
     assert store.rounds("reef", 0, 10) == (replace(ROUND, manifest=b""),)
     assert store.evaluations("reef") == (LOSS,)
@@ -312,6 +314,23 @@ def test_passwords_stay_out_of_messages() -> None:
     with pytest.raises(ConfigError) as refusal:
         SqlStore("nosuchdb://user:hunter2@host/x")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_attempts_of_earlier_releases_are_counted(url: str) -> None:
+    engine = create_engine(url)
+    migrations.upgrade(engine, "0003")
+    tables = MetaData()
+    tables.reflect(engine)
+    with engine.begin() as connection:
+        for record in (RUN, replace(RUN, run_id="other"), ROUND, replace(ROUND, attempt=1, committed=False)):
+            table = tables.tables["runs" if isinstance(record, Run) else "rounds"]
+            values = {name: value for name, value in vars(record).items() if name in table.c}
+            values |= {"present": ""} if isinstance(record, Round) else {}
+            connection.execute(table.insert().values(**values))
+    engine.dispose()
+    store = SqlStore(url)
+    assert {run.run_id: run.rounds_opened for run in store.load().runs} == {"reef": 2, "other": 0}
+    store.close()
 
 
 def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(url: str) -> None:

@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 
 from atoll.coordinator.state import admission, checkpoints, find, lifecycle, recovery, reports
+from atoll.coordinator.state.allowance import STORED
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -89,9 +90,11 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
         fresh = replace(
             fresh, stored=old.stored, refused=old.refused, dropped=old.dropped, dropped_since=old.dropped_since
         )
-    draft.set_live(peer_id, fresh)
+    left = fresh.stored.spend(STORED, now.monotonic)
+    draft.set_live(peer_id, replace(fresh, stored=left or fresh.stored))
     draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
-    draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
+    if left is not None:  # who does nothing else is not news
+        draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
 

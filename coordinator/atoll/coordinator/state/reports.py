@@ -33,6 +33,7 @@ MAX_WAITING = 256  # rounds that one node told
 MAX_WAITING_BYTES = 4 << 20  # of these together
 GAP_SECONDS = 60.0  # that rounds wait before the operator is told
 DROPPED_SECONDS = 10.0  # for which dropped reports are told together
+_ROW_BYTES = 64 << 10  # of a large row cost as much as a small one
 
 
 def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
@@ -138,10 +139,13 @@ def _take_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) 
     if decided:
         _commit(draft, row)
         _judge_again(draft, run.run_id, row.number)
-    elif _may_store(draft, row.opener):
-        kept = mb.RoundReport(round=report.round, committed=True, manifest=head.committed, seconds=row.seconds)
-        kept.wire_bytes = row.wire_bytes
-        _wait(draft, Waiting(run.run_id, row.number, row.opener, kept.SerializeToString(), draft.now.unix_ms))
+        return
+    kept = mb.RoundReport(round=report.round, committed=True, manifest=head.committed, seconds=row.seconds)
+    kept.wire_bytes = row.wire_bytes
+    kept.DiscardUnknownFields()
+    text = kept.SerializeToString()
+    if _may_store(draft, row.opener, 1 + len(text) / _ROW_BYTES):
+        _wait(draft, Waiting(run.run_id, row.number, row.opener, text, draft.now.unix_ms))
 
 
 def _commit(draft: Draft, row: Round) -> None:
@@ -235,10 +239,10 @@ def _committed_sentence(row: Round) -> str:
 # --- allowances --------------------------------------------------------------------------------------
 
 
-def _may_store(draft: Draft, peer_id: str) -> bool:
+def _may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
     """Whether this node may have one more row; what is beyond is counted."""
     live = draft.state.live[peer_id]
-    left = live.stored.spend(STORED, draft.now.monotonic)
+    left = live.stored.spend(STORED, draft.now.monotonic, cost)
     if left is None:
         _drop(draft, peer_id)
         return False

@@ -20,7 +20,7 @@ from dataclasses import replace
 from atoll.coordinator.state.records import Round, Run
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.text import clean
-from atoll.core.errors import PeerMisbehaved
+from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.manifest import Head, parse_head, require_quorum, stored_form
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
@@ -30,9 +30,11 @@ from atoll.v1 import membership_pb2 as mb
 MAX_LAYERS = 4096
 MAX_GAP = 10_000  # rounds between the head and a committed one that is told before those between
 MAX_ATTEMPT = 10**6  # weeks without a majority
+MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
 RECENT = 256  # rounds below the head of which abandoned attempts are still kept
 _MAX = 2**62  # databases keep 63 bits
 _DIGEST_BYTES = 32
+_SIGNATURE_BYTES = 64
 
 
 def report_key(report: mb.RoundReport) -> RoundKey:
@@ -75,6 +77,7 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
     """
     memory = state.memory[run.run_id]
+    _check_size(report.manifest, state.operator_key)
     parse_head(report.manifest, run.run_id, most_votes=len(state.nodes))  # before much of it is copied
     head = Head(stored_form(report.manifest))
     made = head.manifest.round
@@ -131,6 +134,14 @@ def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
         len(item.momentum_digest) != _DIGEST_BYTES for item in manifest.layers
     ):
         raise PeerMisbehaved(f"a digest in the manifest is not {_DIGEST_BYTES} bytes long")
+
+
+def _check_size(committed: manifest_pb2.CommittedManifest, operator_key: bytes) -> None:
+    if len(committed.payload) > MAX_PAYLOAD_BYTES:
+        raise PeerMisbehaved(f"a manifest has at most {MAX_PAYLOAD_BYTES} bytes")
+    vote = committed.tie_break
+    if committed.HasField("tie_break") and (vote.public_key != operator_key or len(vote.signature) != _SIGNATURE_BYTES):
+        raise SignatureInvalid("the manifest carries a tie-break that is not the coordinator's")
 
 
 def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.RoundReport) -> None:

@@ -17,14 +17,13 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.state import find
 from atoll.coordinator.state.allowance import ATTEMPTS, Allowance
 from atoll.coordinator.state.records import Run, Vote
-from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP
+from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.core.errors import Banned, InvalidRequest
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
 
-MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
 AHEAD = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
 MAX_FAR_ROUNDS = 8  # further ahead than that, so that nobody's asking can crowd out the next rounds
 MAX_FIRST_ATTEMPT = 10_000  # at a round that was never asked about, and one more a second since the head is known
