@@ -347,6 +347,28 @@ def test_a_round_told_early_counts_with_a_majority_of_those_known_and_those_plan
     assert (other.run.head_round, waiting(other)) == (0, [3])
 
 
+@pytest.mark.parametrize(
+    ("signers", "plan", "head"),
+    [
+        (("cid", "dan", "eve"), 1, 0),  # those who decided once, and are not planned any more
+        (("fay", "gus", "hal"), 2, 0),  # those who are planned, and never decided
+        (("ann", "bob", "cid"), 2, 0),  # most of the former, two of the latter
+        (("ann", "bob", "cid", "fay"), 2, 3),
+    ],
+)
+def test_a_gap_needs_a_majority_of_both(five: World, signers: tuple[str, ...], plan: int, head: int) -> None:
+    five.join("fay", "gus", "hal")
+    for name in ("cid", "dan", "eve"):
+        five.say(name, mb.NODE_STATE_PAUSED)
+    five.wait(2)
+    assert (five.members(), five.plans[-1].version) == ({"ann", "bob", "fay", "gus", "hal"}, 2)
+    made_by = named(five, *(name for name in signers if plan == 1 or name != "cid"))
+    voters = named(five, *signers)
+    report = round_report(3, b"x" * 32, made_by, plan_version=plan, signers=voters, committed_before=4000)
+    five.say(five.name_of(made_by[-1].peer_id), rounds=[report])
+    assert (five.run.head_round, waiting(five)) == (head, [] if head else [3])
+
+
 SEVEN = ("ann", "bob", "cid", "dan", "eve", "fay", "gus")
 
 
