@@ -2,11 +2,16 @@
 
 Used to say what each ingredient of the real swarm costs in loss (speeds, codec, carry), one at a time, with
 everything else equal. What it leaves out is the network; `swarm_vs_ddp` also runs the real thing.
+
+Members may be replaced between rounds, and a rule may say what each counts (`newcomers` measures that).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +23,8 @@ from atoll.node.averaging.outer import due_tokens, outer_schedule, outer_step, w
 from atoll.node.averaging.partition import partition
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.optim import Stepper
+from atoll.node.training.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -29,30 +36,120 @@ class Ingredients:
     delay: float  # 0: nobody trains during the exchange; otherwise everyone does, and carries
 
 
-class VirtualSwarm:
-    """K inner loops and one committed state. Virtual time 1.0 is one step of a full-speed node."""
+@dataclass(frozen=True)
+class Work:
+    """What one member brings to a round."""
 
-    def __init__(self, spec: RunSpec, corpus: Corpus, ingredients: Ingredients) -> None:
-        self._spec, self._it = spec, ingredients
+    gradient_E: Tensor  # noqa: N815
+    steps: int
+    tokens: int
+    age: int  # rounds that it took part in since it joined
+
+
+Weigh = Callable[[Mapping[str, Work]], Mapping[str, int]]  # of a round's members: in tokens; 0 leaves one out
+
+
+def by_tokens(works: Mapping[str, Work]) -> Mapping[str, int]:
+    """As the shipped rounds weigh: every token that was trained."""
+    return {peer: work.tokens for peer, work in works.items()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A swarm between two rounds that take no time, so that nobody has progress."""
+
+    anchor_E: Tensor  # noqa: N815
+    momentum_E: Tensor  # noqa: N815
+    position: DataPosition
+    committed_tokens: int = 0
+    rounds: int = 0
+    due: Mapping[str, float] = field(default_factory=dict)  # virtual time of each member's next step
+    moments: Mapping[str, Any] = field(default_factory=dict)  # each member's state of AdamW
+
+
+class VirtualSwarm:
+    """K inner loops and one committed state. Virtual time 1.0 is one step of a full-speed node.
+
+    With `saved` it goes on where another swarm of the same members stood.
+    """
+
+    def __init__(self, spec: RunSpec, corpus: Corpus, ingredients: Ingredients, saved: Saved | None = None) -> None:
+        self._spec, self._corpus, self._it = spec, corpus, ingredients
         self.members = [f"node-{i}" for i in range(len(ingredients.step_times))]
         self.loops = {peer: InnerLoop(spec, corpus, "cpu") for peer in self.members}
-        first = self.loops[self.members[0]]
-        self.anchor_E = torch.empty(first.layout.elements)
-        self.momentum_E = torch.zeros_like(self.anchor_E)
-        first.initialise_into(self.anchor_E)
         lease = LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
-        self.position: DataPosition = first_position(self.members, lease)
         self._minimum_lease = lease // LEASE_ROUNDS
-        for peer, loop in self.loops.items():
-            loop.load(self.anchor_E, ranges=self.position.holdings[peer])
-        self.committed_tokens = 0
-        self._due = dict(zip(self.members, ingredients.step_times, strict=True))
+        self._step_times = dict(zip(self.members, ingredients.step_times, strict=True))
+        saved = saved or self._genesis(lease)
+        self.anchor_E, self.momentum_E = saved.anchor_E.clone(), saved.momentum_E.clone()
+        self.position = saved.position
+        self.committed_tokens = self.trained_tokens = saved.committed_tokens
+        self.rounds = saved.rounds
+        self._due = dict(saved.due) or dict(self._step_times)
+        self._ramps = dict.fromkeys(self.members, 0)  # steps
+        self._joined = dict.fromkeys(self.members, 0)  # the round that each began with
+        for peer in self.members:
+            self._begin(peer, saved.moments.get(peer))
+
+    def _genesis(self, lease: int) -> Saved:
+        first = self.loops[self.members[0]]
+        anchor_E = torch.empty(first.layout.elements)
+        first.initialise_into(anchor_E)
+        return Saved(anchor_E, torch.zeros_like(anchor_E), first_position(self.members, lease))
+
+    def save(self) -> Saved:
+        """What `VirtualSwarm` goes on from. Only without delay: otherwise members carry progress over the round."""
+        if self._it.delay:
+            raise ValueError("a swarm whose members carry progress cannot be saved")
+        moments = {peer: self.moments(peer) for peer in self.members}
+        return Saved(
+            self.anchor_E, self.momentum_E, self.position, self.committed_tokens, self.rounds, self._due, moments
+        )
+
+    def moments(self, peer: str) -> Any:
+        """A copy of a member's state of AdamW; None before its first step."""
+        stepper = self.loops[peer].stepper
+        return copy.deepcopy(stepper.optimizer.state_dict()) if stepper is not None else None
+
+    def replace(
+        self, leaver: str, newcomer: str, *, moments: Any = None, dry_steps: int = 0, ramp_steps: int = 0
+    ) -> None:
+        """Between two rounds: `newcomer` begins at the anchor with the samples that a shipped join gives it.
+
+        Without `moments` its AdamW is fresh. It may make `dry_steps` before, of which only AdamW's state stays: the
+        first round of a shipped join, for which it has no samples, is over here. For `ramp_steps` its learning rate
+        rises in a line to everybody's.
+        """
+        self.loops.pop(leaver).close()
+        self.loops[newcomer] = InnerLoop(self._spec, self._corpus, "cpu")
+        self.members[self.members.index(leaver)] = newcomer
+        for table in (self._step_times, self._due):
+            table[newcomer] = table.pop(leaver)
+        self._joined[newcomer] = self.rounds
+        self.position = advance(self.position, self.members, {}, self._minimum_lease)
+        self._begin(newcomer, moments)
+        if dry_steps:
+            for _ in range(dry_steps):
+                self.loops[newcomer].step()
+            self._begin(newcomer, self.moments(newcomer))
+        self._ramps[newcomer] = ramp_steps
+
+    def _begin(self, peer: str, moments: Any) -> None:
+        loop = self.loops[peer]
+        if moments is not None:
+            loop.stepper = Stepper(loop.model, self._spec.optimizer, loop.device, loop.precision)
+            loop.stepper.optimizer.load_state_dict(copy.deepcopy(moments))
+        loop.load(self.anchor_E, ranges=self.position.holdings[peer], committed_tokens=self.committed_tokens)
 
     def run(self, tokens: int) -> None:
         """Train until `tokens` are committed."""
         while self.committed_tokens < tokens:
-            self._train_until_due()
-            self._round()
+            self.round()
+
+    def round(self, weigh: Weigh = by_tokens) -> None:
+        """Train until a round is due, and commit it."""
+        self._train_until_due()
+        self._round(weigh)
 
     def evaluate(self) -> float:
         """Held-out loss of the anchor, nats per token."""
@@ -70,8 +167,17 @@ class VirtualSwarm:
     def _advance(self, until: float) -> None:
         while min(self._due.values()) <= until:
             peer = min(self._due, key=lambda name: (self._due[name], name))
-            self.loops[peer].step()
-            self._due[peer] += self._it.step_times[self.members.index(peer)]
+            self._step(peer)
+            self._due[peer] += self._step_times[peer]
+
+    def _step(self, peer: str) -> None:
+        loop, ramp = self.loops[peer], self._ramps[peer]
+        done = loop.progress.steps_total
+        if done <= ramp:
+            loop.stepper = loop.stepper or Stepper(loop.model, self._spec.optimizer, loop.device, loop.precision)
+            full = learning_rate(self._spec, self.committed_tokens)
+            loop.stepper.set_learning_rate(full * min(1.0, (done + 1) / (ramp + 1)))
+        loop.step()
 
     def _train_until_due(self) -> None:
         first = len(self.members) * self._spec.tokens_per_step
@@ -79,23 +185,33 @@ class VirtualSwarm:
         while sum(loop.progress.tokens for loop in self.loops.values()) < due:
             self._advance(min(self._due.values()))
 
-    def _round(self) -> None:
-        snapshots = {peer: loop.snapshot() for peer, loop in self.loops.items()}
-        gradients = {peer: torch.empty_like(self.anchor_E) for peer in self.members}
+    def _round(self, weigh: Weigh) -> None:
+        works, consumed = {}, {}
         for peer, loop in self.loops.items():
-            loop.pseudo_gradient_into(gradients[peer])
+            snapshot, gradient_E = loop.snapshot(), torch.empty_like(self.anchor_E)
+            loop.pseudo_gradient_into(gradient_E)
+            works[peer] = Work(gradient_E, snapshot.steps, snapshot.tokens, self.rounds - self._joined[peer])
+            consumed[peer] = snapshot.samples
         if self._it.delay:
             self._advance(min(self._due.values()) + self._it.delay)
-        average_E = self._average(gradients, [snapshots[peer].tokens for peer in self.members])
+        weights = weigh(works)
+        average_E = self._average({peer: work.gradient_E for peer, work in works.items()}, weights)
         schedule = outer_schedule(self._spec.sync, self.committed_tokens)
         self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
-        consumed = {peer: snapshot.samples for peer, snapshot in snapshots.items()}
-        self.position = advance(self.position, self.members, consumed, self._minimum_lease)
-        self.committed_tokens += sum(snapshot.tokens for snapshot in snapshots.values())
+        left_out = {peer for peer, work in works.items() if work.tokens and not weights[peer]}
+        counted = {peer: 0 if peer in left_out else count for peer, count in consumed.items()}
+        self.position = advance(self.position, self.members, counted, self._minimum_lease)
+        self.committed_tokens += sum(weights.values())
+        self.trained_tokens += sum(work.tokens for work in works.values())
+        self.rounds += 1
         for peer, loop in self.loops.items():
-            loop.apply(self.anchor_E, ranges=self.position.holdings[peer], committed_tokens=self.committed_tokens)
+            ranges = self.position.holdings[peer]
+            if peer in left_out:  # its work is thrown away, its samples are trained again; AdamW's state stays
+                loop.load(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
+            else:
+                loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
 
-    def _average(self, gradients: dict[str, Tensor], weights: list[int]) -> Tensor:
+    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Tensor:
         """What the butterfly computes: contributions coded once, the average coded once."""
         codec = CODECS[self._it.codec]
         average_E = torch.empty_like(self.anchor_E)
@@ -104,7 +220,7 @@ class VirtualSwarm:
             for peer in self.members:
                 part_E = gradients[peer][piece.start : piece.end]
                 values.append(part_E if peer == piece.reducer else codec.decode(codec.encode(part_E), part_E.numel()))
-            mean_E = weighted_mean(values, weights)
+            mean_E = weighted_mean(values, [weights[peer] for peer in self.members])
             average_E[piece.start : piece.end] = codec.decode(codec.encode(mean_E), mean_E.numel())
         return average_E
 

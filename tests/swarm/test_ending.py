@@ -80,6 +80,22 @@ async def test_sigterm_at_awkward_moments(tmp_path):
         assert await ends(swarm, "seed", [signal.SIGTERM], 15) == 0
 
 
+async def test_finish_waits_for_the_round_and_a_restart_rests(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=MANY, round_tokens=30_000)  # rounds of several seconds
+        for name in ("ann", "bob", "cleo"):
+            await swarm.node(name)
+        await swarm.rounds("bob", 1)
+        before = swarm.round("bob")
+        assert call(tmp_path / "bob", "finish")["leaving"]
+        assert await ends(swarm, "bob", [], DRAIN_SECONDS) == 0
+        kept = [int(path.name) for path in (tmp_path / "bob/runs/reef/checkpoints").iterdir()]
+        assert max(kept) > before  # what it had trained went into a round
+        await swarm.restart_member("bob")
+        await swarm.reach("bob", "paused")
+        assert "finished by its owner" in swarm.status("bob")["detail"]
+
+
 async def test_pauses_and_limits_of_a_real_node_last_over_a_restart(tmp_path):
     async with reef(tmp_path) as swarm:
         await swarm.begin(nodes=1, tokens=MANY)

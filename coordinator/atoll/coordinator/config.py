@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from atoll.coordinator import database_url
 from atoll.coordinator.paths import SYSTEM_CONFIG, user_config
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.errors import ConfigError, TokenMalformed
@@ -38,7 +39,7 @@ class CoordinatorConfig(BaseModel):
     http_port: Port = 7702  # 0: a free one
     public_endpoint: str = ""  # host:port that stands in tokens; default: this machine's address
     public_member_endpoint: str = ""  # where it is not the same host with the member port
-    database: str = ""  # SQLAlchemy URL; default: SQLite in the data directory
+    database: str = ""  # SQLAlchemy URL, or file:PATH with it; default: SQLite in the data directory
     silence_seconds: Seconds = 15.0
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
@@ -65,8 +66,8 @@ class CoordinatorConfig(BaseModel):
 
     @property
     def database_url(self) -> str:
-        """Where the state is kept."""
-        return self.database or f"sqlite:///{self.data_dir / 'coordinator.db'}"
+        """Where the state is kept. Raises `ConfigError`."""
+        return database_url.resolve(self.database) or f"sqlite:///{self.data_dir / 'coordinator.db'}"
 
     @property
     def policy(self) -> Policy:
@@ -92,6 +93,7 @@ def load(
     flags: Mapping[str, object], environment: Mapping[str, str], config_file: Path | None, default_data_dir: Path
 ) -> Loaded:
     """Merge all sources. Raises `ConfigError` that names every wrong key and its source."""
+    database_url.refuse_password(str(flags.get("database") or ""))
     values: dict[str, object] = {"data_dir": default_data_dir}
     origin = dict.fromkeys(CoordinatorConfig.model_fields, "default")
     for source, new in _sources(flags, environment, config_file):

@@ -1,7 +1,8 @@
 """One TLS port with its services: bound, guarded, and for members with the health service beside them.
 
-Strangers get no health service: its `Watch` stays open for as long as the caller likes, and each open call takes
-one of the few that strangers may have. What else they could hold open ends after a minute.
+A connection must finish its handshake within seconds: each takes a file descriptor, and their number is limited.
+Strangers get no health service, because its `Watch` stays open for as long as the caller likes, and all else that they
+hold open ends within seconds: their one call is short.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from atoll.core.errors import PortInUse
 
 _STRANGERS = (
     ("grpc.max_concurrent_streams", 8),  # of one connection
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 15_000),
-    ("grpc.max_connection_age_ms", 60_000),  # a call that was begun and never finished ends with its connection
-    ("grpc.max_connection_age_grace_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 5_000),
+    ("grpc.max_connection_age_ms", 5_000),  # a call that was begun and never finished ends with its connection
+    ("grpc.max_connection_age_grace_ms", 5_000),
 )
 _OPTIONS = (
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # or two coordinators would share a port without a word
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT keep their streams alive
     ("grpc.keepalive_permit_without_calls", 1),

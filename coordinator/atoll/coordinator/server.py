@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -41,7 +43,9 @@ from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
 MAX_ENROLMENT_BYTES = 64 << 10  # strangers get little
-MAX_ENROLMENTS_AT_ONCE = 64
+MAX_STRANGERS_CALLS = 4096  # most of them unfinished, if somebody means harm; each ends within ten seconds
+MAX_FILES = 1 << 16  # a connection costs 22 kB before it has shown anything: 1.4 GB at the most
+FEW_FILES = 8192
 MAX_MEMBER_BYTES = 8 << 20  # a heartbeat with many manifests
 CREDENTIAL_SECONDS = 3600.0  # between looks at the admin credential
 SIGNALLED_TWICE = 130
@@ -56,17 +60,20 @@ class Systemd:
     watchdog_seconds: float | None = None
 
 
-async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
-    """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served."""
+async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, *, new_database: bool = False) -> None:
+    """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served.
+
+    Keys without a database are a mistake, unless `new_database` says that it is none.
+    """
     with private_files():
         make_private_dir(config.data_dir)
         with only_one(config.data_dir):
-            await _serve(config, clock, systemd)
+            _take_all_files()
+            await _serve(config, clock, systemd, new_database)
 
 
-async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd) -> None:
-    keys = Keys(config.data_dir, clock)
-    controller = open_controller(config, keys, clock)
+async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, new_database: bool) -> None:
+    keys, controller = open_state(config, clock, new_database=new_database)
     stopping = asyncio.Event()
     _on_signals(stopping, controller)
     try:
@@ -91,11 +98,29 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def open_controller(config: CoordinatorConfig, keys: Keys, clock: Clock) -> Controller:
-    """The state as it was left. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`."""
-    store = SqlStore(config.database_url)
+def _take_all_files() -> None:
+    """As many file descriptors as we may use: every connection is one, and a thousand is the usual default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft < FEW_FILES:
+        _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=soft)
+
+
+def open_state(config: CoordinatorConfig, clock: Clock, *, new_database: bool = False) -> tuple[Keys, Controller]:
+    """Keys and state as they were left, or new. Raises `StateError`, `ConfigError`.
+
+    At the first start the database comes first: if it fails, no keys are left that would need one.
+    """
+    first_start = not (config.data_dir / "operator.key").exists()
+    owner = f"process {os.getpid()} on {socket.gethostname()}, data directory {config.data_dir}"
+    keys = None if first_start else Keys(config.data_dir, clock)
+    store = SqlStore(config.database_url, owner, may_create=first_start or new_database)
     try:
-        return Controller(store, keys.operator, clock, config.policy)
+        keys = keys or Keys(config.data_dir, clock)
+        return keys, Controller(store, keys.operator, clock, config.policy)
     except AtollError:
         store.close()
         raise
@@ -116,7 +141,7 @@ async def serving(
         ServerCertificate(keys.ca, controller.clock).credentials(mutual=False),
         guard,
         max_message_bytes=MAX_ENROLMENT_BYTES,
-        max_calls=MAX_ENROLMENTS_AT_ONCE,
+        max_calls=MAX_STRANGERS_CALLS,
     )
     member = GrpcServer(
         config.listen,

@@ -33,9 +33,10 @@ def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
 
 
 def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
-    """A flat message as we keep it: clean strings, finite figures from 0 on, enum values that we know (else 0)."""
+    """A flat message as we keep it: fields and enum values that we know, clean strings, finite figures from 0 on."""
     kept = type(message)()
     kept.CopyFrom(message)
+    kept.DiscardUnknownFields()
     for field, value in message.ListFields():
         if isinstance(value, str):
             setattr(kept, field.name, clean(value, limit))

@@ -93,6 +93,10 @@ class DatabaseCorrupt(StateError):
     """The coordinator's database cannot be opened."""
 
 
+class DatabaseMissing(StateError):
+    """The coordinator's keys are here and its database is not."""
+
+
 class BackupCorrupt(StateError):
     """A backup is not what `atoll-coordinator backup` wrote."""
 

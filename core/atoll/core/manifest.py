@@ -104,6 +104,16 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
     Whose votes are *enough* is the caller's question (`require_quorum`). Raises `PeerMisbehaved`,
     `SignatureInvalid`, `ProtocolMismatch`.
     """
+    head = parse_head(committed, run_id)
+    verify_votes(head)
+    return head
+
+
+def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, most_votes: int = MAX_MEMBERS) -> Head:
+    """What `read_head` checks without any cryptography: who signed is only a claim until `verify_votes`.
+
+    A key signs once, and `most_votes` keys at most: else a few bytes could cost minutes of verifying. Raises the same.
+    """
     head = Head(committed)
     try:
         manifest = head.manifest
@@ -114,12 +124,31 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
         raise PeerMisbehaved(f"the manifest is of run {manifest.round.run_id!r}, not {run_id!r}")
     if head.ballot < Ballot(manifest.round.plan_version, manifest.round.attempt):
         raise PeerMisbehaved("the manifest was voted for before it was made")
-    if len(committed.signatures) > MAX_MEMBERS:
-        raise PeerMisbehaved("the manifest carries more signatures than a round has members")
-    _ = head.data  # its ranges are checked on reading
-    for signature in committed.signatures:
-        verify_vote(committed.payload, head.ballot, signature, peer_id_of(signature.public_key))
+    if len(committed.signatures) > most_votes:
+        raise PeerMisbehaved(f"the manifest carries {len(committed.signatures)} signatures; {most_votes} could sign")
+    if len({item.public_key for item in committed.signatures}) != len(committed.signatures):
+        raise PeerMisbehaved("the manifest carries two signatures of one member")
+    _ = head.data, head.signers  # their form is checked on reading
     return head
+
+
+def verify_votes(head: Head) -> None:
+    """Raise `SignatureInvalid` unless every signature on `head` is genuine."""
+    for signature in head.committed.signatures:
+        verify(CONTEXT, _vote(head.committed.payload, head.ballot), signature.signature, signature.public_key)
+
+
+def stored_form(committed: manifest_pb2.CommittedManifest) -> manifest_pb2.CommittedManifest:
+    """The manifest and its votes, and nothing that somebody hung on to them."""
+    kept = manifest_pb2.CommittedManifest(
+        payload=committed.payload,
+        signatures=[_bare(item) for item in committed.signatures],
+        ballot_plan_version=committed.ballot_plan_version,
+        ballot_attempt=committed.ballot_attempt,
+    )
+    if committed.HasField("tie_break"):
+        kept.tie_break.CopyFrom(_bare(committed.tie_break))
+    return kept
 
 
 def require_quorum(head: Head, electorate: Electorate, operator_key: bytes) -> None:
@@ -138,6 +167,10 @@ def require_signers(head: Head, peers: Iterable[str]) -> None:
     missing = sorted(set(peers) - head.signers)
     if missing:
         raise SignatureInvalid(f"round {head.round}: the manifest lacks the signature of {', '.join(missing)}")
+
+
+def _bare(signature: pb.Signed) -> pb.Signed:
+    return pb.Signed(signature=signature.signature, public_key=signature.public_key)
 
 
 def _vote(payload: bytes, ballot: Ballot) -> bytes:

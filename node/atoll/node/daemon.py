@@ -19,7 +19,7 @@ from typing import Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ChildDied, InvalidTransition, PortInUse
+from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, InvalidTransition, PortInUse, Unreachable
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import Deny, Member
@@ -51,6 +51,7 @@ SAVE_TIMEOUT = timedelta(seconds=60)
 ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
 ADDRESS_RETRY = timedelta(seconds=5)
+ADDRESS_LOOK = timedelta(seconds=3)  # a node behind NAT learns so late that it needs a relay
 LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
 AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
@@ -278,10 +279,18 @@ class Daemon:
             except AtollError as error:
                 _log.warning("could not publish in the DHT", reason=str(error))
                 pause = ADDRESS_RETRY
-            known = self._status.head_round
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause.total_seconds()):
+                    await self._until_head_or_address_moves(host, self._status.head_round)
+
+    async def _until_head_or_address_moves(self, host: SwarmHost, known: int) -> None:
+        while not self._head_is_past(known):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ADDRESS_LOOK.total_seconds()):
                     await self._directives.until(partial(self._head_is_past, known))
+            with contextlib.suppress(Unreachable, DeadlineExceeded):
+                if await host.address_changed():
+                    return
 
     async def _find_members(self, host: SwarmHost) -> None:
         """Look the members of the plan up in the DHT until all can be dialled, and again for each plan."""
@@ -432,9 +441,9 @@ class Daemon:
         }
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._manners.finish()
+        warning = self._manners.finish()
         self.leave("finished its round at its owner's wish")
-        return {"leaving": True}
+        return {"leaving": True, "warning": warning}
 
     async def _api_leave(self, _: dict[str, Any]) -> dict[str, Any]:
         self._patience = timedelta(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Traffic(Protocol):
     @property
     def bytes_total(self) -> int: ...
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None: ...
+    def allow(self, more_bytes: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Manners:
         self._clock = clock
         self._subjects: Subjects | None = None
         self._forced: Cause | None = None
+        self._finishing = False  # what is written down is for the next start
         self._changed = asyncio.Event()
         self._setting = asyncio.Lock()
         self._usage = Usage(clock.monotonic())
@@ -106,9 +109,14 @@ class Manners:
             self._save_month()
             await asyncio.to_thread(self._power.restore)
 
-    def finish(self) -> None:
-        """The owner wants no more after this round: a restart rests until told otherwise."""
-        self._remember(Wish(paused=True, finished=True))
+    def finish(self) -> str:
+        """The owner wants no more after this round: a restart rests until told otherwise.
+
+        Not in force here, because whoever rests gets no round to leave with. Returns a warning for people, or nothing.
+        """
+        self._finishing = True
+        self._write_down(Wish(paused=True, finished=True))
+        return self._warnings.get("wish", "")
 
     def describe(self, problem: str) -> dict[str, Any]:
         """For `atoll status`; `problem` is one more that its owner should know of."""
@@ -131,13 +139,14 @@ class Manners:
         if self._clock.monotonic() - self._saved >= SAVE.total_seconds():
             self._save_month()
         if self.wish.paused and not self.wish.holds(self._clock.unix()):
-            self._remember(Wish())
+            self._lapse()
         await self._cap_power(subjects)
         before = self.verdict
         self.verdict = decide(self.config.policy, await self._seen(), before)
         if self.verdict.cause is not before.cause:
             self._forced = None
             _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
+        self._allow(subjects.traffic)
         self._apply()
 
     async def _seen(self) -> Seen:
@@ -183,6 +192,12 @@ class Manners:
 
     def _count(self, traffic: Traffic) -> None:
         self.month_bytes = self._month.count(traffic.bytes_total, self._local())
+
+    def _allow(self, traffic: Traffic) -> None:
+        """The rest of the month, so that not even one look's worth goes over it; `resume --force` lifts the limit."""
+        self._count(traffic)
+        allowed = self.config.policy.monthly_bytes
+        traffic.allow(allowed - self.month_bytes if allowed and self._forced is not Cause.MONTH else math.inf)
 
     def _save_month(self) -> None:
         self._saved = self._clock.monotonic()
@@ -230,6 +245,8 @@ class Manners:
     async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
         self._training()
         self._forced = self.verdict.cause if request.get("force") else None
+        if self._subjects is not None:
+            self._allow(self._subjects.traffic)
         self._remember(Wish())
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("wish", "")}
 
@@ -238,6 +255,16 @@ class Manners:
         self.wish = wish
         self._apply()
         self._changed.set()
+        self._write_down(wish)
+
+    def _lapse(self) -> None:
+        """The pause is over by itself; `_look` goes on."""
+        self.wish = Wish()
+        if not self._finishing:
+            self._write_down(self.wish)
+
+    def _write_down(self, wish: Wish) -> None:
+        """For the next start; told to people where it fails."""
         try:
             save_wish(self.config.data_dir, wish)
         except AtollError as error:

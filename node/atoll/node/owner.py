@@ -1,8 +1,9 @@
 """What outlives the daemon of the owner's wishes and of the month's traffic: two small files in the data directory.
 
 `owner.json` says whether the owner wants the node to rest, and until when; a restart must not train behind the owner's
-back. `traffic.json` holds the bytes of this calendar month. A file that cannot be read counts as rest, and as nothing
-sent: the owner can say more, and the month ends.
+back. `traffic.json` holds the bytes of each calendar month: a start with a wrong clock counts into another one and
+erases nothing. A file that cannot be read counts as rest, and as nothing sent: the owner can say more, and the month
+ends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from atoll.core import log
 from atoll.core.files import write_atomic
 from atoll.node.policy import month_of
 
+MONTHS_KEPT = 24  # the last that were counted into
 _WISH, _TRAFFIC = "owner.json", "traffic.json"
 
 _log = log.get("owner")
@@ -61,33 +63,34 @@ def save_wish(data_dir: Path, wish: Wish) -> None:
 
 
 class MonthlyTraffic:
-    """Bytes to and from peers in the current calendar month, over all starts of the daemon."""
+    """Bytes to and from peers by calendar month, over all starts of the daemon."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / _TRAFFIC
-        self._month, self._bytes = _read(self._path)
+        self._bytes = _read(self._path)  # by month, the one that was counted into last at the end
         self._counted = 0  # of the process's own total
 
     def count(self, process_total: int, local: datetime) -> int:
         """Take the process's total so far into the month of `local`; returns the month's bytes."""
-        if month_of(local) != self._month:
-            self._month, self._bytes = month_of(local), 0
-        self._bytes += process_total - self._counted
+        month = month_of(local)
+        self._bytes[month] = self._bytes.pop(month, 0) + process_total - self._counted
         self._counted = process_total
-        return self._bytes
+        while len(self._bytes) > MONTHS_KEPT:
+            del self._bytes[next(iter(self._bytes))]
+        return self._bytes[month]
 
     def save(self) -> None:
         """Make it durable. Raises `DataDirUnusable`."""
-        plain = {"version": 1, "month": self._month, "bytes": self._bytes}
+        plain = {"version": 2, "bytes_by_month": self._bytes}
         write_atomic(self._path, json.dumps(plain).encode())
 
 
-def _read(path: Path) -> tuple[str, int]:
+def _read(path: Path) -> dict[str, int]:
     try:
-        plain = json.loads(path.read_bytes())
-        return str(plain["month"]), max(0, int(plain["bytes"]))
+        plain = json.loads(path.read_bytes())["bytes_by_month"]
+        return {str(month): max(0, int(count)) for month, count in plain.items()}
     except FileNotFoundError:
-        return "", 0
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("this month's traffic cannot be read: counting from nothing", reason=str(error))
-        return "", 0
+        return {}

@@ -23,8 +23,8 @@ _DAY = timedelta(days=1)
 class Cause(Enum):
     """Why a node does not train; the first that holds is the one that is told."""
 
+    MONTH = "month"  # before the others, so that overruling one of them does not overrule a bill
     HOURS = "hours"
-    MONTH = "month"
     BATTERY = "battery"
     IN_USE = "in use"
 
@@ -88,13 +88,13 @@ def decide(policy: Policy, seen: Seen, last: Verdict) -> Verdict:
 
 
 def _object(policy: Policy, seen: Seen) -> Verdict | None:
-    if policy.hours and not any(window.contains(seen.local.time()) for window in policy.hours):
-        opens = min(_next(window.start, seen.local) for window in policy.hours)
-        return Verdict(False, Cause.HOURS, f"outside its hours; trains again at {opens:%H:%M}", opens)
     if policy.monthly_bytes and seen.month_bytes >= policy.monthly_bytes:
         turns = next_month(seen.local)
         spent = f"this month's {policy.monthly_bytes / 1e9:g} GB are spent"
         return Verdict(False, Cause.MONTH, f"{spent}; trains again on {turns:%Y-%m-%d}", turns)
+    if policy.hours and not any(window.contains(seen.local.time()) for window in policy.hours):
+        opens = min(_next(window.start, seen.local) for window in policy.hours)
+        return Verdict(False, Cause.HOURS, f"outside its hours; trains again at {opens:%H:%M}", opens)
     if policy.pause_on_battery and seen.on_battery:
         return Verdict(False, Cause.BATTERY, "on battery", objected=seen.monotonic)
     if seen.unused_seconds < policy.idle_seconds:

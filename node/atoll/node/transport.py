@@ -32,7 +32,8 @@ class Stream(Protocol):
         ...
 
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
-        """Write one frame; returns when the socket's buffer has room again. Raises `Unreachable`."""
+        """Write one frame; returns when the socket's buffer has room again. Raises `Unreachable`, and
+        `Busy` for a body, here and in `receive`, once the owner's month is spent."""
         ...
 
     async def receive(self, timeout: timedelta) -> Frame:

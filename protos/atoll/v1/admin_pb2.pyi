@@ -24,16 +24,18 @@ class ListCheckpointsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class CheckpointView(_message.Message):
-    __slots__ = ("checkpoint", "peer_id", "node_name", "connected")
+    __slots__ = ("checkpoint", "peer_id", "node_name", "connected", "committed")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
     checkpoint: _membership_pb2.CheckpointInfo
     peer_id: str
     node_name: str
     connected: bool
-    def __init__(self, checkpoint: _Optional[_Union[_membership_pb2.CheckpointInfo, _Mapping]] = ..., peer_id: _Optional[str] = ..., node_name: _Optional[str] = ..., connected: _Optional[bool] = ...) -> None: ...
+    committed: bool
+    def __init__(self, checkpoint: _Optional[_Union[_membership_pb2.CheckpointInfo, _Mapping]] = ..., peer_id: _Optional[str] = ..., node_name: _Optional[str] = ..., connected: _Optional[bool] = ..., committed: _Optional[bool] = ...) -> None: ...
 
 class ListCheckpointsResponse(_message.Message):
     __slots__ = ("checkpoints",)
@@ -42,14 +44,16 @@ class ListCheckpointsResponse(_message.Message):
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointView, _Mapping]]] = ...) -> None: ...
 
 class PullCheckpointRequest(_message.Message):
-    __slots__ = ("run_id", "round", "node")
+    __slots__ = ("run_id", "round", "node", "unverified")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     node: str
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+    unverified: bool
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., node: _Optional[str] = ..., unverified: _Optional[bool] = ...) -> None: ...
 
 class CreateTokenRequest(_message.Message):
     __slots__ = ("run_id", "uses", "ttl_seconds", "roles")

@@ -18,7 +18,7 @@ from atoll.coordinator.ca import Keys, write_admin_credential
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.listening import Endpoints
-from atoll.coordinator.server import Systemd, background, open_controller, serving
+from atoll.coordinator.server import Systemd, background, open_state, serving
 from atoll.core import protocol
 from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock, unix_ms
@@ -68,8 +68,7 @@ async def coordinator(data_dir: Path, **settings: object) -> AsyncIterator[Coord
     config = CoordinatorConfig.model_validate({"data_dir": data_dir, **ports, **quick, **settings})
     clock = SystemClock()
     make_private_dir(data_dir)
-    keys = Keys(data_dir, clock)
-    controller = open_controller(config, keys, clock)
+    keys, controller = open_state(config, clock)
     stopping = asyncio.Event()
     async with AsyncExitStack() as stack:
         stack.callback(controller.close)

@@ -13,7 +13,8 @@ from click.testing import Result
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator
 from integration.coordinator.test_membership import training
 from typer.testing import CliRunner
-from unit.coordinator.model_files import Files, checkpoint
+from unit.coordinator.model_files import Files, checkpoint, committed_checkpoint
+from unit.coordinator.world import genesis_report, hash_of
 
 from atoll.coordinator.cli import main
 from atoll.coordinator.services.uploads import BETWEEN, Upload
@@ -46,15 +47,20 @@ async def upload(node: Node, messages: Iterable[mb.CheckpointUpload]) -> None:
 async def test_a_checkpoint_travels_from_the_node_to_the_operators_disk(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = next(node for node in nodes if node.name == "ann")
-        files = checkpoint(ann.identity, elements=400_000)  # 10 MB in all
+        identities = [node.identity for node in nodes]
+        files = committed_checkpoint(hash_of(genesis_report(nodes[0].identity)), identities, 400_000)  # 10 MB in all
         await hold(ann, files)
+        forged = checkpoint(nodes[1].identity, 10**9)  # newer than all, and nobody's but bob's
+        await hold(next(node for node in nodes if node is not ann), forged)
+        report = mb.RoundReport(round=files.name, committed=True, manifest=files.manifest, seconds=1)
+        await ann.acknowledged(await ann.say(rounds=[report]))
         target = tmp_path / "pulled"
         pulling = asyncio.create_task(ctl(home, "pull", "--to", str(target), "--output", "json"))
         order = await ordered(ann)
         await upload(ann, files.messages(order.ticket, 1 << 20))
         result = await pulling
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["checkpoint"]["round"] == 5
+        assert json.loads(result.stdout)["checkpoint"]["round"] == 1
         assert {path.name: path.read_bytes() for path in target.iterdir()} == files.files
         assert sum(path.stat().st_size for path in home.data_dir.rglob("*") if path.is_file()) < 2 << 20
 
@@ -68,12 +74,12 @@ async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
     async with coordinator(data_dir) as home:
         listed = json.loads((await ctl(home, "list", "--output", "json")).stdout)["checkpoints"]
         assert [(item["checkpoint"]["round"], item["connected"]) for item in listed] == [(9, False), (8, False)]
-        result = await ctl(home, "pull", "--to", str(tmp_path / "x"))
+        result = await ctl(home, "pull", "--unverified", "--to", str(tmp_path / "x"))
         assert isinstance(result.exception, Unreachable)
 
 
 async def refused(home: Coordinator, target: Path, *arguments: str) -> AtollError:
-    result = await ctl(home, "pull", "--to", str(target), *arguments)
+    result = await ctl(home, "pull", "--unverified", "--to", str(target), *arguments)
     assert isinstance(result.exception, AtollError), result.output
     assert not list(target.parent.glob("*pulled*"))
     return result.exception
@@ -159,7 +165,7 @@ async def test_only_the_node_that_was_asked_may_answer(tmp_path: Path) -> None:
         ann, bob = nodes
         files = checkpoint(ann.identity)
         await hold(ann, files)
-        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(tmp_path / "pulled")))
+        pulling = asyncio.create_task(ctl(home, "pull", "--unverified", "--to", str(tmp_path / "pulled")))
         order = await ordered(ann)
         for ticket in (order.ticket, b"x" * 16):
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -175,7 +181,7 @@ async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> Non
         files = checkpoint(ann.identity)
         await hold(ann, files)
         size = 200  # MiB: more than fits into what lies between the two
-        call = home.admin.PullCheckpoint(admin.PullCheckpointRequest(), timeout=SECONDS)
+        call = home.admin.PullCheckpoint(admin.PullCheckpointRequest(unverified=True), timeout=SECONDS)
         order = await ordered(ann)
         opening = files.opening(order.ticket)
         opening.files[0].bytes = (size << 20) - sum(item.bytes for item in opening.files[1:])

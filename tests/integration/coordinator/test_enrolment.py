@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
 import pytest
-from integration.coordinator.lab import Coordinator, Node, coordinator, error_of
+from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator, error_of
 
+from atoll.coordinator.services.enrolment import MAX_AT_ONCE
 from atoll.core import certs
+from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
 from atoll.core.membership import Authority
-from atoll.core.tokens import parse_token
+from atoll.core.tokens import parse_token, split_endpoint
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as enrolment
@@ -121,3 +126,56 @@ async def test_tokens_parse_as_nodes_will_parse_them(tmp_path: Path) -> None:
         await home.create_run()
         made = await home.admin.CreateToken(admin.CreateTokenRequest(uses=1, ttl_seconds=60))
         assert parse_token(made.token).token_id == made.view.id
+
+
+def strangers_channel(home: Coordinator) -> grpc.aio.Channel:
+    """A connection of its own, by somebody who has neither token nor certificate."""
+    options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
+    trusted = grpc.ssl_channel_credentials(home.keys.ca.pem)
+    return grpc.aio.secure_channel(home.endpoints.enrolment, trusted, options)
+
+
+async def test_calls_that_are_never_finished_keep_nobody_out_and_end_within_seconds(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home, AsyncExitStack() as strangers:
+        await home.create_run()
+        unfinished = []
+        for _ in range(2 * MAX_AT_ONCE // 8):
+            channel = await strangers.enter_async_context(strangers_channel(home))
+            for _ in range(8):  # as many as one connection may have
+                call = channel.stream_unary("/atoll.v1.Enrolment/Enrol")()  # its message never comes
+                await call.wait_for_connection()
+                unfinished.append(call)
+        async with asyncio.timeout(SECONDS):
+            assert (await home.node("ann")).enrolled.run_id == "reef"
+            await asyncio.gather(*(call.code() for call in unfinished))
+
+
+async def test_connections_that_say_nothing_are_closed_within_seconds(tmp_path: Path) -> None:
+    """Each takes a file descriptor: a thousand of them used to shut the coordinator for two minutes."""
+    async with coordinator(tmp_path / "c") as home:
+        silent = [
+            await asyncio.open_connection(*split_endpoint(endpoint))
+            for endpoint in (home.endpoints.enrolment, home.endpoints.local)
+        ]
+        async with asyncio.timeout(SECONDS):
+            for reader, writer in silent:
+                await reader.read()  # to its end
+                writer.close()
+
+
+async def test_more_whole_requests_at_once_than_can_be_worked_on_are_told_to_come_again(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token(uses=MAX_AT_ONCE)
+        stuck = threading.Event()
+        home.controller._thread.submit(stuck.wait, SECONDS)  # a disk that takes its time
+        nodes = [Node(home, Identity.generate(), f"n{number}") for number in range(MAX_AT_ONCE + 1)]
+        calls = [asyncio.create_task(node.enrol(token)) for node in nodes]
+        async with asyncio.timeout(SECONDS):
+            (refused_one,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            failure = refused_one.exception()
+            assert isinstance(failure, grpc.aio.AioRpcError)
+            assert error_of(failure).reason == "Busy"
+            stuck.set()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(result, Node) for result in results) == MAX_AT_ONCE

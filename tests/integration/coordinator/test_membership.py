@@ -15,6 +15,7 @@ from atoll.core.certs import subject_uri
 from atoll.core.clock import SystemClock
 from atoll.core.membership import Authority
 from atoll.core.plan import Plan, verify_plan
+from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -91,8 +92,11 @@ async def test_reports_are_durable_when_acknowledged_and_resending_is_harmless(t
         ann, identities = nodes[0], [node.identity for node in nodes]
         first = round_report(1, hash_of(genesis_report(ann.identity)), identities)
         loss = mb.EvaluationReport(round=1, loss=4.25, committed_tokens=1000)
+        tries = (abandoned_report(2, attempt=attempt) for attempt in range(2))
+        peers = [identity.peer_id for identity in identities]
+        abandoned = next(item for item in tries if RoundId.from_proto(item.round).opener(peers) == ann.identity.peer_id)
         for _ in range(2):
-            sequence = await ann.say(rounds=[first, abandoned_report(2)], evaluations=[loss])
+            sequence = await ann.say(rounds=[first, abandoned], evaluations=[loss])
         await ann.acknowledged(sequence)
     async with coordinator(data_dir) as home:
         run = await home.admin.GetRun(admin.RunRequest(), timeout=SECONDS)

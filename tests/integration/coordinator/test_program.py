@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,9 +21,12 @@ from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import serve
-from atoll.coordinator.server import only_one
+from atoll.coordinator.config import CoordinatorConfig
+from atoll.coordinator.server import MAX_FILES, only_one, open_state
 from atoll.core import log
-from atoll.core.errors import AtollError, ExitCode
+from atoll.core.clock import SystemClock
+from atoll.core.errors import AtollError, DataDirUnusable, ExitCode
+from atoll.core.files import make_private_dir
 
 DEADLINE_SECONDS = 30.0
 SERVE = [sys.executable, "-c", "from atoll.coordinator.cli.serve import main; main()"]
@@ -61,6 +65,11 @@ class Systemd:
         self._socket.close()
 
 
+def _few_files() -> None:
+    """As many as a login usually gets."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 @contextmanager
 def program(data_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Systemd]]:
     """The server, ready."""
@@ -72,6 +81,7 @@ def program(data_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        preexec_fn=_few_files,
     )
     try:
         assert systemd.ready.wait(DEADLINE_SECONDS), "the coordinator never was ready"
@@ -101,6 +111,8 @@ def test_it_serves_survives_a_kill_and_stops_when_told(tmp_path: Path) -> None:
     spec.write_text(spec_toml())
     with program(data_dir, tmp_path) as (process, systemd):
         assert data_dir.stat().st_mode & 0o777 == 0o700
+        files = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert files[0] == min(files[1], MAX_FILES) > 256, "it takes what the system allows"
         assert {path.stat().st_mode & 0o777 for path in data_dir.glob("coordinator.db*")} == {0o600}
         endpoints = json.loads((data_dir / "endpoints.json").read_text())
         assert endpoints["pid"] == process.pid
@@ -197,6 +209,45 @@ def test_one_data_directory_serves_one_coordinator(tmp_path: Path) -> None:
         error = run_in_process("--data-dir", str(tmp_path), *FREE_PORTS)
     assert (error.reason, error.exit_code) == ("AlreadyRunning", ExitCode.RETRY)
     assert f"process {os.getpid()}" in str(error)
+
+
+def test_one_database_serves_one_coordinator(tmp_path: Path) -> None:
+    """A second one with copied keys used to write over what the first had acknowledged."""
+    shared = f"sqlite:///{tmp_path / 'shared.db'}"
+    first = CoordinatorConfig(data_dir=make_private_dir(tmp_path / "first"), database=shared)
+    _, controller = open_state(first, SystemClock())
+    second = make_private_dir(tmp_path / "second")
+    for name in ("ca.key", "ca.crt", "operator.key"):
+        (second / name).write_bytes((first.data_dir / name).read_bytes())
+    error = run_in_process("--data-dir", str(second), "--database", shared, *FREE_PORTS)
+    assert (error.reason, error.exit_code) == ("AlreadyRunning", ExitCode.RETRY)
+    assert f"process {os.getpid()} on {socket.gethostname()}, data directory {first.data_dir}" in str(error)
+    controller.close()
+    open_state(CoordinatorConfig(data_dir=second, database=shared), SystemClock())[1].close()
+
+
+def test_a_missing_database_is_not_replaced_by_an_empty_one_without_a_word(tmp_path: Path) -> None:
+    config, clock = CoordinatorConfig(data_dir=make_private_dir(tmp_path / "d")), SystemClock()
+    keys, controller = open_state(config, clock)
+    controller.close()
+    for path in config.data_dir.glob("coordinator.db*"):
+        path.unlink()
+    before = {path.name for path in config.data_dir.iterdir()} | {"lock"}
+    error = run_in_process("--data-dir", str(config.data_dir), *FREE_PORTS)
+    assert (error.reason, error.exit_code) == ("DatabaseMissing", ExitCode.CONFIG)
+    assert "--new-database" in error.remedy
+    assert {path.name for path in config.data_dir.iterdir()} == before
+    again, controller = open_state(config, clock, new_database=True)
+    controller.close()
+    assert again.ca.sha256 == keys.ca.sha256
+
+
+def test_a_first_start_that_fails_for_its_database_is_a_first_start_again(tmp_path: Path) -> None:
+    config = CoordinatorConfig(data_dir=tmp_path, database=f"sqlite:///{tmp_path / 'not yet' / 'c.db'}")
+    with pytest.raises(DataDirUnusable):
+        open_state(config, SystemClock())
+    (tmp_path / "not yet").mkdir()
+    open_state(config, SystemClock())[1].close()
 
 
 def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path: Path) -> None:

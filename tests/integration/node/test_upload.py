@@ -38,7 +38,7 @@ async def test_what_the_operator_gets_is_what_the_node_has(tmp_path, elements):
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
         await ann.acknowledged(await ann.say(checkpoints=store.held(), checkpoints_changed=True))
-        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(tmp_path / "pulled")))
+        pulling = asyncio.create_task(ctl(home, "pull", "--unverified", "--to", str(tmp_path / "pulled")))
         await upload(ann.stub, await ordered(ann), store.path(5))
         result = await pulling
         assert result.exit_code == 0, result.output
@@ -55,7 +55,7 @@ async def test_one_that_is_gone_or_not_whole_is_refused_in_a_sentence(tmp_path, 
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
         await hold(ann, announced(ann.identity, 5))
-        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(tmp_path / "pulled")))
+        pulling = asyncio.create_task(ctl(home, "pull", "--unverified", "--to", str(tmp_path / "pulled")))
         order = await ordered(ann)
         if damage == "gone":
             shutil.rmtree(store.path(5))
@@ -91,7 +91,7 @@ async def test_it_goes_on_while_the_next_checkpoint_replaces_it(tmp_path):
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
         await ann.acknowledged(await ann.say(checkpoints=store.held(), checkpoints_changed=True))
-        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(tmp_path / "pulled")))
+        pulling = asyncio.create_task(ctl(home, "pull", "--unverified", "--to", str(tmp_path / "pulled")))
         await upload(Removing(), await ordered(ann), store.path(5))
         assert (await pulling).exit_code == 0
     assert torch.equal(read_checkpoint(tmp_path / "pulled").momentum_E, before.momentum_E)
@@ -102,7 +102,7 @@ async def test_an_operator_who_goes_ends_it_without_an_error_of_ours(tmp_path):
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
         await ann.acknowledged(await ann.say(checkpoints=store.held(), checkpoints_changed=True))
-        call = home.admin.PullCheckpoint(admin.PullCheckpointRequest(), timeout=SECONDS)
+        call = home.admin.PullCheckpoint(admin.PullCheckpointRequest(unverified=True), timeout=SECONDS)
         sending = asyncio.create_task(upload(ann.stub, await ordered(ann), store.path(5)))
         assert (await call.read()).opening.round == 5
         call.cancel()

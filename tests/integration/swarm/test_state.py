@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 from support.donors import GENESIS, OPERATOR, commit, history, plan_of
-from support.swarm_lab import Lab
+from support.swarm_lab import SOON, Lab
 
+from atoll.core.errors import Busy, Unreachable
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
+from atoll.node.state.conversation import Conversation
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.swarm.host import SwarmHost
@@ -58,3 +61,31 @@ async def test_three_of_four_poisoned_and_one_forged_head_do_not_keep_anyone_out
     assert torch.equal(fetched.anchor_E, true.anchor_E)
     assert torch.equal(fetched.momentum_E, true.momentum_E)
     assert not any(host.handler_crashes for host in hosts)
+
+
+async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tmp_path: Path) -> None:
+    """Nobody can make a volunteer pay for more than agreed: one frame over the allowance is the most."""
+    true = state_of(1)
+    us = await lab.start("us", relay_service=True)
+    ann = await lab.start("ann", seeds=us.multiaddrs())
+    head = commit(true, 1, [lab.identity("ann")], after=GENESIS)
+    store = ManifestStore(tmp_path / "ann", "r")
+    for item in history(head):
+        store.append(item)
+    StateServer(ann, "r", store, lambda: (head, true))
+    await ann.ready()
+    us.learn_addresses(ann.peer_id, ann.multiaddrs())
+    plan = plan_of(lab.identity("ann"), lab.identity("us"), voters=(lab.identity("ann"),))
+    empty = AnchorState(torch.zeros(ELEMENTS), OFFSETS)
+    ann.traffic.allow(allowed := 12 * ELEMENTS)  # both vectors are 8 bytes an element
+    async with asyncio.timeout(60):
+        assert await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key) is not None
+        with pytest.raises(Unreachable, match="month's traffic is spent"):
+            await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key)
+    assert allowed <= ann.traffic.bytes_total < allowed + 3 * ELEMENTS
+    conversation = await Conversation.begin(us, ann.peer_id, "r", SOON)
+    assert (await conversation.manifest(None)).hash == head.hash
+    await conversation.ask("anchor", head.hash, 0, 1)  # not even a small piece
+    with pytest.raises(Busy):
+        await conversation.answer(1)
+    await conversation.close()

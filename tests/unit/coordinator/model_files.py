@@ -7,7 +7,7 @@ import json
 import struct
 from dataclasses import dataclass
 
-from unit.coordinator.world import LAYERS, RUN, commit
+from unit.coordinator.world import LAYERS, RUN, commit, round_report
 
 from atoll.core import protocol
 from atoll.core.identity import Identity
@@ -43,6 +43,11 @@ class Files:
     manifest: manifest_pb2.CommittedManifest
     files: dict[str, bytes]
 
+    @property
+    def name(self) -> pb.RoundId:
+        """Of the round."""
+        return manifest_pb2.Manifest.FromString(self.manifest.payload).round
+
     def opening(self, ticket: bytes = b"") -> mb.CheckpointOpening:
         """The first message."""
         files = [
@@ -77,21 +82,38 @@ def checkpoint(signer: Identity, number: int = 5, elements: int = 300) -> Files:
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=pb.RoundId(run_id=RUN, plan_version=1, number=number),
-        layers=[
-            manifest_pb2.LayerState(
-                layer=index,
-                anchor_digest=hashlib.sha256(anchor[name]).digest(),
-                momentum_digest=hashlib.sha256(momentum[name]).digest(),
-            )
-            for index, name in enumerate(LAYERS)
-        ],
+        layers=digests(anchor, momentum),
         committed_tokens=1000,
     )
-    committed = commit(manifest.SerializeToString(), [signer])
+    return _files(commit(manifest.SerializeToString(), [signer]), anchor, momentum)
+
+
+def committed_checkpoint(previous: bytes, members: list[Identity], elements: int = 300) -> Files:
+    """A true one of round 1, as these members decided it."""
+    anchor, momentum = tensors(1, elements), tensors(-1, elements)
+    manifest = manifest_pb2.Manifest.FromString(round_report(1, previous, members).manifest.payload)
+    del manifest.layers[:]
+    manifest.layers.extend(digests(anchor, momentum))
+    return _files(commit(manifest.SerializeToString(), members), anchor, momentum)
+
+
+def digests(anchor: dict[str, bytes], momentum: dict[str, bytes]) -> list[manifest_pb2.LayerState]:
+    """What the manifest says of the layers."""
+    return [
+        manifest_pb2.LayerState(
+            layer=index,
+            anchor_digest=hashlib.sha256(anchor[name]).digest(),
+            momentum_digest=hashlib.sha256(momentum[name]).digest(),
+        )
+        for index, name in enumerate(LAYERS)
+    ]
+
+
+def _files(committed: manifest_pb2.CommittedManifest, anchor: dict[str, bytes], momentum: dict[str, bytes]) -> Files:
     files = {
         "anchor.safetensors": safetensors(anchor),
         "momentum.safetensors": safetensors(momentum),
         "manifest": committed.SerializeToString(),
         "run.toml": b"version = 1\n",
     }
-    return Files(number, committed, files)
+    return Files(manifest_pb2.Manifest.FromString(committed.payload).round.number, committed, files)

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 from support.postgres import missing, postgres
+from typer.testing import CliRunner
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator import archive, backup
 from atoll.coordinator.ca import Keys, write_admin_credential
+from atoll.coordinator.cli import serve
 from atoll.coordinator.state.records import DenyRow, Event
 from atoll.coordinator.state.sql import SqlStore
 from atoll.core.clock import SystemClock
-from atoll.core.errors import AlreadyExists, AtollError, BackupCorrupt, DataDirUnusable, SignatureInvalid
+from atoll.core.errors import AlreadyExists, AtollError, BackupCorrupt, ConfigError, DataDirUnusable, SignatureInvalid
 from atoll.core.identity import Identity
 from atoll.core.membership import Deny, issue_deny_list
 
@@ -194,6 +196,23 @@ def test_what_is_not_whole_leaves_nothing(home: Path, tmp_path: Path, spoil: Cal
 def test_a_backup_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(AtollError, match=r"nothing\.tar"):
         backup.restore(tmp_path / "nothing.tar", tmp_path / "new", "", MADE_MS)
+
+
+@pytest.mark.parametrize("how", ["file", "environment"])
+def test_a_restore_takes_the_database_from_where_a_password_is_safe(home: Path, tmp_path: Path, how: str) -> None:
+    backup.write(home, url(home), tmp_path / "b.tar", MADE_MS)
+    target = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    (tmp_path / "url").write_text(target)
+    command = ["restore", str(tmp_path / "b.tar"), "--data-dir", str(tmp_path / "new")]
+    named = ["--database", f"file:{tmp_path / 'url'}"] if how == "file" else []
+    done = CliRunner().invoke(serve.app, [*command, *named], env={"ATOLL_COORDINATOR_DATABASE": target})
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "new" / "coordinator.db").exists()
+    store = SqlStore(target)
+    assert store.load().runs
+    store.close()
+    secret = CliRunner().invoke(serve.app, [*command, "--database", "postgresql://ann:hunter2@reef/atoll"])
+    assert isinstance(secret.exception, ConfigError)
 
 
 def test_the_restore_is_in_the_event_log(home: Path, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ ANSWERS = {
                 peer_id=NODE.peer_id,
                 node_name="basement",
                 connected=True,
+                committed=True,
             )
         ]
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from atoll.coordinator import config as module
+from atoll.coordinator.cli import serve
 from atoll.coordinator.config import Loaded, load
 from atoll.coordinator.paths import default_data_dir
 from atoll.core.errors import ConfigError
@@ -103,3 +105,33 @@ def test_the_data_directory_follows_service_root_and_home() -> None:
 def test_the_database_is_in_the_data_directory_unless_named(tmp_path: Path) -> None:
     assert read(tmp_path).config.database_url == f"sqlite:///{tmp_path / 'data' / 'coordinator.db'}"
     assert read(tmp_path, database="postgresql://db/atoll").config.database_url == "postgresql://db/atoll"
+
+
+SECRET = "postgresql+psycopg://ann:hunter2@reef/atoll"
+SECRETS = pytest.mark.parametrize("url", [SECRET, "postgresql+psycopg://ann@reef/atoll?password=hunter2"])
+
+
+def test_the_database_can_stand_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text(f"{SECRET}\n# ours\n")
+    loaded = read(tmp_path, database=f"file:{tmp_path / 'url'}")
+    assert loaded.config.database_url == SECRET
+    assert read(tmp_path, environment={"ATOLL_COORDINATOR_DATABASE": SECRET}).config.database_url == SECRET
+    with pytest.raises(ConfigError, match="no-such"):
+        _ = read(tmp_path, database=f"file:{tmp_path / 'no-such'}").config.database_url
+
+
+@SECRETS
+def test_a_password_on_the_command_line_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="command line") as refusal:
+        read(tmp_path, database=url)
+    assert "file:" in refusal.value.remedy
+    assert "hunter2" not in f"{refusal.value} {refusal.value.remedy}"
+
+
+@SECRETS
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_settings_are_shown_without_the_password(url: str, output: str) -> None:
+    environment = {"COLUMNS": "200", "ATOLL_COORDINATOR_DATABASE": url}
+    shown = CliRunner().invoke(serve.app, ["config", "--output", output], env=environment).stdout
+    assert "hunter2" not in shown
+    assert "reef/atoll" in shown

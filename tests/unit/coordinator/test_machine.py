@@ -69,7 +69,7 @@ class StoringWorld(World):
         assert (self.state.nodes, self.state.tokens, self.state.runs) == (old.nodes, old.tokens, old.runs)
         assert self.state.last_event_id == old.last_event_id
         assert self.state.memory[RUN].committed == old.memory[RUN].committed
-        assert self.state.memory[RUN].opened == old.memory[RUN].opened
+        assert self.state.memory[RUN].abandoned == old.memory[RUN].abandoned
         assert self.state.memory[RUN].plan == old.memory[RUN].plan
         assert self.state.memory[RUN].bases == old.memory[RUN].bases
 
@@ -149,6 +149,10 @@ class Swarm(RuleBasedStateMachine):
                 number, tip, identities, plan_version=plan.version, committed_before=before, attempt=attempt
             )
         decides = electorate_after(memory, run.head_round)
+        if not commits:
+            opener = self.world.opener_of(report)
+            if not self.may_speak(opener):
+                return
         self.world.say(opener, rounds=[report, report])
         if commits:
             enough = decides is not None and decides.decides(set(plan.members))

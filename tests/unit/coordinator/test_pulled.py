@@ -85,6 +85,14 @@ def forged(files: Files) -> None:
     files.manifest.signatures[0].signature = b"\0" * 64
 
 
+def unsigned(files: Files) -> None:
+    del files.manifest.signatures[:]
+
+
+def signed_twice(files: Files) -> None:
+    files.manifest.signatures.append(files.manifest.signatures[0])
+
+
 def outside(files: Files) -> None:
     files.files["../outside"] = b"x"
 
@@ -105,6 +113,8 @@ def nothing(files: Files) -> None:
         other_manifest,
         other_round,
         forged,
+        unsigned,
+        signed_twice,
         outside,
         nothing,
     ],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
+from atoll.coordinator.state import recovery, reports
 from atoll.coordinator.state.records import Evaluation, Round
-from atoll.coordinator.state.reports import MAX_ATTEMPT, MAX_GAP
+from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP
 from atoll.core.identity import Identity
 from atoll.core.manifest import sign_tie_break
 from atoll.core.quorum import Ballot
@@ -56,8 +58,9 @@ def test_rounds_may_arrive_out_of_order(world: World) -> None:
 
 
 def test_an_abandoned_round_is_kept_once_and_told(world: World) -> None:
+    report = abandoned_report(1)
     for _ in range(2):
-        world.say("ann", rounds=[abandoned_report(1)])
+        world.say(world.opener_of(report), rounds=[report])
     assert [row.reason for row in rounds(world)] == ["a member was silent"]
     assert world.kinds().count("round.abandoned") == 1
     assert world.run.head_round == 0
@@ -309,12 +312,158 @@ def test_what_is_only_in_some_sums_does_not_count(five: World) -> None:
     assert (rounds(five)[0].partial, five.run.committed_tokens) == (1, 1000)
 
 
-def test_a_round_told_before_the_one_it_follows_needs_a_majority_of_its_own(five: World) -> None:
-    few = named(five, "ann", "bob")  # no majority of anything that is known
-    all_of_them = named(five, "ann", "bob", "cid", "dan", "eve")
-    second = round_report(2, b"x" * 32, all_of_them, committed_before=2500, signers=few)
-    five.say("ann", rounds=[second])
-    assert head_and_last_event(five) == (0, "round.rejected")
+# --- gaps --------------------------------------------------------------------------------------------
+
+
+def waiting(world: World) -> list[int]:
+    return sorted(number for number, _ in world.state.memory[RUN].waiting)
+
+
+@pytest.mark.parametrize("present", [("eve",), ("dan", "eve")])
+@pytest.mark.parametrize(("number", "before"), [(2, 0), (5000, 4_999_000)])
+def test_a_manifest_never_names_its_own_electorate(present: tuple[str, ...], number: int, before: int) -> None:
+    world = World()
+    world.train("ann", "bob", "cid", "dan", "eve", stop_tokens=5_000_000)
+    few = named(world, *present)
+    world.say("eve", rounds=[round_report(number, b"x" * 32, few, tokens_each=1000, committed_before=before)])
+    assert (world.run.state, world.run.head_round, world.run.committed_tokens) == ("TRAINING", 0, 0)
+    everyone = named(world, "ann", "bob", "cid", "dan", "eve")
+    first = round_report(1, genesis_hash(world), everyone)
+    second = round_report(2, hash_of(first), everyone, committed_before=2500)
+    world.say("ann", rounds=[first, second])
+    assert (world.run.head_round, world.run.committed_tokens) == (2, 5000)
+    assert waiting(world) == ([5000] if number == 5000 else [])
+
+
+def test_a_round_told_early_counts_with_a_majority_of_those_known_and_those_planned(five: World) -> None:
+    everyone = named(five, "ann", "bob", "cid", "dan", "eve")
+    third = round_report(3, b"x" * 32, everyone, committed_before=5000, signers=everyone[:3])
+    five.say("ann", rounds=[third])
+    assert head_and_last_event(five) == (3, "round.committed")
+    other = World()
+    other.train("ann", "bob", "cid", "dan", "eve")
+    few = named(other, "ann", "bob")  # a majority of neither
+    other.say("ann", rounds=[round_report(3, b"x" * 32, few, committed_before=5000)])
+    assert (other.run.head_round, waiting(other)) == (0, [3])
+
+
+@pytest.mark.parametrize(
+    ("signers", "plan", "head"),
+    [
+        (("cid", "dan", "eve"), 1, 0),  # those who decided once, and are not planned any more
+        (("fay", "gus", "hal"), 2, 0),  # those who are planned, and never decided
+        (("ann", "bob", "cid"), 2, 0),  # most of the former, two of the latter
+        (("ann", "bob", "cid", "fay"), 2, 3),
+    ],
+)
+def test_a_gap_needs_a_majority_of_both(five: World, signers: tuple[str, ...], plan: int, head: int) -> None:
+    five.join("fay", "gus", "hal")
+    for name in ("cid", "dan", "eve"):
+        five.say(name, mb.NODE_STATE_PAUSED)
+    five.wait(2)
+    assert (five.members(), five.plans[-1].version) == ({"ann", "bob", "fay", "gus", "hal"}, 2)
+    made_by = named(five, *(name for name in signers if plan == 1 or name != "cid"))
+    voters = named(five, *signers)
+    report = round_report(3, b"x" * 32, made_by, plan_version=plan, signers=voters, committed_before=4000)
+    five.say(five.name_of(made_by[-1].peer_id), rounds=[report])
+    assert (five.run.head_round, waiting(five)) == (head, [] if head else [3])
+
+
+SEVEN = ("ann", "bob", "cid", "dan", "eve", "fay", "gus")
+
+
+@pytest.fixture
+def seven() -> World:
+    made = World()
+    made.train(*SEVEN)
+    return made
+
+
+def handed_over(world: World) -> list[mb.RoundReport]:
+    """Rounds 1 to 4, each decided by the one before; in the end none of those is left who began."""
+    steps = (  # who voted, and who was present
+        (("ann", "bob", "cid", "dan"), ("ann", "bob", "cid", "dan")),
+        (("ann", "bob", "cid"), ("cid", "dan", "eve", "fay", "gus")),
+        (("eve", "fay", "gus"), ("eve", "fay", "gus")),
+        (("eve", "fay", "gus"), ("eve", "fay", "gus")),
+    )
+    told: list[mb.RoundReport] = []
+    tokens, previous = 0, genesis_hash(world)
+    for number, (voters, present) in enumerate(steps, 1):
+        members = named(world, *present)
+        told.append(round_report(number, previous, members, committed_before=tokens, signers=named(world, *voters)))
+        tokens, previous = tokens + 500 * len(members), hash_of(told[-1])
+    return told
+
+
+def test_rounds_wait_for_those_before_them_also_over_a_restart(seven: World) -> None:
+    first, second, third, fourth = handed_over(seven)
+    seven.say("ann", rounds=[first])
+    seven.say("gus", rounds=[fourth])  # the four that decide after round 1 did not vote
+    assert (seven.run.head_round, waiting(seven)) == (1, [4])
+    seven.restart()
+    for name in SEVEN:
+        seven.connect(name, mb.NODE_STATE_TRAINING)
+    seven.say("gus", rounds=[third])
+    assert (seven.run.head_round, waiting(seven)) == (1, [3, 4])
+    seven.say("bob", rounds=[second])
+    assert (seven.run.head_round, seven.run.committed_tokens, waiting(seven)) == (4, 7500, [])
+    assert "round.rejected" not in seven.kinds()
+    seven.restart()
+    assert (seven.run.head_round, waiting(seven)) == (4, [])
+
+
+def test_what_waits_follows_whatever_comes_last(seven: World) -> None:
+    for report in reversed(handed_over(seven)):
+        assert seven.run.head_round == 0
+        seven.say("ann", rounds=[report])
+    assert (seven.run.head_round, waiting(seven), seven.run.rounds_opened) == (4, [], 4)
+    assert sorted(row.number for row in rounds(seven)) == [1, 2, 3, 4]
+
+
+def test_the_operator_is_told_of_a_gap_and_closes_it(seven: World) -> None:
+    *_, fourth = handed_over(seven)
+    seven.say("gus", rounds=[fourth])
+    seven.wait(100)
+    assert seven.kinds().count("run.gap") == 1
+    for name in ("dan", "eve", "fay", "gus"):
+        seven.heads[name] = (4, hash_of(fourth))
+        seven.say(name)
+    seven.take(recovery.recover(seven.state, seven.now, RUN, force=True))
+    assert (seven.run.head_round, waiting(seven)) == (4, [])
+    seven.say("gus", rounds=[fourth])
+    assert seven.run.committed_tokens == 7500
+
+
+def test_a_restored_coordinator_goes_on_with_a_majority_of_those_it_knew(five: World) -> None:
+    everyone = named(five, "ann", "bob", "cid", "dan", "eve")
+    five.say("ann", rounds=[round_report(1, genesis_hash(five), everyone)])
+    five.put(replace(five.run, plan_floor=1000))  # rounds 2 to 9 and their plans are forgotten
+    forgotten = round_report(9, b"x" * 32, everyone, plan_version=7, committed_before=20_000)
+    five.say("ann", rounds=[forgotten])
+    assert head_and_last_event(five) == (1, "round.rejected")
+    five.wait(8)
+    assert five.plans[-1].version == 1001
+    few = round_report(10, hash_of(forgotten), everyone[:2], plan_version=1001, committed_before=22_500)
+    five.say(five.name_of(everyone[0].peer_id), rounds=[few])
+    assert (five.run.head_round, waiting(five)) == (1, [10])
+    eleventh = round_report(
+        11, hash_of(few), everyone, plan_version=1001, committed_before=23_500, signers=everyone[:3], tokens_each=400
+    )
+    five.say("ann", rounds=[eleventh])
+    assert (five.run.head_round, waiting(five)) == (11, [])  # 11 names 10
+    assert sorted(row.number for row in rounds(five)) == [1, 10, 11]
+
+
+def test_a_node_has_a_bounded_number_of_rounds_waiting(five: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "MAX_WAITING", 5)
+    eve = five.identities["eve"]
+    for number in range(2, 20):
+        five.say("eve", rounds=[round_report(number, b"x" * 32, [eve])])
+    assert waiting(five) == [15, 16, 17, 18, 19]
+    before = len(five.records)
+    five.say("eve", rounds=[round_report(19, b"x" * 32, [eve])])  # again
+    assert len(five.records) == before
 
 
 def test_a_newcomer_does_not_make_the_votes_of_the_others_too_few(five: World) -> None:

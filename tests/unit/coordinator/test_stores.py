@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from sqlalchemy import MetaData, create_engine, text
 from support.postgres import Postgres, missing, postgres
 from unit.coordinator.world import round_report
 
 from atoll.coordinator.state import migrations
 from atoll.coordinator.state.copying import copy_rows
 from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.owner import OWNER
 from atoll.coordinator.state.records import (
     RECORDS,
     Checkpoint,
@@ -30,11 +31,19 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 from atoll.coordinator.state.sql import SqlStore
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import METADATA
-from atoll.core.errors import AlreadyExists, ConfigError, DatabaseCorrupt, DataDirUnusable
+from atoll.core.errors import (
+    AlreadyExists,
+    AlreadyRunning,
+    ConfigError,
+    DatabaseCorrupt,
+    DatabaseMissing,
+    DataDirUnusable,
+)
 from atoll.core.identity import Identity
 
 TOKEN = Token("t1", "hash", "reef", ("node", "seed"), 3, 2, 10, 20)
@@ -49,7 +58,8 @@ DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
-ALL = (TOKEN, NODE, RUN, PLAN, ROUND, VOTE, HELD, LOSS, DENY, EVENT)
+WAITS = Waiting("reef", 9, "p1", b"\0report", 14)
+ALL = (TOKEN, NODE, RUN, PLAN, ROUND, WAITS, VOTE, HELD, LOSS, DENY, EVENT)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +105,7 @@ def test_an_empty_store_is_empty(store: Store) -> None:
 def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
-    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,))
+    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (WAITS,))
     assert store.events(0, 10) == (EVENT,)
     assert store.rounds("reef", 0, 10) == (replace(ROUND, manifest=b""),)
     assert store.evaluations("reef") == (LOSS,)
@@ -144,17 +154,67 @@ def test_what_is_deleted_is_gone_and_deleting_nothing_is_fine(store: Store) -> N
     assert store.load().votes == (other,)
 
 
+def test_an_event_is_never_written_over(store: Store) -> None:
+    store.apply([EVENT])
+    with pytest.raises(AlreadyRunning):
+        store.apply([TOKEN, replace(EVENT, message="another story")])
+    assert (store.events(0, 10), store.load().tokens) == ((EVENT,), ())
+
+
 # --- only for databases ----------------------------------------------------------------------------
 
 
 def test_a_database_opened_again_has_everything(url: str) -> None:
-    for _ in range(2):
+    for number in (1, 2):
         store = SqlStore(url)
-        store.apply(ALL)
+        store.apply([*ALL[:-1], replace(EVENT, event_id=number)])
         store.close()
     store = SqlStore(url)
     assert store.load().nodes == (NODE,)
     store.close()
+
+
+def test_a_database_has_one_owner_who_is_named_and_another_one_afterwards(url: str) -> None:
+    first = SqlStore(url, "process 7 on reef")
+    with pytest.raises(AlreadyRunning, match="process 7 on reef"):
+        SqlStore(url, "process 8 on lagoon")
+    first.apply([TOKEN])
+    first.close()
+    second = SqlStore(url, "process 8 on lagoon")
+    second.apply([NODE])
+    assert (second.load().tokens, second.load().nodes) == ((TOKEN,), (NODE,))
+    with pytest.raises(AlreadyRunning, match="lagoon"):
+        SqlStore(url, "process 9")
+    second.close()
+
+
+def test_an_owner_whose_lock_was_lost_and_taken_writes_nothing_over(url: str) -> None:
+    """As when the database's server restarts, and another coordinator is quicker."""
+    first = SqlStore(url, "first")
+    first.apply([EVENT])
+    assert first._lock is not None
+    first._lock.close()
+    first.apply([TOKEN])  # nobody has taken it yet
+    second = SqlStore(url, "second")
+    second.apply([NODE])
+    for changes in ([replace(NODE, name="bob")], [replace(TOKEN, uses_left=0)]):
+        with pytest.raises(AlreadyRunning, match="second"):
+            first.apply(changes)
+    assert (second.load().tokens, second.load().nodes) == ((TOKEN,), (NODE,))
+    second.apply([replace(EVENT, event_id=2)])
+    first._lock = None
+    first.close()
+    second.close()
+
+
+def test_where_none_may_be_made_none_is(url: str, tmp_path: Path) -> None:
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(DatabaseMissing, match="no coordinator's database") as refusal:
+        SqlStore(url, "ann", may_create=False)
+    assert "--new-database" in refusal.value.remedy
+    assert {path.name for path in tmp_path.iterdir()} == before
+    SqlStore(url).close()
+    SqlStore(url, "ann", may_create=False).close()
 
 
 def test_a_failed_step_leaves_nothing_behind(url: str) -> None:
@@ -198,10 +258,11 @@ def test_writes_are_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
 
 
 def test_the_migrations_make_exactly_the_tables_of_the_records(url: str) -> None:
-    SqlStore(url).close()
+    SqlStore(url, "ann").close()
     engine = create_engine(url)
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+        ours = {"include_name": lambda name, kind, _parent: kind != "table" or name != OWNER.name}
+        assert compare_metadata(MigrationContext.configure(connection, opts=ours), METADATA) == []
     engine.dispose()
     assert len(METADATA.tables) == len(RECORDS)
 
@@ -253,6 +314,23 @@ def test_passwords_stay_out_of_messages() -> None:
     with pytest.raises(ConfigError) as refusal:
         SqlStore("nosuchdb://user:hunter2@host/x")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_attempts_of_earlier_releases_are_counted(url: str) -> None:
+    engine = create_engine(url)
+    migrations.upgrade(engine, "0003")
+    tables = MetaData()
+    tables.reflect(engine)
+    with engine.begin() as connection:
+        for record in (RUN, replace(RUN, run_id="other"), ROUND, replace(ROUND, attempt=1, committed=False)):
+            table = tables.tables["runs" if isinstance(record, Run) else "rounds"]
+            values = {name: value for name, value in vars(record).items() if name in table.c}
+            values |= {"present": ""} if isinstance(record, Round) else {}
+            connection.execute(table.insert().values(**values))
+    engine.dispose()
+    store = SqlStore(url)
+    assert {run.run_id: run.rounds_opened for run in store.load().runs} == {"reef": 2, "other": 0}
+    store.close()
 
 
 def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(url: str) -> None:

@@ -13,6 +13,7 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash, sign_vote
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import hash_secret
 from atoll.v1 import common_pb2 as pb
@@ -214,6 +215,11 @@ class World:
         status = mb.NodeStatus(state=state, head_round=number, head_hash=digest)
         message = mb.HeartbeatRequest(status=status, **request)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
+
+    def opener_of(self, report: mb.RoundReport) -> str:
+        """Whose attempt it was."""
+        members = self.state.memory[RUN].caps[report.round.plan_version]
+        return self.name_of(RoundId.from_proto(report.round).opener(members))
 
     def hang_up(self, name: str) -> None:
         """The stream ends."""

@@ -64,6 +64,7 @@ def test_unit_keeps_what_the_daemons_need(unit: Path) -> None:
     assert settings["NoNewPrivileges"] == "yes"
     assert settings["StateDirectory"]
     assert int(settings["WatchdogSec"]) >= 30
+    assert int(settings["LimitNOFILE"]) >= 65536, "the usual 1024 are fewer than a thousand nodes"
     if unit.name == "atoll-node.service":
         assert settings["LoadCredential"] == "token:/etc/atoll/token"
         assert settings["PrivateDevices"] == "no"
@@ -104,6 +105,7 @@ def test_compose_files_name_what_exists() -> None:
             source = volume.rsplit(":", 2 if volume.endswith(":ro") else 1)[0]
             assert source in compose["volumes"] or source.startswith("${") or (COMPOSE / source).exists()
         assert set(service.get("secrets", [])) <= set(compose["secrets"])
+    assert compose["services"]["coordinator"]["ulimits"]["nofile"] >= 65536
     override = yaml.safe_load((COMPOSE / "compose.gpu.yaml").read_text())
     assert set(override["services"]) <= set(compose["services"])
 

@@ -27,9 +27,13 @@ class Host:
     def __init__(self) -> None:
         self.bytes_total = 0
         self.rates = (0.0, 0.0)
+        self.allowed = 0.0  # in this process, both ways
 
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
         self.rates = (upload_bytes_per_second, download_bytes_per_second)
+
+    def allow(self, more_bytes: float) -> None:
+        self.allowed = self.bytes_total + more_bytes
 
 
 class Session:
@@ -117,13 +121,27 @@ async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch:
     running.cancel()
 
 
-async def test_after_finish_a_restart_rests_until_resume(node: Node) -> None:
-    node.manners.finish()
+async def test_finish_lets_the_round_end_and_a_restart_rest_until_resume(node: Node) -> None:
+    await node.ask("pause", seconds=60)
+    await node.ask("resume")
+    assert node.manners.finish() == ""
+    assert not node.resting  # or the round would be given up
+    await node.ask("set", limits={"cpu_threads": 1})  # looks again
+    assert not node.resting
     await node.start()
     assert "finished by its owner" in node.resting
     await node.ask("resume")
     await node.start()
     assert not node.resting
+
+
+async def test_a_pause_that_ends_meanwhile_does_not_undo_finish(node: Node) -> None:
+    await node.ask("pause", seconds=60)
+    node.manners.finish()
+    node.clock.advance(61)
+    await node.ask("set", limits={"cpu_threads": 1})
+    await node.start()
+    assert "finished by its owner" in node.resting
 
 
 async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(node: Node) -> None:
@@ -171,6 +189,42 @@ async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_
     await node.ask("set", limits={"cpu_threads": 2})
     assert not node.resting
     assert node.manners.describe("")["month_bytes"] == 0
+
+
+async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node: Node) -> None:
+    assert node.host.allowed == float("inf")
+    await node.ask("set", limits={"monthly_gigabytes": 1, "hours": "22:00-07:00"})
+    node.host.bytes_total = 600 * 10**6
+    await node.ask("resume", force=True)  # of its hours
+    assert not node.resting
+    assert node.host.allowed == GB
+    await node.manners.close()
+    await node.start()
+    assert node.host.allowed == 400 * 10**6
+    await node.ask("resume", force=True)
+    node.host.bytes_total = 500 * 10**6
+    await node.ask("set", limits={"cpu_threads": 1})
+    assert "GB are spent" in node.resting  # the earlier force does not overrule this
+    assert node.host.allowed <= node.host.bytes_total
+    await node.ask("resume", force=True)
+    assert not node.resting
+    assert node.host.allowed == float("inf")
+
+
+async def test_a_start_with_a_wrong_clock_erases_no_month(node: Node) -> None:
+    await node.ask("set", limits={"monthly_gigabytes": 1})
+    node.host.bytes_total = 2 * GB
+    await node.manners.close()
+    for year in range(1970, 2000):  # a battery on the board that died, again and again
+        node.clock = ManualClock(datetime(year, 1, 1).timestamp())
+        await node.start()
+        assert not node.resting
+        await node.manners.close()
+        node.clock = ManualClock(MORNING)
+        await node.start()
+        assert "GB are spent" in node.resting
+        await node.manners.close()
+    assert len(json.loads((node.directory / "traffic.json").read_bytes())["bytes_by_month"]) < 30
 
 
 async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.power_cut import FailingDisk
 from support.small_state import LAYERS, SPEC, state_of
+from unit.coordinator.world import World
 
 from atoll.core.disk import OsDisk
 from atoll.core.errors import DataDirUnusable, DeadlineExceeded
@@ -144,3 +145,21 @@ async def test_closing_gives_up_and_leaves_no_half(tmp_path, clock):
     await asyncio.wait_for(closing, 10)
     disk.gate.set()
     assert await make(tmp_path, clock).restore(LAYERS) is None
+
+
+async def test_the_coordinator_hears_of_as_many_of_the_newest_as_it_takes(tmp_path, clock):
+    """A node that keeps a hundred used to be refused with every heartbeat that told of them."""
+    store = CheckpointStore(tmp_path, SPEC, keep=100)
+    for number in range(1, 71):
+        store.write(state_of(number))
+    writer = CheckpointWriter(store, timedelta(seconds=60), clock)
+    await writer.restore(LAYERS)
+    told = [info.round for info in writer.held()]
+    assert told == list(range(70, 6, -1))
+    world = World()
+    world.train("ann", "bob")
+    world.say("ann", checkpoints_changed=True, checkpoints=writer.held())
+    held = world.state.checkpoints[world.identities["ann"].peer_id]
+    assert [item.round for item in held] == told
+    writer.offer(state_of(71))
+    await written(writer, *range(71, 7, -1))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import base58
 import pytest
+from unit.coordinator.world import World
 
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
-from atoll.node.swarm.addresses import AddressBook, peer_of, worth_telling
+from atoll.node.swarm.addresses import AddressBook, parse, peer_of, worth_telling
 
 PEER = Identity.generate().peer_id
 
@@ -43,6 +45,27 @@ async def test_asks_the_resolver_once_for_all_and_not_again_at_once() -> None:
     assert len(asked) == 2
 
 
+async def test_what_the_book_has_may_be_of_yesterday() -> None:
+    book = AddressBook(ManualClock(100.0))
+    book.learn(PEER, ["/ip4/192.0.2.7/tcp/1"])
+
+    async def resolve() -> None:
+        assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/1"]  # it may dial, too
+        book.learn(PEER, ["/ip4/192.0.2.7/tcp/2"])
+
+    book.resolve_with(resolve)
+    async with asyncio.timeout(5):
+        assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/2"]
+
+
+def test_a_relayed_address_is_written_as_p2pd_reads_it() -> None:
+    relay = Identity.generate().peer_id
+    parsed = parse(f"/ip4/192.0.2.1/tcp/4001/p2p/{relay}/p2p-circuit/p2p/{PEER}", PEER)
+    identity = base58.b58decode(relay)  # a multihash, not the CID that hivemind writes
+    assert parsed is not None
+    assert parsed.to_bytes() == bytes.fromhex("04c0000201060fa1a503") + bytes([38]) + identity + bytes.fromhex("a202")
+
+
 def test_a_seed_names_its_peer() -> None:
     assert peer_of(f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}") == PEER
     for wrong in ("/ip4/192.0.2.7/tcp/1", "seed.example:4001", "/ip4/192.0.2.7/tcp/1/p2p/"):
@@ -54,3 +77,12 @@ def test_loopback_is_told_only_when_there_is_nothing_else() -> None:
     loopback, lan = "/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.7/tcp/1"
     assert worth_telling([loopback, lan]) == (lan,)
     assert worth_telling([loopback]) == (loopback,)
+
+
+def test_a_machine_with_many_addresses_tells_as_many_as_the_coordinator_takes() -> None:
+    """It used to refuse the whole heartbeat, and the node was gone for good."""
+    many = worth_telling(f"/ip4/192.0.2.{number}/tcp/1" for number in range(200))
+    world = World()
+    world.train("ann", "bob")
+    world.say("ann", multiaddrs=many)
+    assert world.state.nodes[world.identities["ann"].peer_id].multiaddrs == many

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.clock import ManualClock, SystemClock
-from atoll.core.errors import Unreachable
+from atoll.core.errors import Busy, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Line, Traffic
@@ -120,6 +120,25 @@ async def test_a_vote_does_not_wait_behind_bulk(tmp_path: Path) -> None:
         await asyncio.gather(sending, return_exceptions=True)
         with pytest.raises(Unreachable):  # a torn frame ends its stream
             await bulk.send(FrameKind.MESSAGE, b"")
+
+
+async def test_a_spent_allowance_stops_bodies_both_ways_and_nothing_else(tmp_path: Path) -> None:
+    sender, receiver = Traffic(SystemClock()), Traffic(SystemClock())
+    async with pair(tmp_path / "a", sender, receiver) as (one, two):
+        receiver.allow(100)
+        await one.send(FrameKind.PART, b"", bytes(200))  # begun within the allowance
+        await two.receive(timedelta(seconds=1))
+        await one.send(FrameKind.MESSAGE, b"vote")
+        assert (await two.receive(timedelta(seconds=1))).header == b"vote"
+        await two.send(FrameKind.MESSAGE, b"mine")
+        with pytest.raises(Busy):
+            await two.send(FrameKind.PART, b"", b"1")
+        await one.send(FrameKind.PART, b"", b"1")
+        for _ in range(2):  # also when asked again
+            with pytest.raises(Busy, match="month"):
+                await two.receive(timedelta(seconds=1))
+        receiver.allow(float("inf"))
+        assert bytes((await two.receive(timedelta(seconds=1))).body) == b"1"
 
 
 async def test_two_frames_at_once_on_one_stream_do_not_mix(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """An exported directory is a Llama that anybody loads, with our logits."""
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,15 @@ import torch
 from support.small_state import of_vectors
 from typer.testing import CliRunner
 
-from atoll.core.errors import AlreadyExists, Ambiguous, CheckpointCorrupt, ConfigError, NotFound, UsageError
+from atoll.core.errors import (
+    AlreadyExists,
+    Ambiguous,
+    CheckpointCorrupt,
+    ConfigError,
+    DataDirUnusable,
+    NotFound,
+    UsageError,
+)
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.cli.main import app
 from atoll.node.state.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
@@ -133,6 +143,36 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
     with pytest.raises(ConfigError):
         export_huggingface(unknown, tmp_path / "three")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_that_is_full_or_refuses_is_said_and_nothing_half_is_left(tmp_path):
+    _, checkpoint, _ = trained(MODELS["tied"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # what a full disk says, to safetensors too
+    try:
+        with pytest.raises(DataDirUnusable, match="cannot write") as refusal:
+            export_huggingface(checkpoint, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "--to" in refusal.value.remedy
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(DataDirUnusable):
+        export_huggingface(checkpoint, tmp_path / "file" / "out")
+
+
+def test_everything_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def remember(descriptor: int) -> None:
+        assert not (tmp_path / "out").exists() or Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    _, checkpoint, _ = trained(MODELS["tied"])
+    export_huggingface(checkpoint, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} < synced
 
 
 # --- the command -----------------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a TOML file with settings")]
 DataDirOption = Annotated[Path | None, typer.Option(help="of the coordinator")]
-Database = Annotated[str | None, typer.Option(metavar="URL", help="SQLAlchemy URL; default: SQLite in data-dir")]
+Database = Annotated[
+    str | None,
+    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file with it; default: SQLite in data-dir"),
+]
 
 
 def backup(
@@ -52,8 +55,13 @@ def restore(
     archive: Annotated[Path, typer.Argument(metavar="FILE", help="what `backup` wrote")],
     data_dir: Annotated[Path, typer.Option(help="a new or empty directory")],
     database: Annotated[
-        str, typer.Option(metavar="URL", help="an empty database to fill; default: SQLite in data-dir")
-    ] = "",
+        str | None,
+        typer.Option(
+            metavar="URL|file:PATH",
+            help="an empty database to fill, or a file with its URL; "
+            "default: $ATOLL_COORDINATOR_DATABASE, else SQLite in data-dir",
+        ),
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Make a data directory from a backup. Only when the coordinator that it is of will never run again.
@@ -63,8 +71,11 @@ def restore(
       atoll-coordinator restore atoll-coordinator-20260101T030000Z.tar --data-dir /var/lib/atoll/coordinator
     """
     from atoll.coordinator import backup as backups
+    from atoll.coordinator import database_url
 
-    made = backups.restore(archive, data_dir.expanduser().absolute(), database, int(time.time() * 1000))
+    database_url.refuse_password(database or "")
+    url = database_url.resolve(os.environ.get(database_url.VARIABLE, "") if database is None else database)
+    made = backups.restore(archive, data_dir.expanduser().absolute(), url, int(time.time() * 1000))
     _tell(
         made, output, f"restored; the authority is {made.ca_sha256[:16]}…. All join tokens are revoked: make new ones"
     )

@@ -26,6 +26,7 @@ _COLUMNS = [
     Column("size", right=True),
     Column("written"),
     Column("manifest"),
+    Column("committed"),
 ]
 _STEPS = 10  # lines of progress where it does not go to a terminal
 
@@ -52,6 +53,9 @@ def pull(
         int, typer.Option("--round", min=0, max=MAX_NUMBER, help="0: the newest that a connected node holds")
     ] = 0,
     node: Annotated[str, typer.Option(metavar="NODE", help="from this one; default: any that holds it")] = "",
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="also a round of which the coordinator does not know that it committed")
+    ] = False,
     run: RunOption = "",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
@@ -68,7 +72,7 @@ def pull(
 
     target = to.absolute()
     pulled.refuse_existing(target)
-    request = wire.PullCheckpointRequest(run_id=run, round=round_number, node=node)
+    request = wire.PullCheckpointRequest(run_id=run, round=round_number, node=node, unverified=unverified)
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         layers = [layer.name for layer in view.layers.layers]
@@ -79,6 +83,8 @@ def pull(
         print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), "path": str(target)}})
         return
     say(f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: every layer is true")
+    if unverified:
+        say("with --unverified, nobody vouches for it but those who signed its manifest")
     print(target)
 
 
@@ -111,4 +117,5 @@ def _row(item: wire.CheckpointView) -> Plain:
         "size": size(held.bytes),
         "written": moment(held.written_unix_ms),
         "manifest": f"{held.manifest_hash.hex()[:12]}…",
+        "committed": "yes" if item.committed else "unknown",
     }

@@ -1,7 +1,9 @@
 """A checkpoint that arrives message by message, written so that it is there whole and true, or not at all.
 
 Files go under a temporary name beside the target. Sizes and SHA-256 must be those announced, every layer's digest the
-manifest's, every vote on the manifest genuine; then all is synced and renamed. Needs neither torch nor safetensors.
+manifest's, and the manifest must carry votes, all of them genuine; then all is synced and renamed. Whether the votes
+are enough is the coordinator's to know, which knows who decides: it passes nothing on else (`state/checkpoints.py`).
+Needs neither torch nor safetensors.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ def _fill(
     if not files or len(files) != len(opening.files) or not all(_NAME.fullmatch(name) for name in files):
         raise CheckpointCorrupt("the node sent no files, or some with names that cannot be")
     head = read_head(opening.manifest, run_id)
+    if not head.signers:
+        raise CheckpointCorrupt(f"nobody voted for the manifest of round {head.round} that the node sent")
     if head.round != opening.round:
         raise CheckpointCorrupt(f"the node sent the manifest of round {head.round} for round {opening.round}")
     stream = _Bytes(messages, sum(item.bytes for item in files.values()), progress)

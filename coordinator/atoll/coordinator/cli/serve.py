@@ -31,7 +31,11 @@ HttpHost = Annotated[str | None, typer.Option(metavar="HOST", help="address of t
 HttpPort = Annotated[int | None, typer.Option(help="port of the page and metrics \\[7702]; 0 picks a free one")]
 Public = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="what stands in join tokens")]
 PublicMember = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the members' port, seen from outside")]
-Database = Annotated[str | None, typer.Option(metavar="URL", help="SQLAlchemy URL; default: SQLite in data-dir")]
+Database = Annotated[
+    str | None,
+    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file with it; default: SQLite in data-dir"),
+]
+NewDatabase = Annotated[bool, typer.Option("--new-database", help="make an empty one although the keys are there")]
 LostAfter = Annotated[float | None, typer.Option(help="without a stream a node leaves the plan \\[20]")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning, error")]
 LogFormat = Annotated[str | None, typer.Option(help="auto, console, json")]
@@ -49,6 +53,7 @@ def serve(
     public_endpoint: Public = None,
     public_member_endpoint: PublicMember = None,
     database: Database = None,
+    new_database: NewDatabase = False,
     lost_after_seconds: LostAfter = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -61,7 +66,7 @@ def serve(
 
       atoll-coordinator serve --data-dir /srv/atoll --listen 127.0.0.1 --enrol-port 0 --member-port 0 --http-port 0
     """
-    flags = {key: value for key, value in locals().items() if key != "config"}
+    flags = {key: value for key, value in locals().items() if key not in ("config", "new_database")}
     from atoll.coordinator import server
     from atoll.coordinator.config import load
     from atoll.coordinator.paths import default_data_dir
@@ -70,7 +75,7 @@ def serve(
     settings = load(flags, os.environ, config, default_data_dir(os.environ, os.getuid())).config
     log.configure(settings.log_level, settings.log_format)
     systemd = server.Systemd(os.environ.get("NOTIFY_SOCKET", ""), sdnotify.watchdog_seconds(os.environ))
-    asyncio.run(server.serve(settings, clock.SystemClock(), systemd))
+    asyncio.run(server.serve(settings, clock.SystemClock(), systemd, new_database=new_database))
 
 
 @app.command("config")
@@ -86,10 +91,12 @@ def show_config(
     """
     from atoll.coordinator.cli.output import Column, show
     from atoll.coordinator.config import load
+    from atoll.coordinator.database_url import printable
     from atoll.coordinator.paths import default_data_dir
 
     loaded = load({}, os.environ, config, default_data_dir(os.environ, os.getuid()))
     values = json.loads(loaded.config.model_dump_json())
+    values["database"] = printable(values["database"])
     rows = [{"key": key, "value": value, "origin": loaded.origin[key]} for key, value in values.items()]
     show(output, {"settings": rows}, [Column("key"), Column("value"), Column("origin")], rows)
 

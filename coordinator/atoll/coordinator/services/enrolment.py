@@ -12,13 +12,15 @@ from atoll.coordinator.state import admission
 from atoll.coordinator.state.records import Node
 from atoll.core import protocol
 from atoll.core.certs import csr_public_key
-from atoll.core.errors import ClockSkew
+from atoll.core.errors import Busy, ClockSkew
 from atoll.core.identity import peer_id_of, verify
 from atoll.core.membership import SKEW_ALLOWED, issue_membership
 from atoll.core.units import duration_text
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as wire
 from atoll.v1 import enrolment_pb2_grpc
+
+MAX_AT_ONCE = 64  # whole requests under way; one that never comes whole takes no place
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
@@ -28,11 +30,21 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._controller = controller
         self._keys = keys
         self._membership_endpoint = membership_endpoint
+        self._under_way = 0
 
     async def Enrol(  # noqa: N802 - gRPC dictates the name
         self, request: wire.EnrolRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.EnrolResponse:
         """Check the applicant's keys, spend the token, hand out everything a member needs."""
+        if self._under_way >= MAX_AT_ONCE:
+            raise Busy(f"{MAX_AT_ONCE} nodes are joining at this moment", "try again in a few seconds")
+        self._under_way += 1
+        try:
+            return await self._enrol(request)
+        finally:
+            self._under_way -= 1
+
+    async def _enrol(self, request: wire.EnrolRequest) -> wire.EnrolResponse:
         protocol.check(request.protocol, "the node")
         self._check_clock(request.node_unix_ms / 1000)
         peer_id = peer_id_of(request.identity_public_key)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from atoll.coordinator.planner.replicas import replicate
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Run
-from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
+from atoll.coordinator.state.snapshot import Draft, Joins, Moment, Policy, RunMemory, State, Step
 from atoll.coordinator.text import enum_word
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.manifest import manifest_hash
@@ -36,6 +36,8 @@ EDGES: dict[str, frozenset[str]] = {
     "STOPPED": frozenset(),
 }
 DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
+REJOIN_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # between comings into the plan, by how many there were lately
+JOINS_FORGOTTEN_SECONDS = 600.0
 FIT = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
 
 
@@ -138,7 +140,10 @@ def issue(draft: Draft, run_id: str, members: list[str], reason: str, base: Base
         issued_unix_ms=draft.now.unix_ms,
         reason=reason,
     )
+    planned = memory.plan.members if memory.plan else ()
+    joins = {peer: _joined(memory, peer, draft.now.monotonic) for peer in members if peer not in planned}
     draft.put(replace(run, plan_version=plan.version))
+    draft.remember(run_id, joins={**memory.joins, **joins})
     draft.issue_plan(plan)
     nodes = "1 node" if len(members) == 1 else f"{len(members)} nodes"
     draft.event("plan.issued", run_id, str(plan.version), f"plan {plan.version} for {nodes}: {reason}")
@@ -266,10 +271,27 @@ def _members(state: State, run_id: str, now: float) -> list[str]:
     return [
         node.peer_id
         for node in state.members_of(run_id)
-        if (_fit(state, node) and state.live[node.peer_id].corpus_digest == digest)
+        if (
+            _fit(state, node)
+            and state.live[node.peer_id].corpus_digest == digest
+            and (node.peer_id in planned or _may_join(state.memory[run_id], node.peer_id, now))
+        )
         or (node.peer_id in planned and _wanted(node) and _may_return(state, node.peer_id))
         or (node.peer_id in planned and _finishing(state, node, now))
     ]
+
+
+def _may_join(memory: RunMemory, peer_id: str, now: float) -> bool:
+    """Whether a node may come into the plan: at once at first, and ever later the more often it comes and goes."""
+    joins = memory.joins.get(peer_id, Joins())
+    wait = REJOIN_SECONDS[min(joins.count, len(REJOIN_SECONDS) - 1)]
+    return now - joins.at >= wait
+
+
+def _joined(memory: RunMemory, peer_id: str, now: float) -> Joins:
+    joins = memory.joins.get(peer_id, Joins())
+    lately = joins.count if now - joins.at < JOINS_FORGOTTEN_SECONDS else 0
+    return Joins(lately + 1, now)
 
 
 def _finishing(state: State, node: Node, now: float) -> bool:

@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 
 from atoll.coordinator.state import admission, checkpoints, find, lifecycle, recovery, reports
+from atoll.coordinator.state.allowance import STORED
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -23,7 +24,9 @@ from atoll.coordinator.state.snapshot import (
     State,
     Step,
     caps_of,
+    commit_of,
     is_void,
+    key_of,
     with_base,
 )
 from atoll.coordinator.state.store import Contents
@@ -36,7 +39,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-MAX_MULTIADDRS = 64
+MAX_MULTIADDRS = 64  # of one node; the first ones are kept
 MAX_MULTIADDR_CHARACTERS = 256
 MAX_REPORTS = 256  # of each kind in one heartbeat
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
@@ -50,7 +53,7 @@ def restore(
     Members of the newest plans get the usual grace to come back, as if their streams had ended just now.
     """
     runs = {run.run_id: run for run in contents.runs}
-    memory = {run_id: _remembered(run_id, contents, plans) for run_id in runs}
+    memory = {run_id: _remembered(run_id, contents, plans, now) for run_id in runs}
     live = {
         peer: Live(session=0, seen=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
@@ -82,9 +85,16 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
     session = draft.new_session()
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
-    draft.set_live(peer_id, Live(session=session, seen=now.monotonic, drain_since=drain_since))
+    fresh = Live(session=session, seen=now.monotonic, drain_since=drain_since)
+    if old is not None:  # who hangs up and calls again has no more to spend
+        fresh = replace(
+            fresh, stored=old.stored, refused=old.refused, dropped=old.dropped, dropped_since=old.dropped_since
+        )
+    left = fresh.stored.spend(STORED, now.monotonic)
+    draft.set_live(peer_id, replace(fresh, stored=left or fresh.stored))
     draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
-    draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
+    if left is not None:  # who does nothing else is not news
+        draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
 
@@ -161,6 +171,7 @@ def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[Non
 
 def _watch_streams(draft: Draft, policy: Policy) -> None:
     now = draft.now
+    reports.tell_dropped(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.seen > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
@@ -170,12 +181,13 @@ def _watch_streams(draft: Draft, policy: Policy) -> None:
 
 def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     _tell_strays(draft, run_id)
+    reports.tell_gap(draft, run_id)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)
 
 
-def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> RunMemory:
+def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: Moment) -> RunMemory:
     run = next(item for item in contents.runs if item.run_id == run_id)
     own = sorted((plan for plan in plans if plan.run_id == run_id), key=lambda plan: plan.version)
     rounds = [row for row in contents.rounds if row.run_id == run_id]
@@ -184,16 +196,17 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...]) -> Run
         bases = with_base(bases, plan.base)
     void = {row.manifest_hash for row in rounds if row.committed and is_void(bases, row.number, row.made_under)}
     committed = {base.round: Commit(base.manifest_hash, committed_tokens=None) for base in bases[-1:]}
-    committed |= {
-        row.number: reports.commit_of(row) for row in rounds if row.committed and row.manifest_hash not in void
-    }
+    committed |= {row.number: commit_of(row) for row in rounds if row.committed and row.manifest_hash not in void}
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
         caps={plan.version: caps_of(plan) for plan in own},
-        opened=frozenset((row.number, row.plan_version, row.fragment, row.attempt) for row in rounds),
+        abandoned=frozenset(key_of(row) for row in rounds if not row.committed),
+        waiting={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
+        waiting_since=now.monotonic if any(row.run_id == run_id for row in contents.waiting) else None,
+        head_since=now.monotonic,
         committed=committed,
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
         bases=bases,
@@ -217,9 +230,7 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest("a corpus digest is 64 hexadecimal digits")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
         raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
-    if len(request.multiaddrs) > MAX_MULTIADDRS:
-        raise InvalidRequest(f"a node has at most {MAX_MULTIADDRS} multiaddrs")
-    for address in request.multiaddrs:
+    for address in request.multiaddrs[:MAX_MULTIADDRS]:
         if (
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
             or not address.startswith("/")
@@ -230,7 +241,7 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
 
 
 def _take_addresses(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
-    addresses = tuple(request.multiaddrs)
+    addresses = tuple(request.multiaddrs[:MAX_MULTIADDRS])
     if addresses and addresses != node.multiaddrs:
         draft.put(replace(draft.state.nodes[node.peer_id], multiaddrs=addresses))
 

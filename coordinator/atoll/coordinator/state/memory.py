@@ -21,8 +21,10 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 from atoll.coordinator.state.store import Contents, Store
+from atoll.core.errors import AlreadyRunning
 
 _R = TypeVar("_R", bound=Record)
 
@@ -46,9 +48,13 @@ class MemoryStore(Store):
             last_event_id=events[-1].event_id if events else 0,
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
+            waiting=self._rows(Waiting),
         )
 
     def apply(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Event) and (change.event_id,) in self._tables[Event]:
+                raise AlreadyRunning(f"event {change.event_id} is taken")
         for change in changes:
             if isinstance(change, Delete):
                 self._tables[change.record].pop(change.key, None)

@@ -68,6 +68,7 @@ class Run:
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
     plan_floor: int = 0  # after a restore: plans up to here may have been issued and are forgotten
+    rounds_opened: int = 0  # attempts that were ever reported; rows of old abandoned ones are dropped
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,19 @@ class Round:
     made_under: int = 0  # plan version of the manifest: that of the attempt, or an earlier one's
     present: tuple[str, ...] = ()  # peer ids of those that decide the next round
     partial: int = 0  # members that are missing from some of the sums
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A report of a committed round that cannot be judged yet: the round before it is not known here."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "peer_id")
+
+    run_id: str
+    number: int
+    peer_id: str  # who told it
+    report: bytes  # RoundReport; the signatures on its manifest are genuine
+    told_ms: int
 
 
 @dataclass(frozen=True)
@@ -181,8 +195,20 @@ class Event:
     message: str
 
 
-Record = Token | Node | Run | PlanRow | Round | Vote | Checkpoint | Evaluation | DenyRow | Event
-RECORDS: tuple[type[Record], ...] = (Token, Node, Run, PlanRow, Round, Vote, Checkpoint, Evaluation, DenyRow, Event)
+Record = Token | Node | Run | PlanRow | Round | Waiting | Vote | Checkpoint | Evaluation | DenyRow | Event
+RECORDS: tuple[type[Record], ...] = (
+    Token,
+    Node,
+    Run,
+    PlanRow,
+    Round,
+    Waiting,
+    Vote,
+    Checkpoint,
+    Evaluation,
+    DenyRow,
+    Event,
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from atoll.coordinator.state import find, lifecycle, votes
 from atoll.coordinator.state.records import Run
-from atoll.coordinator.state.reports import MAX_GAP
+from atoll.coordinator.state.round_checks import MAX_GAP
 from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
@@ -125,6 +125,7 @@ def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
         recoverable_since=None,
     )
     draft.forget_votes(run_id, list(memory.votes))
+    draft.forget_waiting(run_id, list(memory.waiting))
     tokens = max(commit.committed_tokens or 0 for commit in kept.values())  # a lower bound where it is not known
     loss_round = min(run.loss_round, left.round)
     draft.put(replace(run, head_round=left.round, committed_tokens=tokens, loss_round=loss_round))

@@ -2,76 +2,56 @@
 
 Reports are resent until they are acknowledged, so every one of them must be harmless to receive twice. One
 that cannot be true is told in the event log and dropped: it must neither stop the node's heartbeats nor
-come again.
+come again. A round that cannot be judged yet waits, durably, until the rounds around it are known.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from atoll.coordinator.state import lifecycle
-from atoll.coordinator.state.records import Evaluation, Round, Run
-from atoll.coordinator.state.snapshot import Commit, Draft, RoundKey, RunMemory, electorate_after, is_void
+from atoll.coordinator.state.allowance import REFUSED, STORED
+from atoll.coordinator.state.records import Evaluation, Round, Run, Waiting
+from atoll.coordinator.state.round_checks import (
+    MAX_LAYERS,
+    check_layers,
+    claimed_head,
+    is_decided,
+    report_key,
+    told_row,
+)
+from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of
 from atoll.coordinator.text import clean
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import Head, manifest_hash, read_head, require_quorum, require_signers
+from atoll.core.manifest import manifest_hash, read_head, require_signers, stored_form, verify_votes
 from atoll.core.run_spec import parse_run_spec
-from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
-MAX_LAYERS = 4096
-MAX_GAP = 10_000  # rounds between the head and a committed one that is told before those between
-MAX_ATTEMPT = 10**6  # weeks without a majority
 MAX_LOSS = 1e6
-_MAX = 2**62  # databases keep 63 bits
-_DIGEST_BYTES = 32
+MAX_WAITING = 256  # rounds that one node told
+MAX_WAITING_BYTES = 4 << 20  # of these together
+GAP_SECONDS = 60.0  # that rounds wait before the operator is told
+DROPPED_SECONDS = 10.0  # for which dropped reports are told together
+_ROW_BYTES = 64 << 10  # of a large row cost as much as a small one
 
 
 def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
     """Store how a round ended, move the head, and finish the run when its tokens are reached."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    number, key = report.round.number, _key(report)
-    known = memory.committed.get(number)
-    if report.committed:
-        told = known is not None and known.committed_tokens is not None
-        if known is not None and told and known.manifest_hash == manifest_hash(report.manifest.payload):
-            return
-    elif key in memory.opened:
+    if _is_told(memory, peer_id, report):
         return
     try:
-        row = _checked_round(draft, peer_id, run, memory, report)
+        row = told_row(draft.state, draft.now.unix_ms, peer_id, run, report)
+        if row.committed:
+            _take_committed(draft, run, row, report)
+        elif _may_store(draft, peer_id):
+            _log_round(draft, row)
+            draft.add_abandoned(run_id, key_of(row))
+            told = f"round {row.number} was abandoned: {row.reason}"
+            draft.event("round.abandoned", run_id, str(row.number), told)
     except AtollError as error:
         _reject(draft, run_id, peer_id, "round", error)
-        return
-    draft.log(row)
-    committed = {**memory.committed, number: commit_of(row)} if row.committed else memory.committed
-    draft.remember(run_id, opened=memory.opened | {key}, committed=committed)
-    if not row.committed:
-        draft.event("round.abandoned", run_id, str(number), f"round {number} was abandoned: {row.reason}")
-        return
-    draft.event("round.committed", run_id, str(number), _committed_sentence(row))
-    if number >= run.head_round:  # equal: a base that we only knew by its hash
-        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
-        draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
-        lifecycle.finish_if_due(draft, run_id)
-
-
-def commit_of(row: Round) -> Commit:
-    """What is remembered of a committed round."""
-    return Commit(
-        manifest_hash=row.manifest_hash,
-        plan_version=row.made_under,
-        committed_tokens=row.committed_tokens,
-        previous_hash=row.previous_hash,
-        present=frozenset(row.present),
-        opener=row.opener,
-        members=row.members,
-        partial=row.partial,
-        parts_zeroed=row.parts_zeroed,
-    )
 
 
 def take_evaluation(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:
@@ -81,6 +61,8 @@ def take_evaluation(draft: Draft, peer_id: str, run_id: str, report: mb.Evaluati
         tokens = _evaluated(peer_id, memory, report)
     except AtollError as error:
         _reject(draft, run_id, peer_id, "evaluation", error)
+        return
+    if (run.loss and report.round <= run.loss_round) and not _may_store(draft, peer_id):
         return
     draft.log(Evaluation(run_id, report.round, report.loss, tokens))
     if report.round >= run.loss_round:
@@ -98,16 +80,149 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
         draft.remember(run_id, passed_over=memory.passed_over | {peer_id})
         _reject(draft, run_id, peer_id, "genesis", error)
         return
-    table, manifest = report.layers.SerializeToString(), report.manifest.SerializeToString()
+    report.layers.DiscardUnknownFields()
+    table, manifest = report.layers.SerializeToString(), stored_form(report.manifest).SerializeToString()
     draft.put(replace(run, layers=table, genesis=manifest))
-    draft.remember(run_id, committed={**memory.committed, 0: Commit(manifest_hash(report.manifest.payload))})
+    genesis = Commit(manifest_hash(report.manifest.payload))
+    draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
     lifecycle.begin_training(draft, run_id)
 
 
-def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
-    name = draft.state.nodes[peer_id].name
-    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {clean(str(error), 300)}")
+def tell_gap(draft: Draft, run_id: str) -> None:
+    """Say it, once, when rounds wait for others that nobody tells."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    if memory.waiting_since is None or draft.now.monotonic - memory.waiting_since < GAP_SECONDS:
+        return
+    draft.remember(run_id, waiting_since=None)
+    newest = max(number for number, _ in memory.waiting)
+    if newest > run.head_round:
+        told = (
+            f"rounds up to {newest} were told, but not those after {run.head_round}, and too few of those who decide "
+            "after it voted for later ones: `atollctl run recover --force` goes on from what most nodes hold"
+        )
+        draft.event("run.gap", run_id, str(newest), told)
+
+
+def tell_dropped(draft: Draft) -> None:
+    """Name those who sent more than their allowance, with how much, in one line each."""
+    for peer_id, live in draft.state.live.items():
+        if live.dropped and draft.now.monotonic - live.dropped_since >= DROPPED_SECONDS:
+            draft.set_live(peer_id, replace(live, dropped=0))
+            node = draft.state.nodes[peer_id]
+            told = f"{live.dropped} reports of {node.name} were dropped: it sends more than a node has to tell"
+            draft.event("reports.dropped", node.run_id, peer_id, told)
+
+
+# --- rounds that committed ---------------------------------------------------------------------------
+
+
+def _is_told(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
+    """Whether exactly this is known, or waits, already."""
+    known, key = memory.committed.get(report.round.number), report_key(report)
+    if not report.committed:
+        return key in memory.abandoned or (known is not None and known.attempt == key)
+    told = known is not None and known.committed_tokens is not None
+    if known is not None and told and known.manifest_hash == manifest_hash(report.manifest.payload):
+        return True
+    waiting = memory.waiting.get((report.round.number, peer_id))
+    return waiting is not None and _report_of(waiting).manifest.payload == report.manifest.payload
+
+
+def _take_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) -> None:
+    """Judge it now, or let it wait. Raises what is wrong with it; signatures are looked at last."""
+    head, row = claimed_head(draft.state, run, row, report)
+    if draft.state.live[row.opener].refused.spend(REFUSED, draft.now.monotonic) is None:
+        raise PeerMisbehaved("too many reports of this node were refused")
+    decided = is_decided(head, draft.state.memory[run.run_id], draft.state.operator_key)
+    verify_votes(head)
+    if decided:
+        _commit(draft, row)
+        _judge_again(draft, run.run_id, row.number)
+        return
+    kept = mb.RoundReport(round=report.round, committed=True, manifest=head.committed, seconds=row.seconds)
+    kept.wire_bytes = row.wire_bytes
+    kept.DiscardUnknownFields()
+    text = kept.SerializeToString()
+    if _may_store(draft, row.opener, 1 + len(text) / _ROW_BYTES):
+        _wait(draft, Waiting(run.run_id, row.number, row.opener, text, draft.now.unix_ms))
+
+
+def _commit(draft: Draft, row: Round) -> None:
+    run_id, number = row.run_id, row.number
+    memory = draft.state.memory[run_id]
+    _log_round(draft, row)
+    draft.remember(
+        run_id,
+        committed={**memory.committed, number: commit_of(row)},
+        abandoned=memory.abandoned - {key_of(row)},
+    )
+    draft.event("round.committed", run_id, str(number), _committed_sentence(row))
+    run = draft.state.runs[run_id]
+    if number >= run.head_round:  # equal: a base that we only knew by its hash
+        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
+        draft.remember(run_id, head_since=draft.now.monotonic)
+        draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
+        lifecycle.finish_if_due(draft, run_id)
+
+
+def _wait(draft: Draft, row: Waiting) -> None:
+    """Keep it, at the cost of the lowest that this node told when there are too many."""
+    memory = draft.state.memory[row.run_id]
+    own = {key: other for key, other in memory.waiting.items() if key[1] == row.peer_id and key[0] != row.number}
+    size = len(row.report) + sum(len(other.report) for other in own.values())
+    gone: list[tuple[int, str]] = []
+    for key in sorted(own):
+        if size <= MAX_WAITING_BYTES and len(own) - len(gone) < MAX_WAITING:
+            break
+        size -= len(own[key].report)
+        gone.append(key)
+    draft.forget_waiting(row.run_id, gone)
+    draft.set_waiting(row)
+
+
+def _judge_again(draft: Draft, run_id: str, number: int) -> None:
+    """Look at the rounds that wait and that a newly known one may have something to say about."""
+    known = [number]
+    while known:
+        number = known.pop()
+        waiting = draft.state.memory[run_id].waiting
+        draft.forget_waiting(run_id, [key for key in waiting if key[0] == number])
+        above = min((key[0] for key in waiting if key[0] > number), default=number)
+        for key in sorted(waiting):
+            if key[0] in {number - 1, number + 1, above} - {number} and _judged(draft, waiting[key]):
+                known.append(key[0])
+
+
+def _judged(draft: Draft, waiting: Waiting) -> bool:
+    """Commit a round that waited, if it can be now; what turns out to be wrong is dropped."""
+    run_id, report = waiting.run_id, _report_of(waiting)
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    key = (waiting.number, waiting.peer_id)
+    if key not in memory.waiting or waiting.number in memory.committed:
+        return False
+    try:
+        row = told_row(draft.state, waiting.told_ms, waiting.peer_id, run, report)
+        head, row = claimed_head(draft.state, run, row, report)
+        if not is_decided(head, memory, draft.state.operator_key):
+            return False
+    except AtollError as error:
+        draft.forget_waiting(run_id, [key])
+        _reject(draft, run_id, waiting.peer_id, "round", error)
+        return False
+    _commit(draft, row)
+    return True
+
+
+def _report_of(waiting: Waiting) -> mb.RoundReport:
+    return mb.RoundReport.FromString(waiting.report)
+
+
+def _log_round(draft: Draft, row: Round) -> None:
+    run, memory = draft.state.runs[row.run_id], draft.state.memory[row.run_id]
+    draft.log(row)
+    if key_of(row) not in memory.abandoned:
+        draft.put(replace(run, rounds_opened=run.rounds_opened + 1))
 
 
 def _committed_sentence(row: Round) -> str:
@@ -119,6 +234,41 @@ def _committed_sentence(row: Round) -> str:
     ]
     told = f"round {row.number} committed by {row.members} nodes: {row.tokens} tokens in {row.seconds:.1f} s"
     return "; ".join([told, *(note for note in notes if note)])
+
+
+# --- allowances --------------------------------------------------------------------------------------
+
+
+def _may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
+    """Whether this node may have one more row; what is beyond is counted."""
+    live = draft.state.live[peer_id]
+    left = live.stored.spend(STORED, draft.now.monotonic, cost)
+    if left is None:
+        _drop(draft, peer_id)
+        return False
+    draft.set_live(peer_id, replace(live, stored=left))
+    return True
+
+
+def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
+    live = draft.state.live.get(peer_id)
+    left = live.refused.spend(REFUSED, draft.now.monotonic) if live else None
+    if live is None or left is None:
+        _drop(draft, peer_id)
+        return
+    draft.set_live(peer_id, replace(live, refused=left))
+    name = draft.state.nodes[peer_id].name
+    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {clean(str(error), 300)}")
+
+
+def _drop(draft: Draft, peer_id: str) -> None:
+    live = draft.state.live.get(peer_id)
+    if live is not None:
+        since = live.dropped_since if live.dropped else draft.now.monotonic
+        draft.set_live(peer_id, replace(live, dropped=live.dropped + 1, dropped_since=since))
+
+
+# --- losses and genesis ------------------------------------------------------------------------------
 
 
 def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> int:
@@ -140,137 +290,6 @@ def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> 
     return commit.committed_tokens
 
 
-def _key(report: mb.RoundReport) -> RoundKey:
-    return (report.round.number, report.round.plan_version, report.round.fragment, report.round.attempt)
-
-
-def _checked_round(draft: Draft, peer_id: str, run: Run, memory: RunMemory, report: mb.RoundReport) -> Round:
-    """The row of a report that can be true. Raises `PeerMisbehaved`, `SignatureInvalid`, `ProtocolMismatch`."""
-    named = report.round
-    if named.run_id != run.run_id or peer_id not in memory.caps.get(named.plan_version, {}):
-        raise PeerMisbehaved(f"round {named.number} under plan {named.plan_version} is not one this node was part of")
-    ahead = MAX_GAP if report.committed else 2  # who abandons a round knows the one before it, or is about to tell it
-    if not 1 <= named.number <= run.head_round + ahead:
-        raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
-    if named.attempt > MAX_ATTEMPT or named.fragment >= MAX_LAYERS:
-        raise PeerMisbehaved(f"round {named.number} has an attempt or a fragment that cannot be")
-    if not math.isfinite(report.seconds) or report.wire_bytes > _MAX:
-        raise PeerMisbehaved(f"the report of round {named.number} holds a value that cannot be")
-    row = Round(
-        run_id=run.run_id,
-        number=named.number,
-        plan_version=named.plan_version,
-        fragment=named.fragment,
-        attempt=named.attempt,
-        committed=report.committed,
-        reason=clean(report.reason),
-        opener=peer_id,
-        seconds=max(0.0, report.seconds),
-        reported_ms=draft.now.unix_ms,
-        wire_bytes=report.wire_bytes,
-    )
-    return _with_manifest(row, draft.state.operator_key, run, memory, report) if report.committed else row
-
-
-def _with_manifest(row: Round, operator_key: bytes, run: Run, memory: RunMemory, report: mb.RoundReport) -> Round:
-    """The row of a committed round: made under a plan of ours, decided by those who decide it, and the chain holds."""
-    head = read_head(report.manifest, run.run_id)
-    made = head.manifest.round
-    known = memory.committed.get(row.number)
-    if known is not None and known.manifest_hash != head.hash:
-        raise PeerMisbehaved(f"round {row.number} was committed before, with another manifest")
-    if (made.number, made.fragment) != (row.number, row.fragment) or head.ballot != (row.plan_version, row.attempt):
-        raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of another attempt or round")
-    if is_void(memory.bases, row.number, made.plan_version):
-        raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
-    tokens = _contributed(head, memory.caps.get(made.plan_version, {}))
-    _check_layers(head.manifest, len(plan_pb2.LayerTable.FromString(run.layers).layers))
-    _require_votes(head, memory, operator_key)
-    _check_place(head, run, memory, tokens)
-    contributions = head.manifest.contributions
-    return replace(
-        row,
-        tokens=tokens,
-        committed_tokens=head.committed_tokens,
-        members=len(contributions),
-        parts_zeroed=head.manifest.parts_zeroed,
-        manifest_hash=head.hash,
-        manifest=report.manifest.SerializeToString(),
-        previous_hash=head.manifest.previous_hash,
-        made_under=made.plan_version,
-        present=tuple(sorted(head.electorate.members)),
-        partial=sum(item.partial for item in contributions),
-    )
-
-
-def _contributed(head: Head, caps: Mapping[str, int]) -> int:
-    """Tokens of a round to which members of its plan contributed, each once and within its cap."""
-    contributions = head.manifest.contributions
-    names = {item.peer_id for item in contributions}
-    if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
-        raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
-    for item in contributions:
-        counted = 0 if item.partial else item.weight  # what is only in some of the sums does not count
-        if item.weight > caps[item.peer_id] or item.tokens != counted:
-            raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")
-    return sum(item.tokens for item in contributions)
-
-
-def _require_votes(head: Head, memory: RunMemory, operator_key: bytes) -> None:
-    """Raise `SignatureInvalid` unless those who decide the round voted for it.
-
-    Openers tell their rounds in any order after an outage, so the round before may be unknown and with it who
-    decides. Then a strict majority of those who were present in this one will do, or of those who decided after
-    the newest round before it that is known.
-    """
-    electorate = electorate_after(memory, head.round - 1)
-    if electorate is None and not head.electorate.decides(head.signers):
-        known = max(number for number in memory.committed if number < head.round)
-        electorate = electorate_after(memory, known)
-    if electorate is not None:
-        require_quorum(head, electorate, operator_key)
-
-
-def _check_place(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
-    """Whether the round fits between those that are known: hashes, plan version, tokens of the run."""
-    number, plan_version = head.round, head.manifest.round.plan_version
-    before, after = memory.committed.get(number - 1), memory.committed.get(number + 1)
-    if before is not None and head.manifest.previous_hash != before.manifest_hash:
-        raise PeerMisbehaved(f"round {number} does not follow the round {number - 1} that we know")
-    if after is not None and after.previous_hash not in (b"", head.hash):  # a base that nobody reported has none
-        raise PeerMisbehaved(f"round {number + 1} that we know does not follow round {number}")
-    newest = memory.committed[run.head_round].plan_version
-    if (plan_version < newest) if number > run.head_round else (plan_version > newest > 0):
-        raise PeerMisbehaved(f"round {number} is under plan {plan_version}, round {run.head_round} under {newest}")
-    least, most = _total_tokens(number, run, memory, tokens)
-    if not least <= head.committed_tokens <= min(most, _MAX):
-        raise PeerMisbehaved(f"round {number} counts tokens that cannot be")
-
-
-def _total_tokens(number: int, run: Run, memory: RunMemory, tokens: int) -> tuple[int, int]:
-    """The least and the most that the run can have counted up to round `number`, in which `tokens` were trained."""
-    before = memory.committed.get(number - 1)
-    if before is not None:
-        total = before.committed_tokens
-        return (tokens, _MAX) if total is None else (total + tokens, total + tokens)
-    if number <= run.head_round:
-        known_total = number < run.head_round and memory.committed[run.head_round].committed_tokens is not None
-        return tokens, run.committed_tokens if known_total else _MAX
-    unknown = number - 1 - run.head_round  # nobody can have trained more in them than the plans allow
-    most = unknown * max(sum(caps.values()) for caps in memory.caps.values())
-    known = memory.committed[run.head_round].committed_tokens
-    return run.committed_tokens + tokens, (_MAX if known is None else known + tokens + most)
-
-
-def _check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
-    if [item.layer for item in manifest.layers] != list(range(count)):
-        raise PeerMisbehaved(f"the manifest does not list the {count} layers in order")
-    if any(len(item.anchor_digest) != _DIGEST_BYTES for item in manifest.layers) or any(
-        len(item.momentum_digest) != _DIGEST_BYTES for item in manifest.layers
-    ):
-        raise PeerMisbehaved(f"a digest in the manifest is not {_DIGEST_BYTES} bytes long")
-
-
 def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
     table = report.layers.layers
     names = {layer.name for layer in table}
@@ -278,6 +297,8 @@ def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
         raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
     if report.layers.model_hash != parse_run_spec(run.spec_toml).model_hash():
         raise PeerMisbehaved("the layer table is of another model than the run's")
+    if len(report.manifest.signatures) != 1:
+        raise PeerMisbehaved("genesis is signed by its writer alone")
     head = read_head(report.manifest, run.run_id)
     if head.round != 0 or head.manifest.previous_hash or head.manifest.contributions:
         raise PeerMisbehaved("genesis is round 0, follows nothing and has no contributions")
@@ -285,5 +306,5 @@ def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
         raise PeerMisbehaved("genesis names another corpus than the run's")
     if head.data != DataPosition() or head.committed_tokens:
         raise PeerMisbehaved("genesis has handed out data already; plan 1 does that")
-    _check_layers(head.manifest, len(table))
+    check_layers(head.manifest, len(table))
     require_signers(head, [writer])

@@ -12,7 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from atoll.coordinator.state.records import Change, Checkpoint, Delete, Evaluation, Event, Node, Round, Run, Token, Vote
+from atoll.coordinator.state.allowance import Allowance
+from atoll.coordinator.state.records import (
+    Change,
+    Checkpoint,
+    Delete,
+    Evaluation,
+    Event,
+    Node,
+    PlanRow,
+    Round,
+    Run,
+    Token,
+    Vote,
+    Waiting,
+)
 from atoll.core.membership import EMPTY_DENY, Deny
 from atoll.core.plan import Base, Plan
 from atoll.core.quorum import Electorate
@@ -21,6 +35,9 @@ from atoll.v1 import membership_pb2 as mb
 
 T = TypeVar("T")
 RoundKey = tuple[int, int, int, int]  # number, plan version, fragment, attempt
+KEPT_EVENTS = 100_000
+KEPT_PLANS = 256  # of a run, beside those that set a base
+KEPT_ATTEMPTS = 4096  # abandoned ones of a run
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,10 @@ class Live:
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     corpus_digest: str = ""
     drain_since: float | None = None  # monotonic; when the operator asked the node to leave
+    stored: Allowance = field(default_factory=Allowance)
+    refused: Allowance = field(default_factory=Allowance)
+    dropped: int = 0  # reports beyond those, not told yet
+    dropped_since: float = 0.0  # monotonic
 
     @property
     def connected(self) -> bool:
@@ -76,6 +97,15 @@ class Commit:
     members: int = 0  # that contributed
     partial: int = 0  # of them, in some of the sums only
     parts_zeroed: int = 0
+    attempt: RoundKey | None = None  # that committed it
+
+
+@dataclass(frozen=True)
+class Joins:
+    """How often a node came into a run's plan lately."""
+
+    count: int = 0
+    at: float = 0.0  # monotonic, the last time
 
 
 @dataclass(frozen=True)
@@ -85,8 +115,13 @@ class RunMemory:
     spec: RunSpec
     plan: Plan | None = None
     caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
-    opened: frozenset[RoundKey] = frozenset()  # every attempt that was reported
+    abandoned: frozenset[RoundKey] = frozenset()  # attempts whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number; what a recovery made void is out
+    waiting: Mapping[tuple[int, str], Waiting] = field(default_factory=dict)  # by round number and who told it
+    waiting_since: float | None = None  # monotonic; cleared when the operator was told
+    head_since: float = 0.0  # monotonic, since when the newest round is known
+    asked: Mapping[str, Allowance] = field(default_factory=dict)  # of openers, for raising attempts
+    joins: Mapping[str, Joins] = field(default_factory=dict)  # of nodes, into the plan
     votes: Mapping[int, Vote] = field(default_factory=dict)  # by round number: those that may still matter
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
     void: frozenset[bytes] = frozenset()  # manifest hashes of rounds that a recovery went back behind
@@ -134,6 +169,27 @@ class Step(Generic[T]):
 def caps_of(plan: Plan) -> Mapping[str, int]:
     """The members of a plan, and how many tokens each may claim in a round."""
     return {item.peer_id: item.max_round_tokens for item in plan.assignments}
+
+
+def key_of(row: Round) -> RoundKey:
+    """What names an attempt within its run."""
+    return (row.number, row.plan_version, row.fragment, row.attempt)
+
+
+def commit_of(row: Round) -> Commit:
+    """What is remembered of a committed round."""
+    return Commit(
+        manifest_hash=row.manifest_hash,
+        plan_version=row.made_under,
+        committed_tokens=row.committed_tokens,
+        previous_hash=row.previous_hash,
+        present=frozenset(row.present),
+        opener=row.opener,
+        members=row.members,
+        partial=row.partial,
+        parts_zeroed=row.parts_zeroed,
+        attempt=key_of(row),
+    )
 
 
 def with_base(bases: tuple[Base, ...], base: Base) -> tuple[Base, ...]:
@@ -192,6 +248,31 @@ class Draft:
             self.remember(run_id, votes={number: vote for number, vote in votes.items() if number not in numbers})
             self._records += [Delete(Vote, (run_id, number)) for number in numbers]
 
+    def add_abandoned(self, run_id: str, key: RoundKey) -> None:
+        """One more attempt whose row is kept; the oldest row goes when there are too many."""
+        kept = self.state.memory[run_id].abandoned | {key}
+        if len(kept) > KEPT_ATTEMPTS:
+            oldest = min(kept)
+            kept -= {oldest}
+            self._records.append(Delete(Round, (run_id, *oldest)))
+        self.remember(run_id, abandoned=kept)
+
+    def set_waiting(self, row: Waiting) -> None:
+        """A round that cannot be judged yet, durably."""
+        memory = self.state.memory[row.run_id]
+        since = self.now.monotonic if memory.waiting_since is None else memory.waiting_since
+        waiting = {**memory.waiting, (row.number, row.peer_id): row}
+        self.remember(row.run_id, waiting=waiting, waiting_since=since)
+        self._records.append(row)
+
+    def forget_waiting(self, run_id: str, keys: list[tuple[int, str]]) -> None:
+        """These were judged, or do not matter any more."""
+        if keys:
+            memory = self.state.memory[run_id]
+            left = {key: row for key, row in memory.waiting.items() if key not in keys}
+            self.remember(run_id, waiting=left, waiting_since=self.now.monotonic if left else None)
+            self._records += [Delete(Waiting, (run_id, *key)) for key in keys]
+
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
         """All checkpoints that a node holds, the newest first."""
         before = {item.round: item for item in self.state.checkpoints.get(peer_id, ())}
@@ -216,6 +297,8 @@ class Draft:
         number = self.state.last_event_id + 1
         self.state = replace(self.state, last_event_id=number)
         self._records.append(Event(number, self.now.unix_ms, kind, run_id, subject, message))
+        if number > KEPT_EVENTS:
+            self._records.append(Delete(Event, (number - KEPT_EVENTS,)))
 
     def new_session(self) -> int:
         """A number for a heartbeat stream."""
@@ -225,13 +308,13 @@ class Draft:
     def issue_plan(self, plan: Plan) -> None:
         """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
         memory = self.state.memory[plan.run_id]
-        self.remember(
-            plan.run_id,
-            plan=plan,
-            caps={**memory.caps, plan.version: caps_of(plan)},
-            bases=with_base(memory.bases, plan.base),
-            changed_since=None,
-        )
+        bases = with_base(memory.bases, plan.base)
+        caps = {**memory.caps, plan.version: caps_of(plan)}
+        for version in sorted(caps)[:-KEPT_PLANS]:
+            del caps[version]
+            if all(version != base.since_version for base in bases):
+                self._records.append(Delete(PlanRow, (plan.run_id, version)))
+        self.remember(plan.run_id, plan=plan, caps=caps, bases=bases, changed_since=None)
         self._plans.append(plan)
 
     def issue_deny(self, deny: Deny) -> None:

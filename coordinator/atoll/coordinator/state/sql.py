@@ -2,7 +2,8 @@
 
 WAL with FULL fsyncs at every commit, so what was acknowledged survives a power cut, and readers never wait
 for the writer. The schema comes from the migrations, which run here at start-up; `tables.py` mirrors it.
-Every database failure leaves as one of our errors: a damaged file is reported and never written over.
+Every database failure leaves as one of our errors: a damaged file is reported and never written over. A store with an
+`owner` keeps every other one out (`owner.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, create_engine, event, func, select
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
+from sqlalchemy import Connection, Engine, Select, create_engine, event, func, inspect, select
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    OperationalError,
+    SQLAlchemyError,
+)
 
+from atoll.coordinator.database_url import printable
 from atoll.coordinator.state import migrations
+from atoll.coordinator.state.owner import Lock, check, claim, sqlite_file, taken
 from atoll.coordinator.state.records import (
     Change,
     Checkpoint,
@@ -32,10 +41,11 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import TABLES
-from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DataDirUnusable
+from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable
 
 _R = TypeVar("_R", bound=Record)
 _BUSY_SECONDS = 10
@@ -44,16 +54,34 @@ _BUSY_SECONDS = 10
 class SqlStore(Store):
     """Tables in a database. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError` when it cannot be used."""
 
-    def __init__(self, url: str) -> None:
-        self._where = _printable(url)
+    def __init__(self, url: str, owner: str = "", *, may_create: bool = True) -> None:
+        """`owner` says, for people, whose it is from now on; empty for a copy that nobody else knows.
+
+        Raises `AlreadyRunning` while another owner has it, `DatabaseMissing` where there are no tables and none may be
+        made.
+        """
+        self._where = printable(url)
         self._engine = open_engine(url)
+        self._lock: Lock | None = None
+        self._generation = 0
         try:
             with self._translated():
+                if not may_create and self._is_empty():
+                    raise DatabaseMissing(
+                        f"there is no coordinator's database in {self._where}",
+                        "put it back, or restore a backup; to begin with an empty one, where every node must enrol "
+                        "again: `atoll-coordinator serve --new-database`, once",
+                    )
+                if owner:
+                    self._lock = Lock(self._engine, owner)
                 if self._engine.dialect.name == "sqlite":
                     self._check_file()
                 migrations.upgrade(self._engine)
+                if owner:
+                    with self._engine.begin() as connection:
+                        self._generation = claim(connection, owner)
         except AtollError:
-            self._engine.dispose()
+            self.close()
             raise
 
     def load(self) -> Contents:
@@ -70,15 +98,20 @@ class SqlStore(Store):
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
+                waiting=_all(connection, Waiting, _select(Waiting)),
             )
 
     def apply(self, changes: Sequence[Change]) -> None:
         if not changes:
             return
         with self._translated(), self._engine.begin() as connection:
+            if self._lock is not None:
+                check(connection, self._generation)
             for change in changes:
                 if isinstance(change, Delete):
                     _delete(connection, change)
+                elif isinstance(change, Event):
+                    _append(connection, change)
                 else:
                     _upsert(connection, change)
 
@@ -105,7 +138,15 @@ class SqlStore(Store):
         return rows[0] if rows else None
 
     def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
         self._engine.dispose()
+
+    def _is_empty(self) -> bool:
+        """Looks without making anything: SQLite makes a file for whoever asks."""
+        path = sqlite_file(self._engine)
+        return (path is not None and not path.exists()) or not inspect(self._engine).has_table("alembic_version")
 
     def _check_file(self) -> None:
         with self._engine.connect() as connection:
@@ -161,7 +202,7 @@ def open_engine(url: str) -> Engine:
     try:
         engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))  # a server may have restarted
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise ConfigError(f"database {_printable(url)!r} is not usable: {error}", "see --database") from error
+        raise ConfigError(f"database {printable(url)!r} is not usable: {error}", "see --database") from error
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _on_connect)
         event.listen(engine, "begin", _on_begin)
@@ -176,13 +217,6 @@ def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
 
 def _on_begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN")
-
-
-def _printable(url: str) -> str:
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return "that --database names"
 
 
 def _select(record: type[Record]) -> Select[Any]:
@@ -208,6 +242,15 @@ def _upsert(connection: Connection, row: Record) -> None:
     same = [table.c[name] == values[name] for name in row.KEY]
     if connection.execute(table.update().where(*same).values(**values)).rowcount == 0:
         connection.execute(table.insert().values(**values))
+
+
+def _append(connection: Connection, event: Event) -> None:
+    """Events are never replaced: a number that is taken was taken by somebody else."""
+    values = {item.name: getattr(event, item.name) for item in fields(event)}
+    try:
+        connection.execute(TABLES[Event].insert().values(**values))
+    except IntegrityError as error:
+        raise taken("") from error
 
 
 def _delete(connection: Connection, change: Delete) -> None:

@@ -23,6 +23,7 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 
 
@@ -33,12 +34,13 @@ class Contents:
     tokens: tuple[Token, ...]
     nodes: tuple[Node, ...]
     runs: tuple[Run, ...]
-    plans: tuple[PlanRow, ...]  # every version of every run
+    plans: tuple[PlanRow, ...]  # of every run: the newest, and those that set a base
     rounds: tuple[Round, ...]
     deny: DenyRow | None  # the newest
     last_event_id: int  # 0: none yet
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
 
 
 class Store(ABC):
@@ -50,10 +52,11 @@ class Store(ABC):
 
     @abstractmethod
     def apply(self, changes: Sequence[Change]) -> None:
-        """Insert or replace each row by its key, or delete it.
+        """Insert or replace each row by its key, or delete it. MUST refuse an event whose number is taken.
 
         MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST keep the order of
-        the sequence where it names one key twice (the last wins). Raises `StateError`; then nothing changed.
+        the sequence where it names one key twice (the last wins). Raises `StateError`, among them `AlreadyRunning`
+        when somebody else wrote here meanwhile; then nothing changed.
         """
 
     @abstractmethod

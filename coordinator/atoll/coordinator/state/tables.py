@@ -20,6 +20,7 @@ from atoll.coordinator.state.records import (
     Run,
     Token,
     Vote,
+    Waiting,
 )
 
 
@@ -43,6 +44,7 @@ _NAMES: dict[type[Record], str] = {
     Run: "runs",
     PlanRow: "plans",
     Round: "rounds",
+    Waiting: "waiting_rounds",
     Vote: "votes",
     Checkpoint: "checkpoints",
     Evaluation: "evaluations",

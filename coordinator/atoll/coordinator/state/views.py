@@ -66,7 +66,7 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
         head_round=run.head_round,
         committed_tokens=run.committed_tokens,
         stop_tokens=memory.spec.run.stop_tokens,
-        rounds_opened=len(memory.opened),
+        rounds_opened=run.rounds_opened,
         rounds_committed=len(memory.committed.keys() - {0}),
         plan_version=run.plan_version,
         validation_loss=run.loss,
@@ -130,6 +130,7 @@ def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
         peer_id=item.peer_id,
         node_name=state.nodes[item.peer_id].name,
         connected=checkpoints.connected(state, item.peer_id),
+        committed=checkpoints.is_committed(state, item),
     )
 
 

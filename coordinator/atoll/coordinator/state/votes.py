@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.state import find
+from atoll.coordinator.state.allowance import ATTEMPTS, Allowance
 from atoll.coordinator.state.records import Run, Vote
-from atoll.coordinator.state.reports import MAX_ATTEMPT, MAX_GAP
+from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.core.errors import Banned, InvalidRequest
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
 
-MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
 AHEAD = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
 MAX_FAR_ROUNDS = 8  # further ahead than that, so that nobody's asking can crowd out the next rounds
-MAX_ATTEMPT_JUMP = 10_000  # one opener cannot use up the attempts of a round
+MAX_FIRST_ATTEMPT = 10_000  # at a round that was never asked about, and one more a second since the head is known
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,14 @@ def answer(state: State, now: Moment, peer_id: str, round_id: RoundId, payload: 
     refusal = _refusal(run, memory, round_id.number)
     if refusal:
         return draft.done(Answer(False, known, refusal))
+    asked = _raised(memory, now, peer_id, round_id)
     if payload:
         given = cast(known, run.run_id, round_id.number, round_id.ballot, payload)
     else:
         given = promise(known, run.run_id, round_id.number, round_id.ballot)
     if given.granted and given.vote is not None and given.vote != known:
         draft.set_vote(given.vote)
+        draft.remember(run.run_id, asked={**memory.asked, peer_id: asked})
         if payload:
             told = f"the coordinator broke the tie of round {round_id} for {node.name}"
             draft.event("round.tie-broken", run.run_id, str(round_id.number), told)
@@ -116,14 +118,32 @@ def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
     if not 0 < round_id.number <= run.head_round + MAX_GAP:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
-    known = memory.votes.get(round_id.number)
-    promised = known.promised_attempt if known is not None and known.promised_plan == round_id.plan_version else 0
-    if round_id.attempt > min(MAX_ATTEMPT, promised + MAX_ATTEMPT_JUMP):
-        raise InvalidRequest(f"attempt {round_id.attempt} at round {round_id.number} is too far from those before it")
+    if round_id.attempt > MAX_ATTEMPT:
+        raise InvalidRequest(f"attempt {round_id.attempt} is too far: a round has at most {MAX_ATTEMPT}")
     if round_id.opener(members) != peer_id:
         raise InvalidRequest("a vote is asked for by the opener of the attempt")
     if is_void(memory.bases, round_id.number, round_id.plan_version):
         raise InvalidRequest(f"round {round_id.number} under plan {round_id.plan_version} is void")
+
+
+def _raised(memory: RunMemory, now: Moment, peer_id: str, round_id: RoundId) -> Allowance:
+    """What is left of the opener's allowance after this attempt. Raises `InvalidRequest` when it goes too far.
+
+    Attempts are finite, so nobody may use them up alone: every opener has an allowance of its own for raising what was
+    promised, far above what honest ones need. Only the first that asks about a round may be far up: openers do not
+    ask while they do not need the coordinator, or cannot reach it.
+    """
+    known, before = memory.votes.get(round_id.number), memory.asked.get(peer_id, Allowance())
+    if known is None or known.promised_plan < round_id.plan_version:
+        patience = now.monotonic - memory.head_since
+        enough = round_id.attempt <= MAX_FIRST_ATTEMPT + ATTEMPTS.per_second * patience
+        left = before if enough else None
+    else:
+        raised = max(0, round_id.attempt - known.promised_attempt)
+        left = before.spend(ATTEMPTS, now.monotonic, raised) if known.promised_plan == round_id.plan_version else before
+    if left is None:
+        raise InvalidRequest(f"attempt {round_id.attempt} at round {round_id.number} is too far from those before it")
+    return left
 
 
 def _check_payload(memory: RunMemory, round_id: RoundId, payload: bytes) -> None:

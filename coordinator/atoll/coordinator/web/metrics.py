@@ -77,7 +77,7 @@ def _runs(state: State) -> Iterator[Metric]:
         head.add_metric([run_id], run.head_round)
         tokens.add_metric([run_id], run.committed_tokens)
         rounds.add_metric([run_id, "committed"], committed)
-        rounds.add_metric([run_id, "abandoned"], len(memory.opened) - committed)
+        rounds.add_metric([run_id, "abandoned"], max(0, run.rounds_opened - committed))
         newest = memory.committed.get(run.head_round) if run.head_round else None
         if newest is not None:
             present = len(newest.present)

@@ -53,6 +53,7 @@ def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
         print_json({"finish": answer})
     else:
         say("Leaving after the current round.")
+        _warn(answer)
 
 
 def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
-from atoll.node.cli import config_show, control, demo, doctor, export, join, limits, logs, status
+from atoll.node.cli import config_show, control, demo, doctor, export, join, lab, limits, logs, status
 
 app = typer.Typer(
     name="atoll",
@@ -36,6 +36,7 @@ app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)
 app.command()(demo.demo)
+app.add_typer(lab.app, name="lab")
 app.add_typer(config_show.app, name="config")
 
 

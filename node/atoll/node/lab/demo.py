@@ -89,6 +89,7 @@ class DemoOptions:
 class DemoView:
     """What the live view draws from: one row a node, the loss curve, the rounds."""
 
+    title: str = "atoll demo"
     phase: str = "starting"
     started: float = 0.0
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -70,7 +70,7 @@ def draw(view: DemoView) -> RenderableType:
     if view.trouble:
         parts.append(Text.from_markup(f"[red]{' · '.join(view.trouble)}[/]"))
     return Panel(
-        Group(*parts), title=f"[bold]atoll demo[/] · {view.phase} · {elapsed}", subtitle=f"[dim]{view.page}[/]"
+        Group(*parts), title=f"[bold]{view.title}[/] · {view.phase} · {elapsed}", subtitle=f"[dim]{view.page}[/]"
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, Unreachable
 from atoll.core.files import make_private_dir, write_private
@@ -48,11 +48,34 @@ class Program:
             raise ChildDied(f"{self.name} ended with exit code {self.child.returncode}:\n{tail}")
 
 
+class Places(Protocol):
+    """Where programs run: each name of a program is a host."""
+
+    def address(self, host: str) -> str:
+        """What a program there listens on."""
+        ...
+
+    def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
+        """`command` so wrapped that it runs there."""
+        ...
+
+
+class Loopback:
+    """All on this machine, as it is."""
+
+    def address(self, host: str) -> str:
+        return "127.0.0.1"
+
+    def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
+        return [str(word) for word in command]
+
+
 @dataclass
 class LocalSwarm:
-    """A coordinator, a seed and nodes on loopback, all below `root`."""
+    """A coordinator, a seed and nodes on this machine, all below `root`."""
 
     root: Path
+    places: Places = field(default_factory=Loopback)
     programs: dict[str, Program] = field(default_factory=dict)
 
     # --- starting ------------------------------------------------------------------------------------
@@ -63,7 +86,8 @@ class LocalSwarm:
         endpoints = directory / "endpoints.json"
         endpoints.unlink(missing_ok=True)
         ports = () if "--enrol-port" in flags else ("--enrol-port", "0", "--member-port", "0", "--http-port", "0")
-        command = [_script("atoll-coordinator"), "serve", "--data-dir", str(directory), "--listen", "127.0.0.1"]
+        command = [_script("atoll-coordinator"), "serve", "--data-dir", str(directory)]
+        command += ["--listen", self.places.address("coordinator")]
         await self._start("coordinator", directory, [*command, *ports, *flags])
         await self.until(endpoints.exists, "the coordinator did not start to listen", START_TIMEOUT)
         result: dict[str, Any] = json.loads(endpoints.read_text())
@@ -81,7 +105,8 @@ class LocalSwarm:
         directory = make_private_dir(self.root / name)
         write_private(directory / "token", token.encode())
         command = [_script("atoll"), "join", "--yes", "--name", name, "--data-dir", str(directory)]
-        command += ["--token", f"file:{directory / 'token'}", "--listen", "127.0.0.1", "--log-format", "console"]
+        command += ["--token", f"file:{directory / 'token'}", "--listen", self.places.address(name)]
+        command += ["--log-format", "console"]
         return await self._start(name, directory, [*command, *flags])
 
     async def restart_member(self, name: str) -> Program:
@@ -96,7 +121,7 @@ class LocalSwarm:
     async def ctl(self, *arguments: str) -> str:
         """Run `atollctl` as the operator; returns what it prints. Raises `AtollError` with its message."""
         child = await processes.start(
-            [_script("atollctl"), *arguments],
+            self.places.command("coordinator", [_script("atollctl"), *arguments]),
             environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -110,7 +135,8 @@ class LocalSwarm:
     async def _start(self, name: str, directory: Path, command: Sequence[str]) -> Program:
         log = directory / "log"
         with log.open("ab") as output:
-            child = await processes.start(command, environment=dict(os.environ), stdout=output, stderr=output)
+            inside = self.places.command(name, command)
+            child = await processes.start(inside, environment=dict(os.environ), stdout=output, stderr=output)
         self.programs[name] = Program(name, directory, child, log)
         return self.programs[name]
 

@@ -20,6 +20,8 @@ from atoll.node.state.checkpoint import Checkpoint, CheckpointState, CheckpointS
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import membership_pb2 as mb
 
+MAX_TOLD = 64  # checkpoints; the coordinator takes no more of one node
+
 _log = log.get("checkpoint")
 
 
@@ -36,14 +38,14 @@ class CheckpointWriter:
         self._background: asyncio.Task[None] | None = None
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
-        """What is on disk, newest first; another object whenever that changed."""
+        """The newest on disk, newest first; another object whenever that changed."""
         return self._held
 
     async def restore(self, layers: Layers) -> Checkpoint | None:
         """Tidy up after the last process and read its newest checkpoint of this model. Raises `DataDirUnusable`."""
         await asyncio.to_thread(self.store.sweep)
         found = await asyncio.to_thread(self.store.newest, layers)
-        self._held = await asyncio.to_thread(self.store.held)
+        self._held = await self._newest_held()
         if found is not None:
             _log.info("checkpoint read", round=found.head.round, path=str(self.store.path(found.head.round)))
         return found
@@ -87,6 +89,9 @@ class CheckpointWriter:
         finally:
             self._background = None
 
+    async def _newest_held(self) -> tuple[mb.CheckpointInfo, ...]:
+        return (await asyncio.to_thread(self.store.held))[:MAX_TOLD]
+
     async def _write_copy(self, state: CheckpointState) -> Path:
         # the anchor is changed in place by the next commit; the momentum is replaced
         copy_E = await asyncio.to_thread(state.anchor_E.clone)
@@ -100,7 +105,7 @@ class CheckpointWriter:
             given_up.set()  # the thread stops at its next piece
             raise
         self.problem = ""
-        self._held = await asyncio.to_thread(self.store.held)
+        self._held = await self._newest_held()
         _log.info("checkpoint written", round=state.head.round, path=str(path))
         return path
 

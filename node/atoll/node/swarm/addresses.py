@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from datetime import timedelta
 
+from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
@@ -18,7 +20,10 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError
 
 RESOLVE_AGAIN_AFTER = timedelta(seconds=2)
+_resolving: ContextVar[bool] = ContextVar("resolving", default=False)
+_P2P = b"\xa5\x03"  # the code of /p2p/, as a varint
 MAX_PEERS = 4096
+MAX_TOLD = 64  # of our own; the coordinator takes no more
 
 
 class AddressBook:
@@ -42,37 +47,50 @@ class AddressBook:
         return self._addresses.get(peer_id, ())
 
     def resolve_with(self, resolver: Callable[[], Awaitable[None]]) -> None:
-        """Use `resolver`, which fills the book through `learn` and dials only peers that stand in it."""
+        """Use `resolver`, which fills the book through `learn`. It may dial: then it gets what the book has."""
         self._resolver = resolver
 
     async def find(self, peer_id: str) -> tuple[Multiaddr, ...]:
-        """`known`, after asking the resolver where the book has nothing."""
-        if not self.known(peer_id) and self._resolver is not None:
+        """`known`, after asking the resolver: what the book has may be of yesterday."""
+        if self._resolver is not None and not _resolving.get():
             now = self._clock.monotonic()
             if self._resolving is None and now >= self._resolve_from:
                 self._resolve_from = now + RESOLVE_AGAIN_AFTER.total_seconds()
-                self._resolving = asyncio.ensure_future(self._resolver())
+                self._resolving = asyncio.create_task(self._resolve(self._resolver))
                 self._resolving.add_done_callback(self._resolved)
             if self._resolving is not None:
                 await asyncio.shield(self._resolving)
         return self.known(peer_id)
+
+    async def _resolve(self, resolver: Callable[[], Awaitable[None]]) -> None:
+        _resolving.set(True)  # for this task, and for those that it starts
+        await resolver()
 
     def _resolved(self, _task: asyncio.Future[None]) -> None:
         self._resolving = None
 
 
 def parse(text: str, peer_id: str) -> Multiaddr | None:
-    """A multiaddr as p2pd dials it: without the `/p2p/<peer>` at its end. None if it cannot be read."""
+    """A multiaddr as p2pd dials it: without the `/p2p/<peer>` at its end. None if it cannot be read.
+
+    hivemind's codec writes peer ids inside an address as CIDs, which p2pd cannot read; a relayed address holds one.
+    """
+    first, *others = text.removesuffix(f"/p2p/{peer_id}").split("/p2p/")
     try:
-        return Multiaddr(text.removesuffix(f"/p2p/{peer_id}"))
+        raw = Multiaddr(first).to_bytes()
+        for other in others:
+            name, slash, rest = other.partition("/")
+            identity = PeerID.from_base58(name).to_bytes()
+            raw += _P2P + bytes([len(identity)]) + identity + (Multiaddr(slash + rest).to_bytes() if rest else b"")
+        return Multiaddr(raw)
     except (MultiaddrError, ValueError):
         return None
 
 
 def worth_telling(multiaddrs: Iterable[str]) -> tuple[str, ...]:
-    """Without loopback addresses, unless there are no others: a host that listens everywhere has both."""
+    """The first without loopback addresses, unless there are no others: a host that listens everywhere has both."""
     everything = tuple(multiaddrs)
-    return tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything
+    return (tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything)[:MAX_TOLD]
 
 
 def peer_of(multiaddr: str) -> str:

@@ -75,6 +75,7 @@ class SwarmHost:
         self._direct: DirectPath | None = None
         self._registrations: list[asyncio.Task[None]] = []
         self._closed = False
+        self._published: tuple[str, ...] = ()
         p2p.control.on_lost(self._connection_lost)
 
     @classmethod
@@ -182,6 +183,12 @@ class SwarmHost:
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         record = build_addresses(self._identity, self.gate.membership, self._run_id, expires, addresses)
         await self._directory.store(nodes_key(self._run_id), record, expires)
+        self._published = addresses
+
+    async def address_changed(self) -> bool:
+        """Whether we can be dialled elsewhere than published: relays and port mappings come and go."""
+        await self._p2p.refresh_visible()
+        return self.multiaddrs()[:MAX_MULTIADDRS] != self._published
 
     async def publish_head(self, round_number: int, manifest_hash: bytes, lifetime: timedelta) -> None:
         """Store which manifest is our newest. Raises `Unreachable`."""

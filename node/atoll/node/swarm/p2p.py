@@ -81,15 +81,16 @@ class GatedP2P(P2P):  # type: ignore[misc]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A raw, ungated stream; dials by the address book. Raises `Unreachable`, `DeadlineExceeded`."""
         peer = PeerID.from_base58(peer_id)
+        dialled = () if self.gate.knows(peer_id) else self.book.known(peer_id)
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                if not self.gate.knows(peer_id) and (known := self.book.known(peer_id)):
-                    await self.control.connect(peer, known, timeout)
                 try:
+                    if dialled:
+                        await self.control.connect(peer, dialled, timeout)
                     return await self.control.open_stream(peer, protocol, timeout)
                 except Unreachable:
                     found = await self.book.find(peer_id)
-                    if not found:
+                    if not found or found == dialled:
                         raise
                 await self.control.connect(peer, found, timeout)
                 return await self.control.open_stream(peer, protocol, timeout)

@@ -2,8 +2,11 @@
 
 Why not `P2P.create`: its daemon outlives a killed parent, keeps its sockets in the shared temporary folder,
 relays for anybody, and answers for libp2p's own kad to strangers. Here it dies with us, its control socket
-lies in a private directory, kad is off, and it relays (circuit v2, with limits) only on seeds. identify, ping
-and the relay live inside p2pd, outside the gate.
+lies in a private directory, and kad is off. identify, ping and the relay live inside p2pd, outside the gate.
+
+With `relay` on, which it takes to talk over anybody's relay, p2pd starts a relay of its own with libp2p's default
+limits (128 KiB each way, two minutes), after and in place of the one that our flags describe (its `EnableRelayV2`).
+So relayed connections carry small messages only: whatever is large goes where one side can be dialled.
 
 p2pd listens with SO_REUSEPORT, so two daemons would share a port in silence: the port is probed first.
 """

@@ -6,7 +6,8 @@ nothing is allocated before the announced length passed the cap. When `receive` 
 arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel has all of it: the
 body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none moved for
 half a minute. The owner's limits on traffic hold here: large frames go out in pieces, and come in one at a time, as
-`traffic.py` allows. A send that is given up in the middle of a frame ends the stream.
+`traffic.py` allows, and none with a body once the month is spent (`Busy`). A send that is given up in the middle of a
+frame ends the stream.
 
 Streams are never half-closed: p2pd loses the reply then.
 """
@@ -128,6 +129,7 @@ class SocketStream:
         self._on_close.append(callback)
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
+        self._traffic.check_allowance(len(body))
         start = pack_prefix(kind, header, body)
         if self._is_over():
             raise self._ended()
@@ -173,6 +175,7 @@ class SocketStream:
         prefix = await self._read_prefix()
         if prefix.kind is FrameKind.END:
             raise FrameInvalid("this stream ends when its socket is closed, not by a frame")
+        self._traffic.check_allowance(prefix.body_bytes)
         await self._traffic.down.until(self._due)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix = None

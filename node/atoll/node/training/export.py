@@ -1,13 +1,15 @@
 """The model's way out: a checkpoint as a Hugging Face directory.
 
 The decoder's equations are those of Llama (`model.py`), so exporting is renaming: `transformers` loads the directory
-as `LlamaForCausalLM`, with no code from us. The files are written beside the target and renamed when they are whole.
+as `LlamaForCausalLM`, with no code from us. The files are written beside the target, synced, and renamed when they are
+whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -16,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.core.errors import AlreadyExists, ConfigError
-from atoll.core.files import unusable
+from atoll.core.disk import OS_DISK
+from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable
 from atoll.node.state.checkpoint import Checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.flat import FlatLayout
@@ -61,12 +64,28 @@ def export_huggingface(checkpoint: Checkpoint, target: Path, dtype: str = "fp32"
         _write_json(temporary / "config.json", _config(checkpoint, shape, tokenizer, dtype))
         _write_json(temporary / "generation_config.json", _generation(tokenizer))
         tokenizer.save(temporary)
-        temporary.rename(target)
-    except OSError as error:
-        raise unusable(target, error) from error
+        _sync(temporary)
+        OS_DISK.rename(temporary, target)
+        OS_DISK.sync_directory(target.absolute().parent)
+    except (OSError, SafetensorError) as error:  # the latter also for a full disk
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataDirUnusable(
+            f"cannot write {target}: {why}", "free some space there, or name another directory with --to"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(temporary)
+
+
+def _sync(directory: Path) -> None:
+    """Make every file in it durable. Raises `OSError`."""
+    for path in directory.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    OS_DISK.sync_directory(directory)
 
 
 def shape_of(checkpoint: Checkpoint) -> ModelShape:

@@ -1,0 +1,112 @@
+"""Whose database it is: one coordinator writes at a time, and the next one only when the first has ended.
+
+Whoever opens a database takes a lock that ends with its process (on a file beside SQLite's, an advisory lock of a
+session in PostgreSQL) and counts the generation in the table `owner` up. Every transaction that writes begins with
+`check`: should a lock have been lost, as when a database server restarts, and the database been taken meanwhile,
+nothing is written over. The table is not part of the state: no migration makes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, Table, Text, select, text
+
+from atoll.core.errors import AlreadyRunning, DataDirUnusable
+
+OWNER = Table(
+    "owner",
+    MetaData(),
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("holder", Text, nullable=False),
+)
+_ONLY_ROW = 1
+_ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # PostgreSQL's are per database
+
+
+class Lock:
+    """Held until `close` or the end of the process. Raises `AlreadyRunning` naming the holder, `DataDirUnusable`."""
+
+    def __init__(self, engine: Engine, holder: str) -> None:
+        self.close: Callable[[], None] = lambda: None
+        path = sqlite_file(engine)
+        if path is not None:
+            self._lock_file(path.with_name(f"{path.name}.lock"), holder)
+        elif engine.dialect.name == "postgresql":
+            self._lock_session(engine)
+
+    def _lock_file(self, path: Path, holder: str) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DataDirUnusable(
+                f"unable to open {path}: {error.strerror}", "check the owner and the permissions of its directory"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            first = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            raise taken(first) from None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
+        self.close = lambda: os.close(descriptor)
+
+    def _lock_session(self, engine: Engine) -> None:
+        session = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        if not session.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _ADVISORY_LOCK}):
+            first = _holder(session)
+            session.close()
+            raise taken(first)
+
+        def end() -> None:
+            session.invalidate()  # a pool would keep the session, and with it the lock
+            session.close()
+
+        self.close = end
+
+
+def claim(connection: Connection, holder: str) -> int:
+    """Become the owner, as a lock allows; the generation for `check`."""
+    OWNER.create(connection, checkfirst=True)
+    before = connection.scalar(select(OWNER.c.generation).where(OWNER.c.id == _ONLY_ROW).with_for_update())
+    generation = (before or 0) + 1
+    values = {"generation": generation, "holder": holder}
+    if before is None:
+        connection.execute(OWNER.insert().values(id=_ONLY_ROW, **values))
+    else:
+        connection.execute(OWNER.update().where(OWNER.c.id == _ONLY_ROW).values(**values))
+    return generation
+
+
+def check(connection: Connection, generation: int) -> None:
+    """Raise `AlreadyRunning` unless that claim is the newest; a later one waits until this transaction has ended."""
+    same = OWNER.c.generation == generation
+    if connection.execute(OWNER.update().where(same).values(generation=generation)).rowcount == 0:
+        raise taken(_holder(connection))
+
+
+def taken(holder: str) -> AlreadyRunning:
+    """The error of whoever is not the owner."""
+    who = f" ({holder})" if holder else ""
+    return AlreadyRunning(
+        f"another coordinator{who} has this database", "stop one of the two; keys and database belong to one alone"
+    )
+
+
+def sqlite_file(engine: Engine) -> Path | None:
+    """The file of an SQLite database; None for one in memory and for other databases."""
+    name = engine.url.database
+    if engine.dialect.name != "sqlite" or not name or name == ":memory:" or name.startswith("file:"):
+        return None
+    return Path(name).resolve()
+
+
+def _holder(connection: Connection) -> str:
+    if not connection.dialect.has_table(connection, OWNER.name):
+        return ""
+    return connection.scalar(select(OWNER.c.holder)) or ""

@@ -1,0 +1,183 @@
+"""`atoll lab`: an emulated WAN on this machine. Rehearse your run before you rent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.core.errors import ConfigError, ExitCode, UsageError
+from atoll.core.files import make_private_dir
+from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.units import count_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from atoll.node.lab.wan.check import CheckResult, Measurement
+    from atoll.node.lab.wan.run import LabRunResult
+
+app = typer.Typer(no_args_is_help=True, help="An emulated WAN on this machine: rehearse your run before you rent.")
+TopologyName = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", help="A built-in topology, or a TOML file.")]
+
+
+@app.command("list")
+def list_(output: OutputOption = Output.TEXT) -> None:
+    """The topologies that come with Atoll."""
+    from atoll.node.lab.wan.topology import built_in_names, load_topology
+
+    topologies = [load_topology(name) for name in built_in_names()]
+    if output is Output.JSON:
+        print_json({"topologies": [{"name": it.name, **it.to_document()} for it in topologies]})
+        return
+    width = max(len(it.name) for it in topologies)
+    for it in topologies:
+        typer.echo(f"{it.name:<{width}}  {len(it.trainers)} hosts  {it.description}")
+
+
+@app.command()
+def check(
+    topology: TopologyName = "home-4",
+    seconds: Annotated[float, typer.Option("--seconds", min=0.5, max=60, help="How long each rate is measured.")] = 4.0,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Build a topology, measure every rate and distance against its setting, and remove it. Needs root.
+
+    Ends with 1 when anything is out of tolerance: then this machine is too slow, or too busy, for that topology.
+    """
+    import asyncio
+
+    from atoll.node.lab.wan.check import check_topology
+    from atoll.node.lab.wan.topology import load_topology
+
+    wanted = load_topology(topology)
+    _end_alike()
+    result = asyncio.run(check_topology(wanted, seconds, say))
+    if output is Output.JSON:
+        print_json({"lab_check": result.to_json()})
+    else:
+        _print(result)
+    if not result.ok:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+@app.command()
+def run(
+    topology: TopologyName = "home-4",
+    spec: Annotated[Path | None, typer.Option("--run", help="Your run spec; none: the demo's model and text.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the demo's run: when it stops.")] = 200_000,
+    codec: Annotated[str, typer.Option("--codec", help="Of the demo's run: fp32, bf16, fp16, int8 or int4.")] = "int8",
+    step_seconds: Annotated[
+        float, typer.Option("--step-seconds", min=0, help="An inner step at full speed; 0: what this machine can.")
+    ] = 0.0,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 30.0,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Train in a topology: coordinator, seed and nodes as they are shipped, each in its host. Needs root.
+
+    A host's speed becomes its node's pace. At the end stand throughput and compute utilisation: how much of the time
+    the nodes computed and did not wait for the network.
+    """
+    import asyncio
+
+    from atoll.node.lab.demo_view import live_view
+    from atoll.node.lab.wan.run import LabRunOptions, run_lab
+    from atoll.node.lab.wan.topology import load_topology
+
+    text = _read(spec) if spec is not None else None
+    options = LabRunOptions(load_topology(topology), text, tokens, codec, step_seconds, timedelta(minutes=minutes))
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
+    root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-lab-"))
+    _end_alike()
+    try:
+        with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+            result = asyncio.run(run_lab(options, root, show))
+    finally:
+        if keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+    if output is Output.JSON:
+        print_json({"lab_run": result.to_json()})
+    else:
+        _print_run(result)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run spec {path}: {error}") from error
+
+
+def _end_alike() -> None:
+    """SIGTERM ends a lab like Ctrl-C: the network is removed."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+
+def _print_run(it: LabRunResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("host", "speed", "steps", "rounds", "computing", "sent MB", "received MB", "dropped"):
+        table.add_column(title, justify="left" if title == "host" else "right")
+    for host in it.hosts:
+        table.add_row(
+            host.name, f"{host.speed:g}", str(host.steps), str(host.rounds_committed), f"{host.utilisation:.0%}",
+            f"{host.sent_megabytes:.1f}", f"{host.received_megabytes:.1f}", str(host.segments_dropped),
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.print(table)
+    equal = "[green]equal bit for bit[/]" if it.anchors_equal else "[red]DIFFER[/]"
+    console.print(
+        f"\n[bold]{it.topology}: {count_text(it.tokens)} tokens in {it.seconds:.0f} s, "
+        f"{count_text(it.tokens_per_second)} tokens/s, {it.utilisation:.0%} of the time computing[/]\n"
+        f"  validation loss {it.val_loss_first:.3f} → {it.val_loss_last:.3f}; anchors {equal}; "
+        f"rounds {it.rounds_committed} of {it.rounds_opened}\n"
+        f"  the seed sent {it.seed_megabytes:.1f} MB, what it relayed included; "
+        f"the hub used {it.hub_cpu_share:.0%} of a core",
+        soft_wrap=True,
+    )
+    _warn(console, it.hub_late)
+
+
+def _warn(console: Console, late: int) -> None:
+    if late:
+        console.print(f"This machine was too busy {late} times to carry packets in time.", soft_wrap=True)
+
+
+def _print(result: CheckResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "host", "peer", box=None, pad_edge=False, header_style="bold")
+    for title in ("set", "measured", "allowed"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for row in result.measurements:
+        low, measured, high = (_value(row, value) for value in (row.low, row.measured, row.high))
+        mark = "[green]✓[/]" if row.ok else "[red]✗[/]"
+        table.add_row(row.quantity, row.host, row.peer, _value(row, row.set), measured, f"{low} – {high}", mark)
+    console = Console(highlight=False)
+    console.print(table)
+    wrong = sum(not row.ok for row in result.measurements)
+    console.print(
+        f"\n{result.topology}: {len(result.measurements) - wrong} of {len(result.measurements)} within tolerance; "
+        f"TCP {result.congestion}, goodput without headers; the hub used {result.hub_cpu_share:.0%} of a core",
+        soft_wrap=True,
+    )
+    _warn(console, result.hub_late)
+
+
+def _value(row: Measurement, value: float) -> str:
+    if row.quantity == "loss":
+        return f"{max(0.0, value):.2%}"
+    return f"{value:.0f}" if row.quantity == "inbound_calls" else f"{value:.1f}"

@@ -1,0 +1,229 @@
+"""Network namespaces that are ours alone, and are gone when we are.
+
+A lab holds a lock file as long as its process lives; the kernel lets go of it however the process ends. What carries
+the name of a lock that nobody holds is left over from a lab that was killed, and the next start removes it: processes,
+namespaces, memory groups, files. Names that are not of our form, or whose lock is held, are never touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from atoll.core.files import make_private_dir
+from atoll.node.lab.wan import memory
+from atoll.node.lab.wan.errors import LabBroken, LabUnavailable
+from atoll.node.lab.wan.hub import DEVICE
+from atoll.node.lab.wan.topology import Host
+
+NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
+LABS = Path("/run/atoll-lab")
+COMMAND_TIMEOUT = timedelta(seconds=20)
+MTU = 1500
+_QUEUE_PACKETS = 4000  # what the kernel keeps while the hub does not get to run
+_BURST_SECONDS = 0.002  # of uplink, in one packet of many segments: finer than this, queues fill as real ones do
+_BURST_BYTES = (3000, 65536)
+_SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
+_TOKEN = re.compile(r"[0-9a-f]{8}")
+_ENDING = timedelta(seconds=5)
+
+
+def why_unavailable() -> LabUnavailable | None:
+    """What this user or machine lacks; None when a lab can be built."""
+    if not sys.platform.startswith("linux"):
+        return LabUnavailable("the WAN lab is made of Linux network namespaces", "run it on Linux, or in a Linux VM")
+    if os.geteuid() != 0:
+        return LabUnavailable(
+            "the WAN lab makes network namespaces, which takes root",
+            "run it as root, in a VM or a container of its own",
+        )
+    if _ip_program() is None:
+        return LabUnavailable("the program `ip` is not installed", "install iproute2")
+    if not Path("/dev/net/tun").exists():
+        return LabUnavailable(
+            "/dev/net/tun is missing",
+            "run `modprobe tun`; in a container add --device /dev/net/tun --cap-add NET_ADMIN",
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A token that is ours while this process lives."""
+
+    token: str
+    lock: int  # a descriptor
+
+    @property
+    def directory(self) -> Path:
+        """For sockets and logs."""
+        return LABS / self.token
+
+    def name(self, host: str) -> str:
+        """Of the host's namespace."""
+        return f"atoll-{self.token}-{host}"
+
+    def path(self, host: str) -> Path:
+        """Of the host's namespace, for who wants to enter it."""
+        return NAMESPACES / self.name(host)
+
+    def release(self) -> None:
+        """Remove everything under this token, processes first."""
+        _remove(self.token)
+        os.close(self.lock)
+
+
+def claim() -> Claim:
+    """A new token. Raises `LabUnavailable`."""
+    problem = why_unavailable()
+    if problem is not None:
+        raise problem
+    try:
+        LABS.mkdir(mode=0o700, exist_ok=True)
+        while True:
+            token = secrets.token_hex(4)
+            lock = os.open(_lock_path(token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            if _lock(lock) and os.fstat(lock).st_nlink:  # else a sweep took it for a dead one in this very moment
+                make_private_dir(LABS / token)
+                return Claim(token, lock)
+            os.close(lock)
+    except OSError as error:
+        raise LabUnavailable(f"cannot write to {LABS}: {error.strerror}") from error
+
+
+def sweep() -> list[str]:
+    """Remove what labs that were killed left behind; returns their tokens."""
+    swept = []
+    for path in sorted(LABS.glob("*.lock")):
+        if not _TOKEN.fullmatch(path.stem):
+            continue
+        with suppress(FileNotFoundError):  # somebody else sweeps, too
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _lock(lock) and os.fstat(lock).st_nlink:
+                    _remove(path.stem)
+                    swept.append(path.stem)
+            finally:
+                os.close(lock)
+    return swept
+
+
+def add(claimed: Claim, hosts: Iterable[Host]) -> None:
+    """Make an empty namespace for each host. Raises `LabUnavailable`, as this is where containers refuse."""
+    for host in hosts:
+        try:
+            ip("netns", "add", claimed.name(host.name))
+        except LabBroken as error:
+            raise LabUnavailable(
+                f"cannot make a network namespace: {error}", "in a container add --privileged, or --cap-add SYS_ADMIN"
+            ) from error
+
+
+def configure(claimed: Claim, host: Host, address: str, congestion: str) -> None:
+    """Give the host's device its address, its way out and its limits, once the hub has made it. Raises `LabBroken`.
+
+    The congestion control stands on the route, as some kernels refuse to change a namespace's default; it is read back.
+    """
+    name = claimed.name(host.name)
+    ip(
+        "-n", name, "-batch", "-",
+        stdin="\n".join((
+            "link set lo up",
+            f"addr add {address}/32 dev {DEVICE}",
+            f"link set {DEVICE} mtu {MTU} txqueuelen {_QUEUE_PACKETS} gso_max_size {burst_bytes(host.uplink_mbit)} up",
+            f"route add default dev {DEVICE} congctl {congestion}",
+        )),
+    )  # fmt: skip
+    in_force = ip("-n", name, "route", "show", "default").strip()
+    if f"congctl {congestion}" not in in_force:
+        raise LabBroken(f"{host.name} should use {congestion}, but the kernel says: {in_force}", "is it built in?")
+
+
+def set_burst(claimed: Claim, host: str, uplink_mbit: float) -> None:
+    """Follow a changed uplink. Raises `LabBroken`."""
+    ip("-n", claimed.name(host), "link", "set", DEVICE, "gso_max_size", str(burst_bytes(uplink_mbit)))
+
+
+def burst_bytes(uplink_mbit: float) -> int:
+    """How much the kernel may hand over as one packet."""
+    low, high = _BURST_BYTES
+    return int(min(high, max(low, uplink_mbit * 1e6 / 8 * _BURST_SECONDS)))
+
+
+def inhabitants(namespaces: Iterable[Path]) -> set[int]:
+    """Processes that live in any of them."""
+    inodes = set()
+    for path in namespaces:
+        with suppress(OSError):
+            inodes.add(path.stat().st_ino)
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and (entry / "ns/net").stat().st_ino in inodes:
+                found.add(int(entry.name))
+    return found
+
+
+def ip(*arguments: str, stdin: str = "") -> str:
+    """Run iproute2's `ip`; returns what it prints. Raises `LabBroken` with its words."""
+    program = _ip_program()
+    if program is None:
+        raise LabBroken("the program `ip` is not installed any more")
+    try:
+        done = subprocess.run(
+            [program, *arguments], input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT.total_seconds()
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LabBroken(f"`ip {' '.join(arguments)}` did not end") from error
+    if done.returncode:
+        raise LabBroken(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _ip_program() -> str | None:
+    return shutil.which("ip") or shutil.which("ip", path=_SYSTEM_PATH)
+
+
+def _lock_path(token: str) -> Path:
+    return LABS / f"{token}.lock"
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove(token: str) -> None:
+    paths = sorted(NAMESPACES.glob(f"atoll-{token}-*"))
+    _end(paths)
+    for path in paths:
+        with suppress(LabBroken):  # somebody removed it by hand
+            ip("netns", "delete", path.name)
+    memory.remove(token)
+    shutil.rmtree(LABS / token, ignore_errors=True)
+    _lock_path(token).unlink(missing_ok=True)
+
+
+def _end(namespaces: Sequence[Path]) -> None:
+    """Kill whoever still lives there; none of them is anybody's but ours."""
+    deadline = time.monotonic() + _ENDING.total_seconds()
+    while (left := inhabitants(namespaces)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)

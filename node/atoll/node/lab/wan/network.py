@@ -1,0 +1,232 @@
+"""A WAN on this machine: `async with wan_network(load_topology("home-4")) as network`.
+
+Every host is a network namespace with an address of its own; programs that are started in it see a network card and
+the others at the rates and distances of the topology. Files and local sockets are shared by all hosts. Needs root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from atoll.core.errors import DeadlineExceeded
+from atoll.node import processes
+from atoll.node.lab.wan import control, namespaces
+from atoll.node.lab.wan.errors import LabBroken
+from atoll.node.lab.wan.hub import Seat, enter_namespace
+from atoll.node.lab.wan.memory import MemoryLimit, limit_hosts
+from atoll.node.lab.wan.topology import Topology
+
+T = TypeVar("T")
+
+START_TIMEOUT = timedelta(seconds=20)
+STOP_GRACE = timedelta(seconds=5)
+# Each host has a net of its own, and one that looks public: libp2p takes private addresses for unreachable. Nothing
+# ever leaves the namespaces.
+_ADDRESS = "11.{}.0.1"
+_FIRST_NET = 10
+_ENTER = """
+import ctypes, os, resource, sys
+namespace, group, data_bytes = sys.argv[1:4]
+if group:
+    open(group, "w").write(str(os.getpid()))
+if int(data_bytes):
+    resource.setrlimit(resource.RLIMIT_DATA, (int(data_bytes), int(data_bytes)))
+kernel = ctypes.CDLL(None, use_errno=True)
+with open(namespace) as handle:
+    if kernel.setns(handle.fileno(), 0x40000000):
+        sys.exit(os.strerror(ctypes.get_errno()))
+os.execv(sys.argv[4], sys.argv[4:])
+"""
+
+
+@dataclass
+class WanNetwork:
+    """A running lab. Changes hold for packets from then on; every call raises `LabBroken` when the hub is gone."""
+
+    topology: Topology
+    addresses: Mapping[str, str]  # by host
+    memory: Mapping[str, MemoryLimit]
+    _claim: namespaces.Claim
+    _hub: asyncio.subprocess.Process
+    _control: control.HubControl
+    _children: list[asyncio.subprocess.Process] = field(default_factory=list)
+
+    # --- programs ------------------------------------------------------------------------------------
+
+    def address(self, host: str) -> str:
+        """Raises `TopologyError` for an unknown host."""
+        return self.addresses[self.topology.host(host).name]
+
+    async def inside(self, host: str, function: Callable[[], T]) -> T:
+        """Call a function that opens sockets, in a thread that stands in the host. It must not start processes."""
+        path = self._claim.path(self.topology.host(host).name)
+
+        def enter() -> T:
+            enter_namespace(path)
+            return function()
+
+        # A thread of its own, that ends: one from a pool would stay in the namespace.
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            return await asyncio.get_running_loop().run_in_executor(threads, enter)
+
+    def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
+        """`command` (an absolute path and arguments) so wrapped that it runs in the host, under its memory limit.
+
+        The process keeps its number: the wrapping becomes the program. Raises `TopologyError` for an unknown host.
+        """
+        limit = self.memory[self.topology.host(host).name]
+        enter = [sys.executable, "-I", "-S", "-c", _ENTER, str(self._claim.path(host))]
+        return [*enter, limit.processes_file, str(limit.data_bytes), *map(str, command)]
+
+    async def exec(
+        self,
+        host: str,
+        command: Sequence[str | Path],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdin: processes.Output = asyncio.subprocess.DEVNULL,
+        stdout: processes.Output = None,
+        stderr: processes.Output = None,
+        cwd: Path | None = None,
+    ) -> asyncio.subprocess.Process:
+        """Start a program in a host; it ends with the lab at the latest."""
+        child = await processes.start(
+            self.command(host, command),
+            environment=os.environ if environment is None else environment,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+        )
+        self._children = [*(it for it in self._children if it.returncode is None), child]
+        return child
+
+    # --- trouble -------------------------------------------------------------------------------------
+
+    def set_host(self, host: str, **values: float) -> None:
+        """Change a host's `uplink_mbit`, `downlink_mbit`, `queue_ms`, `jitter_ms` or `loss`. Raises `TopologyError`."""
+        self._ask(control.SetHost(host, values))
+        if "uplink_mbit" in values:
+            namespaces.set_burst(self._claim, host, values["uplink_mbit"])
+
+    def set_route(self, one: str, other: str, **values: float) -> None:
+        """Change `rtt_ms`, `jitter_ms` or `loss` between two hosts. Raises `TopologyError`."""
+        self._ask(control.SetRoute(one, other, values))
+
+    def cut(self, host: str) -> None:
+        """Pull the plug: nothing reaches or leaves the host, nor does what is on its way."""
+        self._ask(control.Cut(host))
+
+    def restore(self, host: str) -> None:
+        """Put the plug back."""
+        self._ask(control.Restore(host))
+
+    def partition(self, *groups: Sequence[str]) -> None:
+        """Only hosts of one group reach each other; those that are named nowhere are one more group."""
+        self._ask(control.Partition([list(group) for group in groups]))
+
+    def heal(self) -> None:
+        """All groups are one again."""
+        self._ask(control.Heal())
+
+    def counters(self) -> control.HubCounters:
+        """What hosts and pairs sent, received and lost so far."""
+        self.check()
+        return self._control.counters()
+
+    def check(self) -> None:
+        """Raise `LabBroken` with the hub's last words if it ended."""
+        if self._hub.returncode is not None:
+            raise LabBroken(f"the hub ended with {self._hub.returncode}: {_last_words(self._claim.directory)}")
+
+    def _ask(self, request: control.Request) -> None:
+        self.check()
+        self._control.ask(request)
+
+    async def _close(self) -> None:
+        self._control.close()
+        await asyncio.gather(*(processes.stop(child, STOP_GRACE) for child in self._children))
+
+
+@asynccontextmanager
+async def wan_network(topology: Topology, *, seed: int = 0) -> AsyncIterator[WanNetwork]:
+    """Build the network, and remove it whatever happens; first what killed labs left behind.
+
+    `seed` is that of losses and jitter. Raises `LabUnavailable`, `LabBroken`.
+    """
+    await asyncio.to_thread(namespaces.sweep)
+    claim = namespaces.claim()
+    hub: asyncio.subprocess.Process | None = None
+    try:
+        addresses = {host.name: _ADDRESS.format(_FIRST_NET + i) for i, host in enumerate(topology.hosts)}
+        await asyncio.to_thread(namespaces.add, claim, topology.hosts)
+        hub = await _start_hub(topology, claim, addresses, seed)
+        for host in topology.hosts:
+            await asyncio.to_thread(namespaces.configure, claim, host, addresses[host.name], topology.congestion)
+        memory = limit_hosts(claim.token, {host.name: host.memory_mib for host in topology.hosts})
+        network = WanNetwork(
+            topology, addresses, memory, claim, hub, control.HubControl(_control_path(claim.directory))
+        )
+        try:
+            yield network
+        finally:
+            await network._close()
+    finally:
+        try:
+            if hub is not None:
+                await processes.stop(hub, STOP_GRACE)
+        finally:
+            await asyncio.shield(asyncio.to_thread(claim.release))
+
+
+async def _start_hub(
+    topology: Topology, claim: namespaces.Claim, addresses: Mapping[str, str], seed: int
+) -> asyncio.subprocess.Process:
+    seats = [asdict(Seat(name, str(claim.path(name)), address)) for name, address in addresses.items()]
+    document = {"name": topology.name, "topology": topology.to_document(), "seats": seats, "seed": seed}
+    document["control"] = str(_control_path(claim.directory))
+    with (claim.directory / "hub.log").open("wb") as log:
+        hub = await processes.start(
+            [sys.executable, "-m", "atoll.node.lab.wan.hub"],
+            environment=os.environ,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+        )
+    assert hub.stdin is not None
+    assert hub.stdout is not None
+    try:
+        hub.stdin.write(json.dumps(document).encode() + b"\n")
+        async with asyncio.timeout(START_TIMEOUT.total_seconds()):
+            with suppress(ConnectionError):  # then it says why in its log
+                await hub.stdin.drain()
+            ready = await hub.stdout.readline()
+    except TimeoutError as error:
+        await processes.stop(hub, STOP_GRACE)
+        raise DeadlineExceeded(f"the hub did not start within {START_TIMEOUT.total_seconds():.0f} s") from error
+    except BaseException:
+        await processes.stop(hub, STOP_GRACE)
+        raise
+    if not ready:
+        await processes.stop(hub, STOP_GRACE)
+        raise LabBroken(f"the hub did not start: {_last_words(claim.directory)}")
+    return hub
+
+
+def _control_path(directory: Path) -> Path:
+    return directory / "control.sock"
+
+
+def _last_words(directory: Path) -> str:
+    lines = (directory / "hub.log").read_text(errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")

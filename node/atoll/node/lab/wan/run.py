@@ -1,0 +1,254 @@
+"""A whole swarm in the WAN lab: the shipped programs, each in a host of the topology, until the run is finished.
+
+A host's `speed` becomes the pace of its node: what a full-speed host does in `step_seconds` takes another one longer.
+How much of the time a node computed, and did not wait for the network, is its utilisation: steps by pace, over the time
+that it trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.lab.corpus import write_python_corpus
+from atoll.node.lab.demo import READY_TIMEOUT, DemoView, spec_toml
+from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.lab.wan.network import WanNetwork, wan_network
+from atoll.node.lab.wan.topology import COORDINATOR, SEED, Host, Topology
+
+_LEAST_STEP_SECONDS = 0.2
+_STEP_CORE_SECONDS = 0.1  # of a node's full pace, so that a machine with so many cores is not the limit
+_PAGE_TIMEOUT = timedelta(seconds=2)
+_INNER_STEPS = 20
+
+Show = Callable[[DemoView], None]
+
+
+@dataclass(frozen=True)
+class LabRunOptions:
+    """What a person may choose."""
+
+    topology: Topology
+    spec: str | None  # TOML; None: the demo's model and text
+    tokens: int  # of the demo's run
+    codec: str  # of the demo's run
+    step_seconds: float  # at full speed; 0: as this machine can
+    timeout: timedelta
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """What one node did. Megabytes are of its link, everything included."""
+
+    name: str
+    speed: float
+    steps: int
+    rounds_committed: int
+    utilisation: float
+    sent_megabytes: float
+    received_megabytes: float
+    segments_dropped: int
+
+
+@dataclass(frozen=True)
+class LabRunResult:
+    """The facts at the end."""
+
+    topology: str
+    run: str
+    tokens: int
+    seconds: float  # from the first step to the last
+    tokens_per_second: float
+    utilisation: float  # mean over hosts
+    rounds_opened: int
+    rounds_committed: int
+    val_loss_first: float
+    val_loss_last: float
+    anchors_equal: bool
+    hosts: tuple[HostResult, ...]
+    seed_megabytes: float  # that the seed sent: introductions, and what it relayed
+    hub_cpu_share: float  # of one core
+    hub_late: int  # times that the machine was too busy to carry a packet within 2 ms of its time
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+@dataclass
+class _Seen:
+    """When a node was first seen to train, and when it was last."""
+
+    first: float = 0.0
+    first_steps: int = 0
+    last: float = 0.0
+    status: dict[str, Any] = field(default_factory=dict)
+
+    def look(self, status: dict[str, Any] | None, now: float) -> None:
+        self.status = status or (self.status and {**self.status, "state": "down"})
+        if status is None or not status["steps"]:
+            return
+        if not self.first:
+            self.first, self.first_steps = now, status["steps"]
+        if status["state"] != "finished" or not self.last:
+            self.last = now
+
+    def utilisation(self, pace: float) -> float:
+        seconds = self.last - self.first
+        steps = self.status.get("steps", 0) - self.first_steps
+        return min(1.0, steps * pace / seconds) if seconds > 0 else 0.0
+
+
+async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResult:
+    """Build the network, run the swarm below `root`, remove both. Raises `ChildDied`, `DeadlineExceeded`, `Lab…`."""
+    hosts = options.topology.trainers
+    view = DemoView(title=f"atoll lab run {options.topology.name}", started=time.monotonic())
+    view.phase = "building the network"
+    show(view)
+    async with wan_network(options.topology) as network:
+        swarm = LocalSwarm(root, network)
+        try:
+            pace = options.step_seconds or _own_step_seconds(hosts)
+            spec = options.spec or _demo_spec(options, root)
+            await _start(swarm, options.topology, spec, pace, view, show)
+            seen = await _watch(swarm, network, options, view, show)
+            return await _collect(swarm, network, seen, pace, view)
+        finally:
+            await swarm.close()
+
+
+async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, view: DemoView, show: Show) -> None:
+    run = parse_run_spec(spec).run
+    view.stop_tokens = run.stop_tokens
+    view.page = (await swarm.start_coordinator())["http"]
+    await swarm.create_run(spec)
+    view.phase = "starting the seed"
+    show(view)
+    await swarm.start_member(SEED, "seed")
+    await swarm.until(lambda: swarm.in_state(SEED, "ready"), "the seed did not become ready", READY_TIMEOUT)
+    view.phase = "starting the nodes (each loads torch and the corpus)"
+    show(view)
+    for host in topology.trainers:
+        flags = ("--cpu-threads", "1", "--minimum-step-seconds", f"{pace / host.speed:g}")
+        await swarm.start_member(host.name, "node", *flags)
+
+
+async def _watch(
+    swarm: LocalSwarm, network: WanNetwork, options: LabRunOptions, view: DemoView, show: Show
+) -> dict[str, _Seen]:
+    """Show what happens until every node has finished."""
+    seen = {host.name: _Seen() for host in options.topology.trainers}
+
+    def finished() -> bool:
+        return all(node.status.get("state") == "finished" for node in seen.values())
+
+    deadline = time.monotonic() + options.timeout.total_seconds()
+    while not finished():
+        swarm.check()
+        network.check()
+        if time.monotonic() > deadline:
+            await swarm.until(finished, "the run did not finish", timedelta(0))
+        for name, node in seen.items():
+            node.look(await asyncio.to_thread(swarm.status, name), time.monotonic())
+            view.nodes[name] = node.status
+        await _look_at_run(network, view)
+        if any(node.status.get("state") == "training" for node in seen.values()):
+            view.phase = "training"
+        show(view)
+        await asyncio.sleep(1.0)
+    return seen
+
+
+async def _look_at_run(network: WanNetwork, view: DemoView) -> None:
+    """The coordinator's page listens inside its host only."""
+
+    def read() -> dict[str, Any]:
+        url = view.page + "api/status"
+        with urllib.request.urlopen(url, timeout=_PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
+            page: dict[str, Any] = json.load(answer)
+            return page
+
+    try:
+        page = await network.inside(COORDINATOR, read)
+    except OSError:
+        return  # a page that does not answer this time is no reason to stop
+    for run in page["runs"]:
+        view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
+        view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
+
+
+async def _collect(
+    swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _Seen], pace: float, view: DemoView
+) -> LabRunResult:
+    counters = network.counters()
+    name = next(iter(seen.values())).status["run"]
+    run = json.loads(await swarm.ctl("run", "show", name, "--output", "json"))["run"]
+    losses = [item["loss"] for item in sorted(run["evaluations"], key=lambda item: item["round"])]
+    anchors = [await asyncio.to_thread(_sha256, Path(node.status["anchor"])) for node in seen.values()]
+    hosts = []
+    for host, node in ((network.topology.host(name), node) for name, node in seen.items()):
+        link = counters.hosts[host.name]
+        hosts.append(
+            HostResult(
+                name=host.name,
+                speed=host.speed,
+                steps=node.status["steps"],
+                rounds_committed=node.status["rounds_committed"],
+                utilisation=round(node.utilisation(max(pace / host.speed, node.status["step_seconds"])), 3),
+                sent_megabytes=round(link.sent_bytes / 1e6, 1),
+                received_megabytes=round(link.received_bytes / 1e6, 1),
+                segments_dropped=sum(link.dropped_segments.values()),
+            )
+        )
+    trained = [node for node in seen.values() if node.first]
+    seconds = max((node.last for node in trained), default=0) - min((node.first for node in trained), default=0)
+    return LabRunResult(
+        topology=network.topology.name,
+        run=name,
+        tokens=run["committed_tokens"],
+        seconds=round(seconds, 1),
+        tokens_per_second=round(run["committed_tokens"] / max(seconds, 1e-9), 1),
+        utilisation=round(sum(host.utilisation for host in hosts) / len(hosts), 3),
+        rounds_opened=run["rounds_opened"],
+        rounds_committed=run["rounds_committed"],
+        val_loss_first=losses[0] if losses else 0.0,
+        val_loss_last=losses[-1] if losses else 0.0,
+        anchors_equal=len(set(anchors)) == 1,
+        hosts=tuple(hosts),
+        seed_megabytes=round(counters.hosts[SEED].sent_bytes / 1e6, 1),
+        hub_cpu_share=round(counters.cpu_seconds / counters.seconds, 3),
+        hub_late=counters.late,
+    )
+
+
+def _own_step_seconds(hosts: tuple[Host, ...]) -> float:
+    return max(_LEAST_STEP_SECONDS, _STEP_CORE_SECONDS * len(hosts) / (os.cpu_count() or 1))
+
+
+def _demo_spec(options: LabRunOptions, root: Path) -> str:
+    corpus = root / "corpus.txt"
+    write_python_corpus(corpus)
+    hosts = options.topology.trainers
+    return spec_toml(
+        seed=0,
+        nodes=len(hosts),
+        tokens=options.tokens,
+        corpus=corpus,
+        codec=options.codec,
+        slowdowns=[1 / host.speed for host in hosts],
+        inner_steps=_INNER_STEPS,
+    )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

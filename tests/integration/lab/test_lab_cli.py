@@ -1,0 +1,67 @@
+"""`atoll lab` as a person meets it, root or not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.wan import needs_wan
+
+ATOLL = str(Path(sys.executable).parent / "atoll")
+NOT_ROOT = "import os; os.geteuid = lambda: 1000; from atoll.node.cli.main import main; main()"
+TINY = """
+[defaults]
+uplink_mbit = 20
+downlink_mbit = 30
+[public]
+region = "here"
+[[host]]
+name = "ann"
+region = "here"
+nat = true
+[[route]]
+between = ["here", "here"]
+rtt_ms = 20
+"""
+
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_list_is_for_people_and_programs():
+    text, document = run(ATOLL, "lab", "list"), json.loads(run(ATOLL, "lab", "list", "-o", "json").stdout)
+    names = [it["name"] for it in document["topologies"]]
+    assert names == [line.split()[0] for line in text.stdout.splitlines()]
+    assert document["version"] == 1
+    assert {"name": "nat-1", "nat": True}.items() <= document["topologies"][names.index("nat-4")]["host"][1].items()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ([ATOLL, "lab", "check", "nowhere"], ["cannot read the topology nowhere", "home-4"]),
+        ([sys.executable, "-c", NOT_ROOT, "lab", "check"], ["takes root", "run it as root"]),
+    ],
+)
+def test_what_cannot_be_checked_is_one_sentence_and_what_to_do(command, words):
+    done = run(*command)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "Traceback" not in done.stderr
+    assert [word for word in words if word not in done.stderr] == []
+
+
+@needs_wan[0]
+@needs_wan[1]
+def test_the_rows_of_a_check_are_for_programs_too(tmp_path):
+    (tmp_path / "tiny.toml").write_text(TINY)
+    done = run(ATOLL, "lab", "check", str(tmp_path / "tiny.toml"), "--seconds", "1", "-o", "json")
+    result = json.loads(done.stdout)["lab_check"]
+    assert done.returncode == (0 if result["ok"] else 1)
+    assert (result["topology"], result["congestion"]) == ("tiny", "cubic")
+    rows = {(row["quantity"], row["host"]): row for row in result["measurements"]}
+    assert rows["uplink_mbit", "ann"]["set"] == 20
+    assert 15 < rows["uplink_mbit", "ann"]["measured"] < 20.5
+    assert 23 < rows["downlink_mbit", "ann"]["measured"] < 31
+    assert rows["inbound_calls", "ann"]["ok"]

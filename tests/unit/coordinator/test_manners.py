@@ -1,0 +1,388 @@
+"""What one member can make the coordinator do and keep: little, whatever it sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
+
+from atoll.coordinator.state import checkpoints, lifecycle, reports, snapshot, votes
+from atoll.coordinator.state.allowance import REFUSED, STORED, Allowance, Rate
+from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.records import Event, PlanRow, Round, Waiting
+from atoll.core import manifest as manifests
+from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
+from atoll.core.identity import Identity
+from atoll.core.round_id import RoundId
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+ALL = ("ann", "bob", "cid", "dan", "eve")
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.train(*ALL, stop_tokens=5_000_000)
+    return made
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The public keys of all signatures that are looked at."""
+    keys: list[bytes] = []
+    real = manifests.verify
+
+    def counted(context: str, payload: bytes, signature: bytes, public_key: bytes) -> None:
+        keys.append(public_key)
+        real(context, payload, signature, public_key)
+
+    monkeypatch.setattr(manifests, "verify", counted)
+    return keys
+
+
+def own_attempts(world: World, name: str, number: int = 1) -> list[mb.RoundReport]:
+    """Abandoned attempts at a round that were this node's to open."""
+    told = (abandoned_report(number, attempt=attempt) for attempt in range(5000))
+    return [report for report in told if world.opener_of(report) == name]
+
+
+def stored(world: World) -> MemoryStore:
+    store = MemoryStore()
+    store.apply(world.records)
+    return store
+
+
+# --- signatures ----------------------------------------------------------------------------------------
+
+
+def test_one_signature_many_times_is_refused_unread(world: World, verified: list[bytes]) -> None:
+    eve = world.identities["eve"]
+    reports = []
+    for number in range(2, 12):
+        report = round_report(number, b"x" * 32, [eve])
+        report.manifest.signatures.extend([report.manifest.signatures[0]] * 4000)
+        reports.append(report)
+    world.say("eve", rounds=reports)
+    assert world.kinds()[-1] == "round.rejected"
+    assert verified == []
+    report = round_report(2, b"x" * 32, [eve])
+    report.manifest.signatures.append(report.manifest.signatures[0])
+    world.say("eve", rounds=[report])
+    assert verified == []
+
+
+def test_signatures_of_strangers_are_refused_unread(world: World, verified: list[bytes]) -> None:
+    signers = [world.identities["eve"], Identity.generate()]
+    world.say("eve", rounds=[round_report(2, b"x" * 32, [world.identities["eve"]], signers=signers)])
+    assert world.kinds()[-1] == "round.rejected"
+    assert verified == []
+
+
+def test_what_cannot_be_is_refused_before_a_signature_is_read(world: World, verified: list[bytes]) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    for report in (
+        round_report(2, b"x" * 32, everyone, committed_before=10**12),
+        round_report(1, b"x" * 32, everyone),
+        round_report(2, b"x" * 32, everyone, layers=2),
+        round_report(1, hash_of(genesis_report(everyone[0])), everyone[:1]),  # too few votes
+    ):
+        world.say("eve", rounds=[report])
+        assert world.kinds()[-1] == "round.rejected"
+    assert verified == []
+
+
+def test_who_was_refused_too_often_is_not_listened_to_for_a_while(world: World, verified: list[bytes]) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    genesis = world.state.memory[RUN].committed[0].manifest_hash
+    true = round_report(1, genesis, everyone)
+    forged = round_report(1, genesis, everyone)
+    for signature in forged.manifest.signatures:
+        signature.signature = b"\0" * 64
+    for _ in range(4):
+        world.say("eve", rounds=[forged] * 100)
+    assert len(verified) == REFUSED.burst
+    world.say("eve", rounds=[true])
+    assert world.run.head_round == 0
+    world.say("ann", rounds=[true])  # nobody else suffers
+    assert world.run.head_round == 1
+
+
+def test_what_hangs_on_a_manifest_is_not_kept(world: World) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    report = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
+    report.manifest.signatures[0].payload = b"z" * 100_000
+    report.manifest.MergeFromString(b"\xa2\x06\x05hello")  # field 100, which nobody knows
+    world.say("eve", rounds=[report])
+    (row,) = [record for record in world.records if isinstance(record, Round)]
+    kept = manifest_pb2.CommittedManifest.FromString(row.manifest)
+    assert len(row.manifest) < 3000
+    assert kept == round_report_kept(kept)
+
+
+def round_report_kept(kept: manifest_pb2.CommittedManifest) -> manifest_pb2.CommittedManifest:
+    copy = manifest_pb2.CommittedManifest()
+    copy.CopyFrom(kept)
+    copy.DiscardUnknownFields()
+    return copy
+
+
+def test_what_hangs_on_a_layer_table_is_not_kept() -> None:
+    world = World()
+    world.create_run(min_nodes=1)
+    world.join("ann")
+    world.wait(0.4)
+    report = genesis_report(world.identities["ann"])
+    report.layers.layers[0].MergeFromString(b"\xa2\x06\x05hello")
+    world.say("ann", mb.NODE_STATE_READY, genesis=report)
+    assert world.run.state == "TRAINING"
+    assert b"hello" not in world.run.layers
+
+
+# --- rows and events -------------------------------------------------------------------------------------
+
+
+def test_only_its_opener_tells_of_an_abandoned_attempt(world: World) -> None:
+    report = abandoned_report(1)
+    other = next(name for name in ALL if name != world.opener_of(report))
+    world.say(other, rounds=[report])
+    assert world.kinds()[-1] == "round.rejected"
+    world.say(world.opener_of(report), rounds=[report])
+    assert world.kinds()[-1] == "round.abandoned"
+
+
+def test_an_attempt_that_committed_is_not_abandoned_afterwards(world: World) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    report = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
+    world.say("ann", rounds=[report])
+    world.say(world.opener_of(report), rounds=[abandoned_report(1)])
+    (row,) = stored(world).load().rounds
+    assert row.committed
+
+
+def test_attempts_of_a_round_long_over_are_not_kept(world: World) -> None:
+    world.state = replace(world.state, runs={RUN: replace(world.run, head_round=1000)})
+    commits = world.state.memory[RUN].committed
+    memory = replace(world.state.memory[RUN], committed={**commits, 1000: snapshot.Commit(b"h" * 32)})
+    world.state = replace(world.state, memory={RUN: memory})
+    for number, kind in ((700, "round.rejected"), (900, "round.abandoned"), (1001, "round.abandoned")):
+        report = abandoned_report(number)
+        world.say(world.opener_of(report), rounds=[report])
+        assert world.kinds()[-1] == kind
+
+
+def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None:
+    before = len(world.records)
+    told = own_attempts(world, "eve")
+    for start in range(0, 750, 250):
+        world.say("eve", rounds=told[start : start + 250])
+    losses = [mb.EvaluationReport(round=9, loss=1.0)] * 256
+    for _ in range(4):
+        world.say("eve", rounds=[abandoned_report(9)] * 256, evaluations=losses)
+    kinds = Counter(type(record) for record in world.records[before:])
+    assert kinds[Round] == STORED.burst - 1  # one was its connecting
+    assert kinds[Event] == STORED.burst - 1 + REFUSED.burst
+    world.wait(15)
+    (line,) = [row for row in world.records if isinstance(row, Event) and row.kind == "reports.dropped"]
+    assert "2511 reports of eve were dropped" in line.message
+    world.hang_up("eve")
+    world.connect("eve")  # changes nothing
+    world.say("eve", rounds=own_attempts(world, "eve")[750:])
+    assert Counter(type(record) for record in world.records[before:])[Round] <= STORED.burst + 20
+    world.say(world.opener_of(abandoned_report(2)), rounds=[abandoned_report(2)])
+    report = next(report for report in own_attempts(world, "ann"))
+    world.say("ann", rounds=[report])
+    assert world.kinds()[-1] == "round.abandoned"
+
+
+def test_who_only_hangs_up_and_calls_again_is_not_told_for_ever(world: World) -> None:
+    before = world.kinds().count("node.connected")
+    for _ in range(2 * int(STORED.burst)):
+        world.connect("eve")
+    assert world.kinds().count("node.connected") - before < STORED.burst
+
+
+@pytest.mark.parametrize("spoil", ["payload", "tie-break", "other-key"])
+def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
+    report = round_report(7, b"x" * 32, [world.identities["eve"]])
+    if spoil == "payload":
+        text = report.manifest.payload + b"\xa2\x06\x80\x80\x80\x01" + bytes(2 << 20)  # an unknown field of 2 MiB
+        report.manifest.CopyFrom(commit(text, [world.identities["eve"]]))
+    else:
+        key = world.operator.public_key if spoil == "tie-break" else b"k" * 32
+        report.manifest.tie_break.public_key = key
+        report.manifest.tie_break.signature = b"z" * (64 if spoil == "other-key" else 100_000)
+    world.say("eve", rounds=[report])
+    assert world.kinds()[-1] == "round.rejected"
+    assert world.state.memory[RUN].waiting == {}
+
+
+def test_large_rows_cost_more(world: World) -> None:
+    eve = world.identities["eve"]
+    for number in range(2, 30):
+        text = round_report(number, b"x" * 32, [eve]).manifest.payload + b"\xa2\x06\x80\x80\x40" + bytes(1 << 20)
+        report = round_report(number, b"x" * 32, [eve])
+        report.manifest.CopyFrom(commit(text, [eve]))
+        world.say("eve", rounds=[report])
+    waiting = world.state.memory[RUN].waiting
+    assert sum(len(row.report) for row in waiting.values()) <= reports.MAX_WAITING_BYTES
+    assert len([row for row in world.records if isinstance(row, Waiting)]) < STORED.burst / 16
+
+
+def test_an_allowance_comes_back_with_time() -> None:
+    rate = Rate(3, 0.5)
+    left = Allowance().spend(rate, 100.0, 3)
+    assert left is not None
+    assert left.spend(rate, 101.0) is None
+    again = left.spend(rate, 102.0)
+    assert again is not None
+    assert again.spend(rate, 102.0) is None
+    assert again.spend(rate, 1000.0, 3) is not None
+    assert again.spend(rate, 1000.0, 3.5) is None
+
+
+def test_old_events_and_attempts_go_and_are_still_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "KEPT_EVENTS", 30)
+    monkeypatch.setattr(snapshot, "KEPT_ATTEMPTS", 10)
+    world.say("eve", rounds=own_attempts(world, "eve")[:60])
+    store = stored(world)
+    assert len(store.load().rounds) == 10
+    newest = store.load().last_event_id
+    assert [row.event_id for row in store.events(0, 1000)][-30:] == list(range(newest - 29, newest + 1))
+    assert newest == world.state.last_event_id
+    assert world.run.rounds_opened == 60
+    world.restart()
+    assert (world.run.rounds_opened, len(world.state.memory[RUN].abandoned)) == (60, 10)
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def flap(world: World, times: int) -> None:
+    for turn in range(times):
+        world.say("eve", mb.NODE_STATE_READY if turn % 2 else mb.NODE_STATE_PAUSED)
+        world.wait(1.4)
+
+
+def test_a_node_that_comes_and_goes_makes_few_plans(world: World) -> None:
+    before = len(world.plans)
+    flap(world, 100)  # 140 seconds
+    assert len(world.plans) - before <= 2 * (len(lifecycle.REJOIN_SECONDS) - 1 + 140 // 30)
+    world.say("eve", mb.NODE_STATE_READY)
+    world.wait(35)
+    assert "eve" in world.members()  # it is let in again
+    world.wait(lifecycle.JOINS_FORGOTTEN_SECONDS)
+    for _ in range(2):  # and its past is forgotten
+        world.say("eve", mb.NODE_STATE_PAUSED)
+        world.wait(2)
+        world.say("eve", mb.NODE_STATE_READY)
+        world.wait(2)
+        assert "eve" in world.members()
+
+
+def test_old_plans_go_but_not_those_that_set_a_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "KEPT_PLANS", 3)
+    for _ in range(6):
+        flap(world, 2)
+        world.wait(35)
+    assert sorted(world.state.memory[RUN].caps) == [plan.version for plan in world.plans[-3:]]
+    store = MemoryStore()
+    store.apply([PlanRow(RUN, plan.version, b"", 0) for plan in world.plans[:-3]])
+    store.apply([record for record in world.records if getattr(record, "record", None) is PlanRow])
+    assert [row.version for row in store.load().plans] == [1]
+
+
+# --- attempts --------------------------------------------------------------------------------------------
+
+
+def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
+    members = world.state.memory[RUN].caps[1]
+    dan, ann = (world.identities[name].peer_id for name in ("dan", "ann"))
+
+    def next_of(peer: str, attempt: int) -> RoundId:
+        tries = (RoundId(RUN, 1, 0, 1, count) for count in range(attempt, attempt + 9))
+        return next(item for item in tries if item.opener(members) == peer)
+
+    def ask(peer: str, round_id: RoundId) -> bool:
+        try:
+            answer = world.take(votes.answer(world.state, world.now, peer, round_id, b""))
+        except InvalidRequest:
+            return False
+        assert isinstance(answer, votes.Answer)
+        return answer.granted
+
+    top = 0
+    for _ in range(60):  # a minute of asking for as much as it gets
+        jump = votes.MAX_ATTEMPT
+        while jump > 0:
+            wanted = next_of(dan, top + jump)
+            if ask(dan, wanted):
+                top = wanted.attempt
+            else:
+                jump //= 2
+        world.wait(1)
+    assert top < votes.MAX_FIRST_ATTEMPT + 1000 + 200
+    assert ask(ann, next_of(ann, top + 1))  # the others go on from there
+    assert ask(ann, next_of(ann, top + 500))
+
+
+def test_who_could_not_ask_for_long_may_come_late(world: World) -> None:
+    eve = world.identities["eve"].peer_id
+    members = world.state.memory[RUN].caps[1]
+    tries = (RoundId(RUN, 1, 0, 1, count) for count in range(votes.MAX_FIRST_ATTEMPT + 10, 10**6))
+    far = next(item for item in tries if item.opener(members) == eve)
+    with pytest.raises(InvalidRequest, match="too far"):
+        votes.answer(world.state, world.now, eve, far, b"")
+    world.wait(20)
+    assert votes.answer(world.state, world.now, eve, far, b"").result.granted
+
+
+# --- lists -----------------------------------------------------------------------------------------------
+
+
+def test_of_many_checkpoints_and_addresses_some_are_kept_and_the_stream_goes_on(world: World) -> None:
+    eve = world.identities["eve"].peer_id
+    told = [mb.CheckpointInfo(round=number, manifest_hash=b"h" * 32) for number in range(1, 101)]
+    addresses = [f"/ip4/10.0.0.{number}/tcp/1" for number in range(100)]
+    world.say("eve", checkpoints_changed=True, checkpoints=told, multiaddrs=addresses)
+    assert [item.round for item in world.state.checkpoints[eve]] == list(range(100, 36, -1))
+    assert world.state.nodes[eve].multiaddrs == tuple(addresses[:64])
+
+
+def test_only_what_is_known_to_have_committed_is_pulled(world: World) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    ann, eve = (world.identities[name].peer_id for name in ("ann", "eve"))
+    true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
+    forged = round_report(10**6, b"x" * 32, everyone[:1], signers=[])
+    world.say("ann", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
+    world.say("eve", checkpoints_changed=True, checkpoints=[info(forged)])
+    mine = checkpoints.choose(world.state, RUN, 0, "")
+    assert (mine.peer_id, mine.round) == (ann, 1)
+    checkpoints.check_manifest(world.state, mine, true.manifest)
+    with pytest.raises(NotFound, match="not known to have committed") as refusal:
+        checkpoints.choose(world.state, RUN, 0, "eve")
+    assert "--unverified" in refusal.value.remedy
+    theirs = checkpoints.choose(world.state, RUN, 0, "", unverified=True)
+    assert theirs.peer_id == eve
+    checkpoints.check_manifest(world.state, theirs, forged.manifest, unverified=True)
+    with pytest.raises(PeerMisbehaved):
+        checkpoints.check_manifest(world.state, theirs, forged.manifest)
+    with pytest.raises(PeerMisbehaved):  # not what it said it holds
+        checkpoints.check_manifest(world.state, theirs, true.manifest, unverified=True)
+
+
+@pytest.mark.parametrize("votes_left", [0, 2])
+def test_a_true_manifest_without_its_votes_is_not_passed_on(world: World, votes_left: int) -> None:
+    everyone = [world.identities[name] for name in ALL]
+    true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
+    world.say("eve", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
+    wanted = checkpoints.choose(world.state, RUN, 0, "")
+    del true.manifest.signatures[votes_left:]
+    with pytest.raises(SignatureInvalid):
+        checkpoints.check_manifest(world.state, wanted, true.manifest)
+
+
+def info(report: mb.RoundReport) -> mb.CheckpointInfo:
+    return mb.CheckpointInfo(round=report.round.number, manifest_hash=hash_of(report), bytes=1)
