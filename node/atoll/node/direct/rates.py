@@ -2,10 +2,10 @@
 
 Unpaced senders that share a link fill its queue, lose packets together and reach half of it; paced a little below the
 link, 0.93 (measured). So the shell cuts time into windows of a few round trips and tells what the other sides
-acknowledged in each. A window counts while somebody had more to send than went out. The estimate is the best of the
-last windows: at first nobody is paced until it stops growing, then senders share a little less than it, and now and
-then one window asks for more, in growing steps as long as more comes. What was seen is forgotten after two such turns,
-so that the estimate follows the link both ways.
+acknowledged in each. A window counts while somebody had more to send than went out. The estimate is the mean of the
+best three of the last windows. At first nobody is paced until it stops growing; then senders share a little less than
+it, and now and then one window asks for more, in growing steps as long as more comes. What was seen is forgotten after
+two such turns, so that the estimate follows the link both ways.
 
 A connection that gets through far less than it was given is held up elsewhere (its path, its receiver): it keeps a
 little more than it uses, and the others have the rest.
@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 CRUISE = 0.95  # of the estimate
-PROBES = (1.1, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
+PROBES = (1.15, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
 CRUISE_WINDOWS = 7  # between two probes
 MEMORY_WINDOWS = 16
 START_WINDOWS = 3  # without growth end the start
-GROWTH = 1.02  # what counts as more in a probe
+BEST = 3  # windows whose mean is the estimate: the best alone is mostly noise
+GROWTH = 1.05  # what counts as more in a probe
 START_GROWTH = 1.1  # what counts as more at the start
 HELD_UP = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
 USED_UP = 0.9  # of its limit: whatever held it up does so no more
@@ -53,7 +54,8 @@ class Uplink:
     @property
     def rate(self) -> float:
         """Bytes per second; infinite while nothing is known."""
-        return max(self.recent) if self.started else math.inf
+        best = sorted(self.recent)[-BEST:]
+        return sum(best) / len(best) if self.started else math.inf
 
     @property
     def budget(self) -> float:

@@ -158,15 +158,10 @@ class Connection:
         self.writer = writer
         self.guard = guard  # raises when the peer is no member any more
         self.traffic = traffic
+        self.sock: tcp.Options = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
         self._control = _TlsStream(
             peer_id, PROTOCOL, reader, writer, guard=guard, traffic=traffic, max_frame_bytes=MAX_BEGIN_BYTES
         )
-
-    @property
-    def sock(self) -> tcp.Options:
-        """For the kernel's figures and for pacing."""
-        found: tcp.Options = self.writer.get_extra_info("socket")
-        return found
 
     @property
     def is_open(self) -> bool:

@@ -1,13 +1,12 @@
 """A conversation over one socket: frames with a cap, a checksum and deadlines.
 
 Here the socket is p2pd's unix socket, one per stream; `direct/stream.py` has several conversations, one after another,
-on a TLS connection. A frame costs one read for its prefix and one for the rest;
-nothing is allocated before the announced length passed the cap. When `receive` gives up at its deadline, what
-arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel has all of it: the
-body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none moved for
-half a minute. The owner's limits on traffic hold here: large frames go out in pieces, and come in one at a time, as
-`traffic.py` allows, and none with a body once the month is spent (`Busy`). A send that is given up in the middle of a
-frame ends the stream.
+on a TLS connection. A frame costs one read for its prefix and one for the rest; nothing is allocated before the
+announced length passed the cap. When `receive` gives up at its deadline, what arrived so far is kept and the next
+`receive` goes on there. When `send` returns, the kernel, or TLS, has all of it: the body may be overwritten. A sender
+waits for a slow peer as long as bytes move and gives up when none moved for half a minute. The owner's limits on
+traffic hold here: large frames go out in pieces, and come in one at a time, as `traffic.py` allows, and none with a
+body once the month is spent (`Busy`). A send that is given up in the middle of a frame ends the stream.
 
 Streams are never half-closed: p2pd loses the reply then.
 """
