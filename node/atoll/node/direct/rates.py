@@ -66,7 +66,7 @@ class Uplink:
         """After one more window of `seconds`."""
         rate = sum(one.delivered for one in sent) / seconds
         if not any(one.backlogged for one in sent):  # what applications asked for is no measure, but a lower bound
-            return replace(self, recent=(*self.recent[:-1], rate)) if self.started and rate > self.rate else self
+            return self._at_least(rate) if self.started and rate > self.rate else self
         recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
         if not self.started:
             return replace(self, recent=recent, started=_settled(recent))
@@ -75,6 +75,11 @@ class Uplink:
             return Uplink(recent, True, probe=min(self.probe + 1, len(PROBES) - 1) if grew else None)
         due = self.cruised + 1 >= CRUISE_WINDOWS
         return Uplink(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
+
+    def _at_least(self, rate: float) -> Uplink:
+        """With `rate` in the place of the lowest window."""
+        lowest = min(range(len(self.recent)), key=lambda i: self.recent[i])
+        return replace(self, recent=(*self.recent[:lowest], rate, *self.recent[lowest + 1 :]))
 
 
 def _settled(recent: Sequence[float]) -> bool:
