@@ -67,7 +67,7 @@ async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], ope
     nothing about that manifest. Where nobody has the one before any more, a majority of its own present members must
     have voted for it.
     """
-    committed = {}
+    committed: dict[str, Head] = {}
     for head in _distinct(offers):
         offering = _offering(offers, head)
         if head.hash == plan.base.manifest_hash:
