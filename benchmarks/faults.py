@@ -263,7 +263,8 @@ async def main() -> None:
     parser.add_argument("--nodes", type=int, default=8)
     options = parser.parse_args()
     report = Report("faults")
-    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, NOTES):
+    notes = f"{options.minutes:g} minutes for each swarm of {options.nodes} nodes. {NOTES}"
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, notes):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
         peace: Outcome | None = None

@@ -21,10 +21,17 @@ class Disk:
     record: VoteRecord | None = BLANK  # None: it was lost
     known: Head = GENESIS
     checkpoint: Head = GENESIS
+    full: bool = False  # nothing new can be written
 
     def knows(self, head: Head) -> None:
         """`head` was seen committed."""
-        self.known = max(self.known, head, key=lambda item: item.round)
+        if not self.full:
+            self.known = max(self.known, head, key=lambda item: item.round)
+
+    def save(self, head: Head) -> None:
+        """A checkpoint of `head`."""
+        if not self.full:
+            self.checkpoint = head
 
 
 @dataclass(eq=False)

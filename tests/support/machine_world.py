@@ -92,6 +92,7 @@ class World(Agenda):
         if old.up:
             return
         kept = old.disk if disk else Disk(record=None)
+        kept.full = False  # a daemon does not start on a full disk
         # a machine at an older head than the checkpoint would not start: catch-up never goes back
         head = max([self.newest_reachable(peer), kept.checkpoint], key=lambda item: item.round)
         kept.knows(head)  # what is fetched is on disk first
@@ -99,6 +100,10 @@ class World(Agenda):
         node.incarnation, node.skew = old.incarnation, old.skew
         self.nodes[peer] = node
         self.at(TICK, self._tick, peer, node.incarnation)
+
+    def fill_disk(self, peer: str, *, full: bool = True) -> None:
+        """Nothing new can be written, until there is room again."""
+        self.nodes[peer].disk.full = full
 
     def leave(self, peer: str) -> None:
         """In order: after its next round it is gone."""
@@ -229,6 +234,9 @@ class World(Agenda):
                 self.reports.append(action)
 
     def _pledge(self, node: Node, record: rt.VoteRecord, to: str, message: dp.RoundMessage) -> None:
+        if node.disk.full:
+            self._later(0.002, node, self._take, rt.Unkept(message))
+            return
         self.ledger.pledge(node.peer, record)
         node.disk.record = record
         if self._crashes(node):
@@ -285,7 +293,7 @@ class World(Agenda):
         self.ledger.install(node.peer, head, self.plan)
         node.disk.knows(head)
         if self.rng.random() < self.checkpoint_probability:
-            node.disk.checkpoint = head
+            node.disk.save(head)
         if counted:
             node.spend()
         if counted is not self.ledger.holds_snapshot(head, node.peer, node.incarnation):
@@ -309,7 +317,7 @@ class World(Agenda):
         if after is not None and machine.counts(after.manifest):
             node.spend()
         node.disk.knows(head)
-        node.disk.checkpoint = head
+        node.disk.save(head)
         node.move()
         self.ledger.installed[node.peer].append(head)
         self.feed(node.peer, rt.HeadMoved(head))

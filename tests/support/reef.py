@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from atoll.core.manifest import Head
 from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.state.manifests import ManifestStore
 
 READY = timedelta(seconds=120)
 ROUNDS = timedelta(seconds=120)
@@ -97,6 +99,13 @@ class Reef(LocalSwarm):
         assert status is not None
         return hashlib.sha256(Path(status["anchor"]).read_bytes()).hexdigest()
 
+    def chain(self, name: str) -> dict[int, Head]:
+        """The manifests that a node has on disk, by round."""
+        store = ManifestStore(self.root / name / "runs/reef/manifests", "reef")
+        newest = store.newest()
+        found = {number: store.get(number) for number in range(1, newest.round + 1)} if newest else {}
+        return {number: Head(committed) for number, committed in found.items() if committed is not None}
+
 
 def processes_of(root: Path) -> list[psutil.Process]:
     """Every living process that names a path below `root`, or whose ancestors' environment does (orphans too)."""
@@ -134,5 +143,5 @@ def nothing_left(root: Path) -> Iterator[None]:
         yield
     _, alive = psutil.wait_procs(processes_of(root), timeout=GONE.total_seconds())
     assert not alive, [process.cmdline() for process in alive]
-    assert [path for path in root.rglob("*") if path.is_socket()] == []
-    assert list(temporary.iterdir()) == []
+    left = [path for path in root.rglob("*") if path.is_socket()] + list(temporary.iterdir())
+    assert not left, left

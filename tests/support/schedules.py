@@ -39,7 +39,7 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     while world.now < TROUBLE_SECONDS:
         world.run(rng.uniform(0.05, 3.0))
         peer = rng.choice(world.peers)
-        match rng.randrange(12):
+        match rng.randrange(13):
             case 0 | 1:
                 world.kill(peer)
             case 2 | 3:
@@ -60,6 +60,8 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                     world.drop_connection(*rng.sample(world.peers, 2))
             case 10:
                 world.leave(peer)
+            case 12:
+                world.fill_disk(peer, full=rng.random() < 0.7)
             case 9:
                 version += 1
                 members = [other for other in world.peers if rng.random() < 0.8] or [peer]
@@ -84,6 +86,7 @@ def _peace(world: World, version: int) -> Outcome:
     world.network.delay = (0.01, 0.05)
     for peer in world.peers:
         world.thaw(peer)
+        world.fill_disk(peer, full=False)
         if world.nodes[peer].leaving:
             world.kill(peer)
         world.restart(peer)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support.reef import GONE, READY, Reef, nothing_left, processes_of, reef
 
+from atoll.node.lab.trouble import kill
 from atoll.node.localclient import call
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -78,6 +79,19 @@ async def test_sigterm_at_awkward_moments(tmp_path):
         assert await ends(swarm, "ann", [signal.SIGTERM], 15) == 0
         os.kill(swarm.programs["seed"].pid, signal.SIGCONT)
         assert await ends(swarm, "seed", [signal.SIGTERM], 15) == 0
+
+
+async def test_who_is_left_behind_does_not_wait_for_a_round_that_cannot_come(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=3, tokens=MANY, **{"lost-after-seconds": "5"})
+        for name in ("ann", "bob", "cleo"):
+            await swarm.node(name)
+        await swarm.rounds("cleo", 2)
+        await asyncio.gather(*(kill(swarm, name) for name in ("ann", "bob")))
+        await swarm.until(lambda: swarm.status("cleo")["members"] == 1, "no plan without the dead", READY)
+        assert await ends(swarm, "cleo", [signal.SIGTERM], 15) == 0
+        for name in ("ann", "bob"):
+            shutil.rmtree(tmp_path / name)  # with the sockets that they had no time to remove
 
 
 async def test_finish_waits_for_the_round_and_a_restart_rests(tmp_path):

@@ -3,25 +3,15 @@
 import pytest
 from support.reef import READY, Reef, reef
 
-from atoll.core.manifest import Head
 from atoll.node.lab.trouble import frozen, kill, same_ports
-from atoll.node.state.manifests import ManifestStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 MANY = 10**9
 
 
-def chain(swarm: Reef, name: str) -> dict[int, Head]:
-    """The manifests that a node has on disk."""
-    store = ManifestStore(swarm.root / name / "runs/reef/manifests", "reef")
-    newest = store.newest()
-    found = {number: store.get(number) for number in range(1, newest.round + 1)} if newest else {}
-    return {number: Head(committed) for number, committed in found.items() if committed is not None}
-
-
 def assert_one_history(swarm: Reef, *names: str) -> None:
     """No two nodes know different manifests for one round."""
-    chains = [chain(swarm, name) for name in names]
+    chains = [swarm.chain(name) for name in names]
     for number in {number for known in chains for number in known}:
         assert len({known[number].hash for known in chains if number in known}) == 1, f"round {number}"
 
@@ -37,13 +27,11 @@ async def test_a_frozen_member_is_dropped_and_comes_back(tmp_path):
             with frozen(swarm, "cleo", whole=whole):
                 await swarm.rounds("ann", 3)
             cleo = swarm.status("cleo")["peer_id"]
-            after = [chain(swarm, "ann")[number] for number in range(held + 2, held + 4)]
+            after = [swarm.chain("ann")[number] for number in range(held + 2, held + 4)]
             assert any(cleo not in head.electorate.members for head in after)
             await swarm.until(
                 lambda known=held, cleo=cleo: any(
-                    cleo in head.electorate.members
-                    for number, head in chain(swarm, "ann").items()
-                    if number > known + 3
+                    cleo in head.electorate.members for number, head in swarm.chain("ann").items() if number > known + 3
                 ),
                 "cleo did not come back",
                 READY,
@@ -61,14 +49,14 @@ async def test_half_go_on_with_the_coordinator_and_wait_without_it(tmp_path):
         await swarm.rounds("ann", 4)
         await kill(swarm, "bob")
         await swarm.rounds("ann", 2)
-        alone = [head for head in chain(swarm, "ann").values() if head.committed.HasField("tie_break")]
+        alone = [head for head in swarm.chain("ann").values() if head.committed.HasField("tie_break")]
         assert alone
 
         await swarm.restart_member("bob")
         bob = swarm.status("ann")["peer_id"], swarm.round("ann")
         await swarm.until(
             lambda: any(
-                len(head.electorate.members) == 2 for number, head in chain(swarm, "ann").items() if number > bob[1]
+                len(head.electorate.members) == 2 for number, head in swarm.chain("ann").items() if number > bob[1]
             ),
             "bob did not come back",
             READY,
@@ -85,7 +73,7 @@ async def test_half_go_on_with_the_coordinator_and_wait_without_it(tmp_path):
 
         await swarm.start_coordinator(*same_ports(endpoints))
         await swarm.rounds("ann", 1)
-        committed = chain(swarm, "ann")[held + 1].manifest
+        committed = swarm.chain("ann")[held + 1].manifest
         assert sum(item.tokens for item in committed.contributions) > 0
         await swarm.restart_member("bob")
         await swarm.reach("bob", "training")

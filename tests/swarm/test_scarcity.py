@@ -90,12 +90,16 @@ async def test_a_node_in_want_trains_on_and_recovers(tmp_path, monkeypatch):
             await swarm.rounds("ann", 3)
             daemon = psutil.Process(swarm.programs["ann"].pid)
 
+            ann, began = swarm.status("ann")["peer_id"], max(swarm.chain("bob"))
             with full(tmp_path / "ann"):
                 await swarm.until(lambda: bool(swarm.status("ann")["warnings"]), "a full disk went unnoticed", READY)
                 assert "No space left" in swarm.status("ann")["warnings"][-1]
                 known = newest_checkpoint(tmp_path).round  # whole, though later ones did not fit
                 await trains_on(swarm, 3)
                 assert newest_checkpoint(tmp_path).round == known
+                since = [head for number, head in swarm.chain("bob").items() if number > began + 1]
+                assert any(ann in {item.peer_id for item in head.manifest.contributions} for head in since)
+                assert not any(ann in head.electorate.members for head in since)
             await writes_again(swarm, tmp_path, known)
 
             with read_only(tmp_path / "ann"):

@@ -16,12 +16,12 @@ def test_all_train_to_one_model_also_behind_nat(tmp_path):
     text = parts(3, rtt_ms=40, nat=True)
     topology = tmp_path / "nat.toml"
     topology.write_text(text.replace('name = "h2"', 'name = "h2"\nnat = false\nspeed = 0.5'))
-    command = [ATOLL, "lab", "run", str(topology), "--tokens", "40000", "--minutes", "5", "-o", "json"]
+    command = [ATOLL, "lab", "run", str(topology), "--tokens", "80000", "--minutes", "5", "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)["lab_run"]
     assert result["anchors_equal"]
-    assert result["tokens"] >= 40_000
+    assert result["tokens"] >= 80_000
     hosts = {host["name"]: host for host in result["hosts"]}
     assert all(host["rounds_committed"] > 0 and host["steps"] > 0 for host in hosts.values()), hosts
     assert all(host["sent_megabytes"] > 1 for host in hosts.values())

@@ -67,6 +67,11 @@ class Plan:
         """Who decides the round after `head`."""
         return self._first_electorate if head.hash == self.base.manifest_hash else head.electorate
 
+    def can_decide(self, head: Head) -> bool:
+        """Whether its members suffice to commit the round after `head`, if need be with the coordinator's vote."""
+        electorate, members = self.electorate(head), frozenset(self.members)
+        return electorate.decides(members) or electorate.is_half(members)
+
     @cached_property
     def _first_electorate(self) -> Electorate:
         return Electorate(frozenset(self.base.voters))

@@ -136,7 +136,7 @@ class Manners:
         subjects = self._subjects
         assert subjects is not None
         self._count(subjects.traffic)
-        if self._clock.monotonic() - self._saved >= SAVE.total_seconds():
+        if self._warnings.get("traffic") or self._clock.monotonic() - self._saved >= SAVE.total_seconds():
             self._save_month()
         if self.wish.paused and not self.wish.holds(self._clock.unix()):
             self._lapse()

@@ -326,18 +326,29 @@ class TrainingSession:
         self._limits = limits
 
     async def next_round(self, timeout: timedelta) -> bool:
-        """Wait for the next committed round, our last, so that no progress is lost by leaving; False if none came."""
+        """Wait for the next committed round, our last, so that no progress is lost by leaving; False if none came.
+
+        Who is left behind by the others does not wait: the plan's members cannot commit a round any more.
+        """
         start = self._it.status.head_round
         engine = self._engine
         if engine is None or self._resting:
             return False
         engine.leave()
+
+        def moved() -> bool:
+            return self._it.status.head_round > start
+
+        def over() -> bool:
+            plan = self._it.directives.plan
+            return moved() or self.finished.is_set() or (plan is not None and not plan.can_decide(engine.head))
+
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                await self._it.directives.until(lambda: self._it.status.head_round > start or self.finished.is_set())
+                await self._it.directives.until(over)
         except TimeoutError:
             return False
-        return True
+        return moved()
 
     async def generate(self, prompt: str, tokens: int) -> str:
         """Text from the committed anchor. Raises `InvalidTransition` before there is one.

@@ -217,6 +217,32 @@ def test_a_restarted_voter_remembers_and_a_forgetful_one_abstains():
     assert w.run(60, until=lambda: w.nodes[lost].machine.votes)  # once it was part of a round
 
 
+@pytest.mark.parametrize("victim", range(3))
+def test_a_member_with_a_full_disk_still_contributes_holds_nobody_up_and_decides_nothing(victim):
+    w = World(3, policy=replace(POLICY, due_tokens=lambda *_: 600))
+    assert w.run(120, until=committed(w, 4))
+    usual, began, before = w.now / 4, w.now, w.rounds()
+    full = w.peers[victim]
+    w.fill_disk(full)
+    assert w.run(120, until=committed(w, before + 6))
+    assert (w.now - began) / 6 < 1.5 * usual
+    for number in range(before + 1, before + 7):
+        tokens = {item.peer_id: item.tokens for item in w.committed[number].manifest.contributions}
+        assert tokens[full] > 100
+        assert full not in w.committed[number].electorate.members
+    w.fill_disk(full, full=False)
+    assert w.run(60, until=lambda: full in w.committed[w.rounds()].electorate.members)
+
+
+def test_two_of_three_with_full_disks_block_nobody_once_they_are_known():
+    w = World(3)
+    assert w.run(60, until=committed(w, 2))
+    w.fill_disk(w.peers[0])
+    assert w.run(60, until=committed(w, w.rounds() + 2))
+    w.fill_disk(w.peers[1])
+    assert w.run(60, until=committed(w, w.rounds() + 4))
+
+
 def test_who_leaves_in_order_makes_the_round_open_and_decides_no_more():
     w = World(2, policy=replace(POLICY, due_tokens=lambda *_: 10_000))
     w.run(10)

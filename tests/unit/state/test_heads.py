@@ -23,9 +23,11 @@ from support.donors import (
 )
 
 from atoll.core.errors import Unreachable
+from atoll.core.manifest import Head
 from atoll.node.state import heads
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.conversation import PROTOCOL
+from atoll.v1 import manifest_pb2
 
 ALL = (ANN, BOB, CLEO, DAN, EVE)
 ONE, TWO = state_of(1.0), state_of(2.0)
@@ -77,6 +79,19 @@ async def test_one_of_four_cannot_make_others_believe_a_forged_head(reef, forge)
         head = await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))
     assert head.hash == SECOND.hash
     assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [EVE.peer_id]
+
+
+@pytest.mark.parametrize("liar", [ANN, BOB, DAN], ids=["ann", "bob", "dan"])
+async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(reef, liar):
+    """Whichever member does it: the copies of one manifest are compared in the order of the plan."""
+    voters = [ANN, BOB, DAN]
+    fewer = Head(manifest_pb2.CommittedManifest(payload=FIRST.committed.payload, ballot_plan_version=1))
+    for member in voters:
+        reef.serve(member, history(fewer if member is liar else FIRST), ONE)
+    with capture_logs() as logs:
+        head = await believed(reef, plan_of(*voters, CLEO, voters=tuple(voters)))
+    assert head == FIRST
+    assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [liar.peer_id]
 
 
 async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(reef):

@@ -254,8 +254,9 @@ class AveragingEngine:
             pledge = await self._pledges.get()
             try:
                 await asyncio.to_thread(self._votes.save, pledge.record)
-            except AtollError as error:  # a full disk: the others decide without us
+            except AtollError as error:  # a full disk
                 _log.error("cannot vote", reason=str(error))
+                self._events.put_nowait(rt.Unkept(pledge.message))
                 continue
             if pledge.peer == self._me:
                 self._events.put_nowait(rt.Received(self._me, pledge.message))

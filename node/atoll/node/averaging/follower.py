@@ -80,6 +80,16 @@ class Follower:
         self.phase = Phase.READY
         self._pledge(dp.RoundMessage(ready=self._ready))
 
+    def abstain(self) -> None:
+        """Ready, without a promise, because we could not write one down; then others must decide the next round too."""
+        assert self._ready is not None
+        ready = dp.Ready()
+        ready.CopyFrom(self._ready)
+        ready.ClearField("accepted")
+        ready.voter, ready.leaving = False, True
+        self._ready = ready
+        self.out.append((self.opener, dp.RoundMessage(ready=ready)))
+
     def start(self, message: dp.Start, now: float) -> None:
         """Exchange: from here on the snapshot is seen by others."""
         assert self._ready is not None

@@ -53,6 +53,7 @@ from atoll.node.averaging.round_types import (
     Staged,
     Tick,
     TieBreak,
+    Unkept,
     VoteRecord,
 )
 from atoll.node.averaging.turns import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
@@ -189,6 +190,8 @@ class RoundMachine:
             case Failed(round_id, reason):
                 if self._is_following(round_id):
                     self._give_up(reason)
+            case Unkept(message):
+                self._unkept(message)
             case TieBreak():
                 if self._opener is not None:
                     self._opener.tie_broken(event, self._now)
@@ -530,6 +533,17 @@ class RoundMachine:
             self._led()
         elif following.opener != self.me:
             self._decline(following.opener, following.round_id, reason)
+
+    def _unkept(self, message: dp.RoundMessage) -> None:
+        """What we trained counts all the same; the others decide without our vote."""
+        following, kind = self._following, message.WhichOneof("body")
+        if following is None or RoundId.from_proto(getattr(message, str(kind)).round) != following.round_id:
+            return
+        if kind == "ready":
+            following.abstain()
+            self._carry_out(following)
+        else:
+            self._decline(following.opener, following.round_id, "it cannot write down what it votes for")
 
     def _release(self, *, said_so: bool = False) -> None:
         """Forget the current attempt; a later one has another opener. `said_so`: this one abandoned it in words."""

@@ -156,6 +156,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Unkept:
+    """What would have bound us is not on disk, so nobody was told: the message of that `Pledge` is undelivered."""
+
+    message: dp.RoundMessage
+
+
+@dataclass(frozen=True)
 class TieBreak:
     """The coordinator's answer to `AskCoordinator`; not granted when it cannot be reached."""
 
@@ -194,6 +201,7 @@ Event = (
     | Staged
     | Obtained
     | Failed
+    | Unkept
     | TieBreak
     | Lost
     | Leave
@@ -213,7 +221,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Pledge:
-    """Make `record` durable, and only then deliver the message, to ourselves as `Received` too."""
+    """Make `record` durable, and only then deliver the message, to ourselves as `Received` too.
+
+    Where that fails, answer with `Unkept`.
+    """
 
     record: VoteRecord
     peer: str

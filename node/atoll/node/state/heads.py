@@ -45,38 +45,46 @@ async def believe(network: Network, plan: Plan, operator_key: bytes) -> Believed
 
 
 async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes) -> Believed | None:
-    offers = await inquiry.heads()
-    refused = set()
-    for head in {head.hash: head for head in offers.values()}.values():
-        try:
-            await _require_votes(inquiry, plan, head, _offering(offers, head), operator_key)
-        except AtollError as error:
-            refused.add(head.hash)
-            _refuse(offers, head, str(error))
-    offers = {peer: head for peer, head in offers.items() if head.hash not in refused}
+    offers = await _committed(inquiry, plan, await inquiry.heads(), operator_key)
     doubtful: list[tuple[Head, str]] = []
-    for head in sorted({head.hash: head for head in offers.values()}.values(), key=_newest_first):
+    for head in sorted(_distinct(offers), key=_newest_first):
         doubt = await _doubt(inquiry, plan, head, offers)
         if not doubt:
             for other, reason in doubtful:
                 if other.round > head.round + 1:  # one ahead is what an honest member in front is
-                    _refuse(offers, other, reason)
+                    _refuse(_offering(offers, other), other, reason)
             return Believed(head, _offering(offers, head))
         doubtful.append((head, doubt))
     for head, reason in doubtful:
-        _refuse(offers, head, reason)
+        _refuse(_offering(offers, head), head, reason)
     return None
 
 
-async def _require_votes(
-    inquiry: _Inquiry, plan: Plan, head: Head, offering: Iterable[str], operator_key: bytes
-) -> None:
-    """Raise `SignatureInvalid` unless the votes on `head` commit it, given what went before.
+async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
+    """The offers whose votes commit them, given what went before.
 
-    Where nobody has the manifest before it any more, a majority of its own present members must have voted for it.
+    A member answers for the votes that it sends itself: the true manifest with too few of them is its own lie, and says
+    nothing about that manifest. Where nobody has the one before any more, a majority of its own present members must
+    have voted for it.
     """
-    if head.hash != plan.base.manifest_hash:
-        require_quorum(head, await _electorate(inquiry, plan, head, offering), operator_key)
+    committed: dict[str, Head] = {}
+    for head in _distinct(offers):
+        offering = _offering(offers, head)
+        if head.hash == plan.base.manifest_hash:
+            committed |= dict.fromkeys(offering, head)
+            continue
+        try:
+            electorate = await _electorate(inquiry, plan, head, offering)
+        except AtollError as error:
+            _refuse(offering, head, str(error))
+            continue
+        for peer in offering:
+            try:
+                require_quorum(offers[peer], electorate, operator_key)
+                committed[peer] = offers[peer]
+            except AtollError as error:
+                _refuse((peer,), head, str(error))
+    return {peer: committed[peer] for peer in offers if peer in committed}
 
 
 async def _electorate(inquiry: _Inquiry, plan: Plan, head: Head, offering: Iterable[str]) -> Electorate:
@@ -102,6 +110,11 @@ async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, He
     return ""
 
 
+def _distinct(offers: dict[str, Head]) -> Iterable[Head]:
+    """One head for every manifest that is offered."""
+    return {head.hash: head for head in offers.values()}.values()
+
+
 def _offering(offers: dict[str, Head], head: Head) -> tuple[str, ...]:
     return tuple(peer for peer, other in offers.items() if other.hash == head.hash)
 
@@ -110,8 +123,8 @@ def _newest_first(head: Head) -> tuple[int, bytes]:
     return -head.round, head.hash
 
 
-def _refuse(offers: dict[str, Head], head: Head, reason: str) -> None:
-    for peer in _offering(offers, head):
+def _refuse(peers: Iterable[str], head: Head, reason: str) -> None:
+    for peer in peers:
         _log.warning("head not believed", peer=peer, round=head.round, reason=reason)
 
 

@@ -188,7 +188,8 @@ class SwarmHost:
     async def address_changed(self) -> bool:
         """Whether we can be dialled elsewhere than published: relays and port mappings come and go."""
         await self._p2p.refresh_visible()
-        return self.multiaddrs()[:MAX_MULTIADDRS] != self._published
+        addresses = self.multiaddrs()[:MAX_MULTIADDRS]
+        return bool(addresses) and addresses != self._published  # none: behind NAT, and no relay found yet
 
     async def publish_head(self, round_number: int, manifest_hash: bytes, lifetime: timedelta) -> None:
         """Store which manifest is our newest. Raises `Unreachable`."""

@@ -70,7 +70,7 @@ def command(config: P2pdConfig) -> list[str]:
         "hostAddrs": ",".join(config.listen),
         "tls": 1,
         "connManager": 1,
-        "autonat": int(config.relay_service),
+        "autonat": 1,  # p2pd punches holes only where it also helps others to find out whether they can be dialled
         "natPortMap": int(public),
         "relay": 1,
         "relayService": int(config.relay_service),
