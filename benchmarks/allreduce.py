@@ -1,0 +1,351 @@
+"""All-reduce over emulated wide-area links: Atoll beside hivemind and gloo, and beside what the link can carry.
+
+For each setting one lab is built and its raw TCP goodput measured; then every method averages the same vectors among
+the same hosts, one after the other: a first round on fresh connections ("cold"), then warm ones. A round lasts from the
+first member's start to the last member's end. Its share of the link is the bound over that time; the bound is the bytes
+that a butterfly or ring has to send, 2 (N-1)/N of the encoded vector a host, at the measured goodput. For hivemind only
+the all-reduce is timed, not the matchmaking before it.
+
+    python -m benchmarks.allreduce                       # everything: about an hour and a half
+    python -m benchmarks.allreduce --setting wan-100 --megabytes 40 --codec int8 --method atoll gloo
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from atoll.core.files import make_private_dir
+from atoll.core.identity import Identity
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.lab.wan.network import WanNetwork, wan_network
+from atoll.node.lab.wan.topology import Topology, parse_topology
+from benchmarks.common import Report
+
+METHODS = {  # what each can carry
+    "atoll": ("fp32", "fp16", "int8", "int4"),
+    "atoll-p2p": ("fp32", "fp16", "int8", "int4"),
+    "gloo": ("fp32", "fp16"),
+    "hivemind": ("fp32", "fp16", "int8"),
+}
+OURS = ("atoll", "atoll-p2p")
+MEGABYTES = (10, 40, 160)
+CODEC_NAMES = ("fp32", "fp16", "int8", "int4")
+WARM_ROUNDS = 3
+_JOIN_SECONDS = 120
+_SLOWEST = 0.08  # of the link: a round that takes longer is given up
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hosts on links of these rates, all as far from each other."""
+
+    name: str
+    mbit: tuple[float, ...]  # by host, both ways
+    rtt_ms: float
+
+    def topology(self) -> Topology:
+        """One region, queues of 100 ms, cubic."""
+        lines = [
+            f'description = "{self.name}"', "[public]", 'region = "core"',
+            "[[route]]", 'between = ["core", "core"]', f"rtt_ms = {self.rtt_ms}",
+        ]  # fmt: skip
+        for index, rate in enumerate(self.mbit):
+            lines += ["[[host]]", f'name = "h{index}"', 'region = "core"']
+            lines += [f"uplink_mbit = {rate}", f"downlink_mbit = {rate}", "queue_ms = 100"]
+        return parse_topology("\n".join(lines), self.name)
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("wan-100", (100.0,) * 4, 80.0),
+        Setting("wan-250", (250.0,) * 4, 80.0),
+        Setting("metro-1000", (1000.0,) * 2, 20.0),
+        Setting("mixed", (20.0, 100.0, 250.0, 500.0), 60.0),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One vector to average."""
+
+    elements: int
+    codec: str
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Of the whole vector."""
+        return CODECS[self.codec].encoded_bytes(self.elements)
+
+
+def bound_seconds(encoded_bytes: float, goodput: Sequence[float]) -> float:
+    """The least time in which hosts with these links (bytes per second, both ways) can average such a vector.
+
+    Who reduces a share s sends the other shares to their reducers and s to everybody: 1 + s (N - 2) vectors, and
+    receives as much. The best shares take everybody equally long; who is too slow even for its own vector reduces
+    nothing.
+    """
+    hosts = len(goodput)
+    if hosts == 2:
+        return encoded_bytes / min(goodput)
+    low, high = encoded_bytes / min(goodput), 2 * encoded_bytes / min(goodput)
+    for _ in range(60):
+        middle = (low + high) / 2
+        shares = sum(max(0.0, middle * rate / encoded_bytes - 1) / (hosts - 2) for rate in goodput)
+        low, high = (low, middle) if shares >= 1 else (middle, high)
+    return high
+
+
+class Member:
+    """A member program in one host, spoken to by lines of JSON."""
+
+    def __init__(self, child: asyncio.subprocess.Process, log: Path) -> None:
+        self._child = child
+        self._log = log
+
+    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Raises `RuntimeError` with the member's last words, `TimeoutError`."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps(request).encode() + b"\n")
+        async with asyncio.timeout(seconds):
+            await self._child.stdin.drain()
+            line = await self._child.stdout.readline()
+        if not line:
+            words = [text for text in self._log.read_text(errors="replace").splitlines() if text.strip()]
+            raise RuntimeError(f"a member ended: {words[-1][:200] if words else 'it said nothing'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def end(self) -> None:
+        """By closing its input; the lab kills it otherwise."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        try:
+            async with asyncio.timeout(15):
+                await self._child.wait()
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+
+
+@asynccontextmanager
+async def members(network: WanNetwork, method: str, directory: Path) -> AsyncIterator[list[Member]]:
+    """One in every host, connected with all others. Raises as `Member.ask`."""
+    hosts = network.topology.trainers
+    Identity.load_or_create(make_private_dir(directory) / "operator.key")
+    started = []
+    try:
+        for index, host in enumerate(hosts):
+            log = directory / f"{index}.log"
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.allreduce_member"]
+            command += [method, str(index), str(len(hosts)), network.address(host.name), str(directory)]
+            with log.open("wb") as file:
+                pipe = asyncio.subprocess.PIPE
+                child = await network.exec(host.name, command, stdin=pipe, stdout=pipe, stderr=file)
+            started.append(Member(child, log))
+        contacts: list[Any] = [None] * len(hosts)
+        for index, member in enumerate(started):  # one after another: the first is whom the others ask
+            contacts[index] = (await member.ask({"contacts": contacts}, _JOIN_SECONDS))["contact"]
+        await together(started, {"contacts": contacts}, _JOIN_SECONDS)
+        yield started
+    finally:
+        await asyncio.gather(*(member.end() for member in started))
+
+
+async def together(asked: Sequence[Member], request: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """Ask all at once."""
+    return await asyncio.gather(*(member.ask(request, seconds) for member in asked))
+
+
+async def goodput(network: WanNetwork) -> tuple[float, ...]:
+    """Bytes per second of one TCP connection from each host to the next, one at a time: the raw link."""
+    probe = [sys.executable, "-I", "-c", _PROBE]
+    names = [host.name for host in network.topology.trainers]
+    found = []
+    for index, name in enumerate(names):
+        fastest = max(range(len(names)), key=lambda i: (i != index, network.topology.host(names[i]).downlink_mbit))
+        taker = names[fastest]
+        rate = network.topology.host(name).uplink_mbit
+        count = str(int(rate / 8 * 3.5 * 1e6))
+        sink = await network.exec(
+            taker, [*probe, "take", network.address(taker), count], stdout=asyncio.subprocess.PIPE
+        )
+        assert sink.stdout is not None
+        await sink.stdout.readline()
+        source = await network.exec(name, [*probe, "give", network.address(taker), count])
+        async with asyncio.timeout(60):
+            found.append(float((await sink.stdout.readline()).decode()))
+            await asyncio.gather(sink.wait(), source.wait())
+    return tuple(found)
+
+
+_PROBE = """
+import socket, sys, time
+role, address, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if role == "take":
+    with socket.create_server((address, 5001)) as listening:
+        print("here", flush=True)
+        connection = listening.accept()[0]
+        got, marks = 0, []
+        while got < count:
+            got += len(connection.recv(1 << 20) or sys.exit(1))
+            marks.append((time.monotonic(), got))
+        start = next(i for i, mark in enumerate(marks) if mark[1] > count / 3)  # after slow start
+        print((marks[-1][1] - marks[start][1]) / (marks[-1][0] - marks[start][0]), flush=True)
+else:
+    with socket.create_connection((address, 5001)) as connection:
+        piece = bytes(1 << 18)
+        for _ in range(0, count, len(piece)):
+            connection.sendall(piece)
+"""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round came to."""
+
+    seconds: float
+    cpu_seconds: float  # of all members
+    peak_bytes: float  # of the member that grew most, beyond what it held before
+    error: float  # largest difference to the true mean, of its root mean square
+    equal: bool  # all members hold the same bits
+
+    @classmethod
+    def of(cls, answers: Sequence[dict[str, Any]]) -> Round:
+        """From all members' answers."""
+        return cls(
+            max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers),
+            sum(answer["cpu_seconds"] for answer in answers),
+            max(answer["peak_bytes"] for answer in answers),
+            max(answer["error"] for answer in answers),
+            len({answer["digest"] for answer in answers}) == 1,
+        )
+
+
+async def measure(
+    network: WanNetwork, method: str, task: Task, bound: float, rounds: int, directory: Path
+) -> list[Round]:
+    """The rounds, the cold one first."""
+    limit = bound / _SLOWEST + 20
+    rates = [min(host.uplink_mbit, host.downlink_mbit) for host in network.topology.trainers]
+    done = []
+    async with members(network, method, directory) as joined:
+        for number in range(rounds):
+            request = {"elements": task.elements, "codec": task.codec, "number": number, "mbit": rates}
+            await together(joined, request, _JOIN_SECONDS)
+            answers = await together(joined, {"go": limit}, limit + 30)
+            problems = [answer["problem"] for answer in answers if answer.get("problem")]
+            if problems:
+                raise RuntimeError(problems[0])
+            done.append(Round.of(answers))
+    return done
+
+
+async def run(chosen: argparse.Namespace, report: Report) -> None:
+    """All cells that were asked for, setting by setting."""
+    for setting in (SETTINGS[name] for name in chosen.setting):
+        with tempfile.TemporaryDirectory(prefix="atoll-") as place:
+            async with wan_network(setting.topology()) as network:
+                links = await goodput(network)
+                for megabytes, codec, method in product(chosen.megabytes, chosen.codec, chosen.method):
+                    if codec in METHODS[method]:
+                        task = Task(int(megabytes * 1e6 / 4), codec)
+                        directory = Path(place) / f"{method}-{codec}-{megabytes}"
+                        shown = {"setting": setting.name, "mb": megabytes, "codec": codec, "method": method}
+                        report.cell(**shown, **await cell(network, method, task, links, chosen.rounds, directory))
+                        print(json.dumps(report.cells[-1]), flush=True)
+
+
+async def cell(
+    network: WanNetwork, method: str, task: Task, links: Sequence[float], warm: int, directory: Path
+) -> dict[str, Any]:
+    """The figures of one; one that does not run is told with its reason, and counts for nobody."""
+    bound = bound_seconds(task.encoded_bytes, links)
+    try:
+        rounds = await measure(network, method, task, bound, warm + 1, directory)
+    except (RuntimeError, TimeoutError) as error:
+        figures = dict.fromkeys(("cold", "warm", "warm_worst", "seconds", "cpu_s_per_gb", "extra_memory", "error"))
+        return {"bound_s": bound, **figures, "note": f"could not run: {error or type(error).__name__}"[:90]}
+    seconds = [it.seconds for it in rounds[1:]]
+    gigabytes = 2 * (len(links) - 1) * task.encoded_bytes / 1e9
+    return {
+        "bound_s": bound,
+        "cold": bound / rounds[0].seconds,
+        "warm": bound / statistics.median(seconds),
+        "warm_worst": bound / max(seconds),
+        "seconds": statistics.median(seconds),
+        "cpu_s_per_gb": statistics.median(it.cpu_seconds for it in rounds[1:]) / gigabytes,
+        "extra_memory": max(it.peak_bytes for it in rounds[1:]) / (4 * task.elements),
+        "error": max(it.error for it in rounds),
+        "note": "" if all(it.equal for it in rounds) else "members differ",
+    }
+
+
+def judge(report: Report) -> None:
+    """The issue's acceptance rows, for the cells that were measured."""
+
+    def best(setting: str, method: str, codec: str, megabytes: float, figure: str) -> float | None:
+        for it in report.cells:
+            if (it["setting"], it["method"], it["codec"], it["mb"]) == (setting, method, codec, megabytes):
+                value: float | None = it[figure]
+                return value
+        return None
+
+    rows = [
+        (f"{codec}, 160 MB, 100 Mbit/s × 80 ms, warm", best("wan-100", "atoll", codec, 160.0, "warm"), target)
+        for codec, target in (("fp16", 0.90), ("int8", 0.90), ("int4", 0.80))
+    ]
+    rows.append(("cold, fp16", best("wan-100", "atoll", "fp16", 160.0, "cold"), 0.80))
+    rows.append(("through P2P streams, fp16", best("wan-100", "atoll-p2p", "fp16", 160.0, "warm"), 0.80))
+    rows.append(("250 Mbit/s × 80 ms, fp16", best("wan-250", "atoll", "fp16", 160.0, "warm"), 0.85))
+    for name, value, target in rows:
+        if value is not None:
+            report.accept(f"share of the link: {name}", target=f"≥ {target:.2f}", value=value, holds=value >= target)
+    for peer, target in (("hivemind", 1.6), ("gloo", 1.3)):
+        ratios = []
+        for it in report.cells:
+            if it["method"] == peer and it["seconds"]:
+                ours = best(it["setting"], "atoll", it["codec"], it["mb"], "seconds")
+                ratios += [it["seconds"] / ours] if ours else []
+        if ratios:
+            median = statistics.median(ratios)
+            report.accept(f"times {peer}, median", target=f"≥ {target}", value=median, holds=median >= target)
+            report.accept(f"times {peer}, worst cell", target="> 1", value=min(ratios), holds=min(ratios) > 1)
+    memory = [it["extra_memory"] for it in report.cells if it["method"] in OURS and it["extra_memory"]]
+    if memory:
+        report.accept("extra memory over the fp32 size", target="≤ 1.5", value=max(memory), holds=max(memory) <= 1.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--codec", nargs="+", choices=CODEC_NAMES, default=list(CODEC_NAMES))
+    parser.add_argument("--megabytes", nargs="+", type=float, default=list(MEGABYTES), help="of fp32")
+    parser.add_argument("--rounds", type=int, default=WARM_ROUNDS, help="warm ones")
+    parser.add_argument("--name", default="allreduce", help="of the result's file")
+    chosen = parser.parse_args()
+    report = Report(chosen.name)
+    asyncio.run(run(chosen, report))
+    judge(report)
+    report.finish(
+        "warm: median of the rounds after the first; shares are of raw TCP goodput in the same lab; extra memory is "
+        "the peak beyond the vector and the result; processor time is of all members, per GB that they send"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""One member of the all-reduce benchmark, in a lab's host: a line of JSON in, a line of JSON out.
+
+{"contacts": [...]}  where the others are, as far as known        →  {"contact": ...}
+{"elements": …, "codec": …, "number": …, "mbit": [...]}           →  {"prepared": true}
+{"go": seconds}                                                    →  {"began": …, "ended": …, "digest": …, …}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+PERIOD = 1 << 16  # elements after which vectors repeat, so that everybody knows the true mean
+_SAMPLE_SECONDS = 0.02
+
+
+class Method(Protocol):
+    """How vectors are averaged."""
+
+    async def meet(self, contacts: list[Any]) -> Any:
+        """Start, or learn where the others are; returns where we are."""
+
+    async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
+        """Everything that is not timed."""
+
+    async def average(self, seconds: float) -> Tensor:
+        """The mean of all members' vectors; may be the vector itself, changed."""
+
+    async def close(self) -> None:
+        """Leave nothing."""
+
+
+class Watch:
+    """Processor time and the most memory of this process and its children, from one moment on."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._floor = self._peak = self._rss()
+        self._cpu = self._seconds()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[str, float]:
+        """CPU seconds, and bytes beyond what was held at first."""
+        self._over.set()
+        self._thread.join()
+        return {"cpu_seconds": self._seconds() - self._cpu, "peak_bytes": self._peak - self._floor}
+
+    def _sample(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self._peak = max(self._peak, self._rss())
+
+    def _family(self) -> list[psutil.Process]:
+        return [self._me, *self._me.children(recursive=True)]
+
+    def _rss(self) -> float:
+        return float(sum(process.memory_info().rss for process in self._family()))
+
+    def _seconds(self) -> float:
+        times = [process.cpu_times() for process in self._family()]
+        return sum(it.user + it.system for it in times)
+
+
+def vector(index: int, elements: int) -> Tensor:
+    """What member `index` brings."""
+    period = torch.randn(PERIOD, generator=torch.Generator().manual_seed(index)) * 1e-3
+    return period.repeat(-(-elements // PERIOD))[:elements].clone()
+
+
+def error_of(mean_E: Tensor, members: int) -> float:
+    """Largest difference to the true mean, as a multiple of that mean's root mean square."""
+    true = sum((vector(i, PERIOD) for i in range(members)), torch.zeros(PERIOD)) / members
+    worst = max(float((piece.float() - true[: len(piece)]).abs().max()) for piece in mean_E.split(PERIOD))
+    return worst / float(true.square().mean().sqrt())
+
+
+def digest_of(mean_E: Tensor) -> str:
+    """Equal for equal bits."""
+    return hashlib.sha256(mean_E.contiguous().numpy().tobytes()).hexdigest()
+
+
+def method_of(name: str, index: int, members: int, address: str, directory: Path) -> Method:
+    """Imports only what that method needs."""
+    from benchmarks import allreduce_methods as methods
+
+    match name:
+        case "atoll" | "atoll-p2p":
+            return methods.Atoll(index, address, directory, direct=name == "atoll")
+        case "gloo":
+            return methods.Gloo(index, members, directory)
+        case "hivemind":
+            return methods.Hivemind(members, address)
+    raise SystemExit(f"no method is named {name}")
+
+
+async def serve(name: str, index: int, members: int, address: str, directory: Path) -> None:
+    """Answer requests until the input ends."""
+    method = method_of(name, index, members, address, directory)
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    threading.Thread(
+        target=lambda: [loop.call_soon_threadsafe(lines.put_nowait, line) for line in (*sys.stdin, "")], daemon=True
+    ).start()
+    try:
+        while line := await lines.get():
+            request = json.loads(line)
+            if "contacts" in request:
+                tell({"contact": await method.meet(request["contacts"])})
+            elif "elements" in request:
+                vector_E = vector(index, request["elements"])
+                await method.prepare(vector_E, request["codec"], request["number"], request["mbit"])
+                del vector_E
+                tell({"prepared": True})
+            else:
+                tell(await measured(method, members, request["go"]))
+    finally:
+        await method.close()
+
+
+async def measured(method: Method, members: int, seconds: float) -> dict[str, Any]:
+    """One round."""
+    watch = Watch()
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(seconds):
+            mean_E = await method.average(seconds)
+    except Exception as error:
+        watch.stop()
+        return {"problem": f"{type(error).__name__}: {error}"}
+    ended = time.monotonic()
+    figures = watch.stop()
+    return {
+        "began": began,
+        "ended": ended,
+        **figures,
+        "error": error_of(mean_E, members),
+        "digest": digest_of(mean_E),
+    }
+
+
+def tell(answer: dict[str, Any]) -> None:
+    """To the benchmark; whatever else a library prints goes to the log."""
+    OUT.write(json.dumps(answer) + "\n")
+    OUT.flush()
+
+
+if __name__ == "__main__":
+    OUT, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(1)
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])))

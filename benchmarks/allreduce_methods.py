@@ -1,0 +1,260 @@
+"""The methods of the all-reduce benchmark: Atoll's exchange, gloo's ring, hivemind's averager."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.core.clock import SystemClock
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
+from atoll.core.round_id import RoundId
+from atoll.node.averaging.allreduce import Exchange, ExchangeServer
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.partition import partition
+from atoll.node.direct.path import DirectConfig
+from atoll.node.lab.wan.hub import DEVICE
+from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.transport import Stream
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+_RUN = "bench"
+_HELLO = "/bench/hello/1"
+_START = timedelta(seconds=30)
+_STALL = timedelta(seconds=15)
+_PART_BYTES = 512 * 1024  # of an encoded part
+_TRIES = 10  # to meet somebody: two that dial each other at once may both fail
+
+
+class Atoll:
+    """The exchange that nodes run, without what decides about rounds around it."""
+
+    def __init__(self, index: int, address: str, directory: Path, *, direct: bool) -> None:
+        self._index = index
+        self._address = address
+        self._directory = directory
+        self._direct = direct
+        self._host: SwarmHost | None = None
+        self._server: ExchangeServer
+        self._peers: list[str] = []
+        self._executor = ThreadPoolExecutor(2)
+        self._exchange: Exchange | None = None
+        self._average_E: Tensor
+
+    async def meet(self, contacts: list[Any]) -> Any:
+        if self._host is None:
+            self._host = await self._start(contacts)
+            self._server = ExchangeServer(self._host, _START)
+            self._host.handle(_HELLO, _nothing)
+            await self._host.ready()
+            return self._host.multiaddrs()
+        self._peers = [address[0].rpartition("/p2p/")[2] for address in contacts]
+        for index, (peer, addresses) in enumerate(zip(self._peers, contacts, strict=True)):
+            if peer != self._host.peer_id:
+                self._host.learn_addresses(peer, addresses)
+                if index < self._index:
+                    await self._greet(peer)
+        return None
+
+    async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
+        assert self._host is not None
+        elements = len(vector_E)
+        chosen = CODECS[codec]
+        start = dp.Start(
+            round=RoundId(_RUN, 1, 0, number + 1, 0).to_proto(),
+            contributions=[manifest_pb2.Contribution(peer_id=it, tokens=1, weight=1) for it in self._peers],
+            partition=[
+                dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end)
+                for piece in partition(elements, self._peers, dict(zip(self._peers, _reduces(mbit), strict=True)))
+            ],
+            codec=chosen.number,
+            elements=elements,
+            part_elements=max(1, _PART_BYTES * elements // chosen.encoded_bytes(elements) // 128) * 128,
+        )
+        if self._exchange is not None:
+            self._server.end(self._exchange.round_id)
+        self._average_E = torch.zeros(elements)
+        patience = timedelta(minutes=10)
+        self._exchange = Exchange(start, self._host, vector_E, self._average_E, self._executor, patience, _STALL)
+        self._server.begin(self._exchange)
+
+    async def average(self, seconds: float) -> Tensor:
+        assert self._exchange is not None
+        held = await self._exchange.run()
+        if not all(held.digests) or held.partial:
+            raise RuntimeError(f"{held.digests.count(b'')} of {len(held.digests)} parts are missing, or lack somebody")
+        return self._average_E
+
+    async def close(self) -> None:
+        if self._exchange is not None:
+            self._server.end(self._exchange.round_id)
+        self._executor.shutdown()
+        if self._host is not None:
+            await self._host.close(timedelta(seconds=5))
+
+    async def _start(self, contacts: list[Any]) -> SwarmHost:
+        operator = Identity.load_or_create(self._directory / "operator.key")
+        key = self._directory / f"{self._index}.key"
+        identity, clock = Identity.load_or_create(key), SystemClock()
+        certificate = issue_membership(
+            operator,
+            public_key=identity.public_key,
+            run_id=_RUN,
+            roles=frozenset({"node"}),
+            epoch=1,
+            now=clock.unix(),
+            node_name=f"member-{self._index}",
+        )
+        config = SwarmConfig(
+            identity_path=key,
+            runtime_dir=self._directory / str(self._index),
+            listen=(f"/ip4/{self._address}/tcp/0",),
+            announce=(),
+            seeds=tuple(contacts[0] or ()),
+            relay_service=self._index == 0,
+            direct=DirectConfig((self._address,)) if self._direct else None,
+        )
+        return await SwarmHost.start(
+            config,
+            identity=identity,
+            authority=Authority(operator.public_key, _RUN),
+            membership=certificate,
+            deny=EMPTY_DENY,
+            clock=clock,
+            timeout=_START,
+        )
+
+    async def _greet(self, peer: str) -> None:
+        """Connect; what rounds do long before they exchange anything."""
+        assert self._host is not None
+        for attempt in range(_TRIES):
+            try:
+                stream = await self._host.open(peer, _HELLO, _START)
+                await stream.close()
+                return
+            except Exception:
+                if attempt == _TRIES - 1:
+                    raise
+                await asyncio.sleep(0.3 * (attempt + 1))
+
+
+async def _nothing(stream: Stream) -> None:
+    """Who opens this only wants to be connected."""
+
+
+def _reduces(mbit: list[float]) -> list[int]:
+    """Bytes per second that each member gives to reducing: what its link has beyond its own vector, as plans say."""
+    if len(set(mbit)) == 1 or len(mbit) == 2:
+        return [1] * len(mbit)
+    from benchmarks.allreduce import bound_seconds
+
+    seconds = bound_seconds(1e6, mbit)
+    return [max(0, int(1e6 * (seconds * rate / 1e6 - 1))) for rate in mbit]
+
+
+class Gloo:
+    """`torch.distributed.all_reduce` on CPU tensors; fp16 as half tensors, which it also sums so."""
+
+    def __init__(self, index: int, members: int, directory: Path) -> None:
+        self._index = index
+        self._members = members
+        self._directory = directory
+        self._vector_E: Tensor
+
+    async def meet(self, contacts: list[Any]) -> Any:
+        if len([it for it in contacts if it]) == self._members:
+            os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+            await asyncio.to_thread(
+                torch.distributed.init_process_group,
+                "gloo",
+                init_method=f"file://{self._directory}/gloo",
+                rank=self._index,
+                world_size=self._members,
+            )
+        return "here"
+
+    async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
+        self._vector_E = vector_E.half() if codec == "fp16" else vector_E.clone()
+
+    async def average(self, seconds: float) -> Tensor:
+        await asyncio.to_thread(torch.distributed.all_reduce, self._vector_E)
+        return self._vector_E.div_(self._members)
+
+    async def close(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class Hivemind:
+    """`DecentralizedAverager`, triggered once all have found each other."""
+
+    def __init__(self, members: int, address: str) -> None:
+        self._members = members
+        self._address = address
+        self._dht: Any = None
+        self._averager: Any = None
+        self._step: Any = None
+        self._codec = ""
+
+    async def meet(self, contacts: list[Any]) -> Any:
+        import hivemind
+
+        if self._dht is None:
+            self._dht = await asyncio.to_thread(
+                hivemind.DHT,
+                host_maddrs=[f"/ip4/{self._address}/tcp/0"],
+                initial_peers=contacts[0] or [],
+                use_auto_relay=False,
+                start=True,
+            )
+        return [str(address) for address in self._dht.get_visible_maddrs()]
+
+    async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
+        if self._averager is None:
+            self._averager = await asyncio.to_thread(self._start, vector_E, codec)
+        with self._averager.get_tensors() as tensors:
+            tensors[0].copy_(vector_E)
+        self._step = self._averager.step(wait=False, require_trigger=True, allow_retries=False, timeout=600)
+        async with asyncio.timeout(60):
+            while self._step.stage.name != "AWAITING_TRIGGER":
+                if self._step.done():
+                    self._step.result()
+                await asyncio.sleep(0.05)
+
+    async def average(self, seconds: float) -> Tensor:
+        self._step.allow_allreduce()
+        gathered = await asyncio.to_thread(self._step.result, seconds)
+        if gathered is None or len(gathered) != self._members:
+            raise RuntimeError(f"a group of {len(gathered or ())} instead of {self._members}")
+        with self._averager.get_tensors() as tensors:
+            return tensors[0].clone()
+
+    async def close(self) -> None:
+        for part in (self._averager, self._dht):
+            if part is not None:
+                await asyncio.to_thread(part.shutdown)
+
+    def _start(self, vector_E: Tensor, codec: str) -> Any:
+        import hivemind
+        from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
+
+        compression = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}[codec]()
+        return hivemind.DecentralizedAverager(
+            [vector_E.clone()],
+            dht=self._dht,
+            prefix="bench",
+            target_group_size=self._members,
+            min_group_size=self._members,
+            min_matchmaking_time=8.0,
+            request_timeout=4.0,
+            compression=compression,
+            start=True,
+        )
