@@ -1,11 +1,18 @@
 """The line to a coordinator that breaks: no report is lost, whatever the moment."""
 
 import asyncio
+import os
+import resource
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import grpc
+import pytest
 
 from atoll.core.clock import SystemClock
+from atoll.core.errors import Unreachable
 from atoll.core.identity import Identity
 from atoll.node.control.link import CoordinatorLink
 from atoll.v1 import membership_pb2 as mb
@@ -32,11 +39,20 @@ class Flaky(membership_pb2_grpc.MembershipServiceServicer):
 class PlainLink(CoordinatorLink):
     """The shipped link on a channel without TLS and without certificates to renew."""
 
-    def _channel(self):
+    def _dial(self):
         return grpc.aio.insecure_channel(self.address)
 
     def _renewal_due(self):
         return False
+
+
+def plain_link(address):
+    link = PlainLink(
+        None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
+        received=lambda response: None, renewed=lambda credentials: None,
+    )  # fmt: skip
+    link.address = address
+    return link
 
 
 async def test_reports_survive_every_broken_stream():
@@ -45,11 +61,7 @@ async def test_reports_survive_every_broken_stream():
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    link = PlainLink(
-        None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
-        received=lambda response: None, renewed=lambda credentials: None,
-    )  # fmt: skip
-    link.address = f"127.0.0.1:{port}"
+    link = plain_link(f"127.0.0.1:{port}")
     running = asyncio.create_task(link.run())
     try:
         for number in range(5):
@@ -64,3 +76,23 @@ async def test_reports_survive_every_broken_stream():
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await server.stop(0)
+
+
+async def starve():
+    """In a process of its own: gRPC aborts the process when it cannot open what it needs."""
+    link = plain_link("127.0.0.1:1")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/proc/self/fd"))
+    for spare in range(12):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + spare, limits[1]))
+        with pytest.raises(Unreachable, match="no file descriptors left"):
+            await link.vote(mb.VoteRequest())
+        await link.leave("no descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    async with link._channel():  # as soon as there are some
+        pass
+
+
+def test_without_descriptors_the_line_waits_and_the_node_lives():
+    program = [sys.executable, "-c", "import asyncio, test_link; asyncio.run(test_link.starve())"]
+    subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=60)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +20,7 @@ import grpc
 from atoll.core import log
 from atoll.core.certs import LEAF_LIFETIME, SERVER_NAME, new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
-from atoll.core.errors import Banned, CertificateInvalid, CorpusError, ProtocolMismatch
+from atoll.core.errors import Banned, CertificateInvalid, CorpusError, ProtocolMismatch, Unreachable
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
@@ -35,6 +36,7 @@ MAX_REPORTS = 200  # in one heartbeat, and bytes: the rest goes with the next on
 MAX_REPORT_BYTES = 1 << 20
 _SILENCE = timedelta(seconds=30)  # the coordinator answers every heartbeat
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))
+_SPARE_DESCRIPTORS = 16  # a new channel takes about six
 _FINAL = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
 
 if TYPE_CHECKING:  # generic only in its stubs
@@ -119,6 +121,8 @@ class CoordinatorLink:
                 if isinstance(problem, _FINAL):
                     raise problem from error
                 _log.warning("coordinator out of reach", reason=str(problem), retry_seconds=backoff.total_seconds())
+            except Unreachable as problem:
+                _log.warning("coordinator out of reach", reason=str(problem), retry_seconds=backoff.total_seconds())
             except TimeoutError:
                 _log.warning("the coordinator fell silent")
             backoff = _BACKOFF[0] if self.connected else backoff
@@ -135,6 +139,8 @@ class CoordinatorLink:
                 await stub.Leave(mb.LeaveRequest(reason=reason), timeout=CALL_TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError as error:
             _log.warning("could not say goodbye", reason=str(from_rpc_error(error, "the coordinator")))
+        except Unreachable as error:
+            _log.warning("could not say goodbye", reason=str(error))
 
     async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
         """Ask the coordinator to break a tie. Raises what it answers, `Unreachable` when it does not."""
@@ -146,7 +152,7 @@ class CoordinatorLink:
                 raise from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}") from error
 
     async def upload(self, order: mb.UploadOrder, directory: Path) -> None:
-        """Answer an upload order with the checkpoint in `directory`."""
+        """Answer an upload order with the checkpoint in `directory`. Raises as `vote`."""
         async with self._channel() as channel:
             await upload(membership_pb2_grpc.MembershipServiceStub(channel), order, directory)
 
@@ -239,6 +245,12 @@ class CoordinatorLink:
         _log.info("certificate renewed")
 
     def _channel(self) -> grpc.aio.Channel:
+        """Raises `Unreachable` when there are no descriptors for one: gRPC would end the process."""
+        if not _are_free(_SPARE_DESCRIPTORS):
+            raise Unreachable("the coordinator cannot be dialled: this node has no file descriptors left")
+        return self._dial()
+
+    def _dial(self) -> grpc.aio.Channel:
         tls = self.credentials.tls
         channel_credentials = grpc.ssl_channel_credentials(tls.ca_pem, tls.key_pem, tls.chain_pem)
         options = [
@@ -247,3 +259,17 @@ class CoordinatorLink:
             ("grpc.keepalive_timeout_ms", 10_000),
         ]
         return grpc.aio.secure_channel(self.credentials.coordinator, channel_credentials, options)
+
+
+def _are_free(descriptors: int) -> bool:
+    """Whether this process may open so many more files."""
+    taken: list[int] = []
+    try:
+        for _ in range(descriptors):
+            taken.append(os.dup(0))
+    except OSError:
+        return False
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    return True
