@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 PERIOD = 1 << 16  # elements after which vectors repeat, so that everybody knows the true mean
-_SAMPLE_SECONDS = 0.02
+_SAMPLE_SECONDS = 0.05
 
 
 class Method(Protocol):
@@ -44,7 +44,8 @@ class Watch:
     """Processor time and the most memory of this process and its children, from one moment on."""
 
     def __init__(self) -> None:
-        self._me = psutil.Process()
+        me = psutil.Process()
+        self._family = [me, *me.children(recursive=True)]
         self._floor = self._peak = self._rss()
         self._cpu = self._seconds()
         self._over = threading.Event()
@@ -61,14 +62,11 @@ class Watch:
         while not self._over.wait(_SAMPLE_SECONDS):
             self._peak = max(self._peak, self._rss())
 
-    def _family(self) -> list[psutil.Process]:
-        return [self._me, *self._me.children(recursive=True)]
-
     def _rss(self) -> float:
-        return float(sum(process.memory_info().rss for process in self._family()))
+        return float(sum(process.memory_info().rss for process in self._family))
 
     def _seconds(self) -> float:
-        times = [process.cpu_times() for process in self._family()]
+        times = [process.cpu_times() for process in self._family]
         return sum(it.user + it.system for it in times)
 
 
@@ -109,9 +107,13 @@ async def serve(name: str, index: int, members: int, address: str, directory: Pa
     method = method_of(name, index, members, address, directory)
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    threading.Thread(
-        target=lambda: [loop.call_soon_threadsafe(lines.put_nowait, line) for line in (*sys.stdin, "")], daemon=True
-    ).start()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, "")
+
+    threading.Thread(target=read, daemon=True).start()
     try:
         while line := await lines.get():
             request = json.loads(line)

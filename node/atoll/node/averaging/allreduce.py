@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, first_
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.average import Average
+from atoll.node.averaging.codecs import is_finite
 from atoll.node.averaging.partition import Share
 from atoll.node.averaging.patience import next_frame
 from atoll.node.averaging.reducer import Reducer
@@ -103,7 +103,7 @@ class Exchange:
         Returns when every part is here or belongs to somebody who failed, or when the time is up. Other members are
         served until `end`. Raises `RoundAbandoned` only if our own contribution is not finite.
         """
-        if self._weights[self._me] and not await self._average.compute(_finite, self._contribution_E):
+        if self._weights[self._me] and not await self._average.compute(is_finite, self._contribution_E):
             raise RoundAbandoned("this node's own update holds values that are not finite; it was not sent")
         try:
             async with asyncio.timeout(self._timeout.total_seconds()), asyncio.TaskGroup() as tasks:
@@ -245,11 +245,6 @@ class Exchange:
     def _misbehaved(self, peer: str, what: str) -> PeerMisbehaved:
         self._fault(peer, what)
         return PeerMisbehaved(what)
-
-
-def _finite(values_E: Tensor) -> bool:
-    low, high = torch.aminmax(values_E)  # not-a-number propagates; no temporary of E elements
-    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 class ExchangeServer:
