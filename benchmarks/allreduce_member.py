@@ -41,22 +41,25 @@ class Method(Protocol):
 
 
 class Watch:
-    """Processor time and the most memory of this process and its children, from one moment on."""
+    """Processor time of one round, and the most memory ever since the first one began, of this process and children."""
+
+    _first: float | None = None  # bytes held when the first round began
 
     def __init__(self) -> None:
         me = psutil.Process()
         self._family = [me, *me.children(recursive=True)]
-        self._floor = self._peak = self._rss()
+        self._peak = self._rss()
+        Watch._first = self._peak if Watch._first is None else Watch._first
         self._cpu = self._seconds()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def stop(self) -> dict[str, float]:
-        """CPU seconds, and bytes beyond what was held at first."""
+        """CPU seconds, and bytes beyond what was held before the first round: with its vector, and the result's."""
         self._over.set()
         self._thread.join()
-        return {"cpu_seconds": self._seconds() - self._cpu, "peak_bytes": self._peak - self._floor}
+        return {"cpu_seconds": self._seconds() - self._cpu, "peak_bytes": self._peak - (Watch._first or 0.0)}
 
     def _sample(self) -> None:
         while not self._over.wait(_SAMPLE_SECONDS):
@@ -98,7 +101,7 @@ def method_of(name: str, index: int, members: int, address: str, directory: Path
         case "gloo":
             return methods.Gloo(index, members, directory)
         case "hivemind":
-            return methods.Hivemind(members, address)
+            return methods.Hivemind(index, members, address)
     raise SystemExit(f"no method is named {name}")
 
 

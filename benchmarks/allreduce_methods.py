@@ -196,7 +196,8 @@ class Gloo:
 class Hivemind:
     """`DecentralizedAverager`, triggered once all have found each other."""
 
-    def __init__(self, members: int, address: str) -> None:
+    def __init__(self, index: int, members: int, address: str) -> None:
+        self._index = index
         self._members = members
         self._address = address
         self._dht: Any = None
@@ -219,7 +220,7 @@ class Hivemind:
 
     async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
         if self._averager is None:
-            self._averager = await asyncio.to_thread(self._start, vector_E, codec)
+            self._averager = await asyncio.to_thread(self._start, vector_E, codec, mbit[self._index])
         with self._averager.get_tensors() as tensors:
             tensors[0].copy_(vector_E)
         self._step = self._averager.step(wait=False, require_trigger=True, allow_retries=False, timeout=600)
@@ -242,7 +243,7 @@ class Hivemind:
             if part is not None:
                 await asyncio.to_thread(part.shutdown)
 
-    def _start(self, vector_E: Tensor, codec: str) -> Any:
+    def _start(self, vector_E: Tensor, codec: str, mbit: float) -> Any:
         import hivemind
         from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
 
@@ -256,5 +257,6 @@ class Hivemind:
             min_matchmaking_time=8.0,
             request_timeout=4.0,
             compression=compression,
+            bandwidth=mbit,
             start=True,
         )

@@ -267,16 +267,14 @@ class StateReply(_message.Message):
     def __init__(self, manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ...) -> None: ...
 
 class DirectOffer(_message.Message):
-    __slots__ = ("port", "hosts", "certificate_sha256", "ticket")
+    __slots__ = ("port", "certificate_sha256", "ticket")
     PORT_FIELD_NUMBER: _ClassVar[int]
-    HOSTS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_SHA256_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     port: int
-    hosts: _containers.RepeatedScalarFieldContainer[str]
     certificate_sha256: bytes
     ticket: bytes
-    def __init__(self, port: _Optional[int] = ..., hosts: _Optional[_Iterable[str]] = ..., certificate_sha256: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, port: _Optional[int] = ..., certificate_sha256: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class DirectBegin(_message.Message):
     __slots__ = ("protocol",)

@@ -30,8 +30,8 @@ ENOUGH = ELEMENTS // 6  # bytes of int8 that the victim's neighbour has sent whe
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_survivors_of_a_struck_daemon_end_equal_and_in_time(lab: Lab, how: signal.Signals) -> None:
-    seed = await lab.start("seed")
-    hosts = [await lab.start(name, seeds=seed.multiaddrs()) for name in ("a", "b", "c")]
+    seed = await lab.start("seed", direct=None)
+    hosts = [await lab.start(name, seeds=seed.multiaddrs(), direct=None) for name in ("a", "b", "c")]
     for host in hosts:
         await host.publish_address(timedelta(minutes=5))
     for host in hosts:

@@ -14,13 +14,15 @@ from atoll.core.errors import (
     DeadlineExceeded,
     FrameInvalid,
     PeerMisbehaved,
+    PortInUse,
     RoundAbandoned,
     Unreachable,
 )
 from atoll.core.frames import PREFIX, FrameKind, pack_prefix
 from atoll.core.membership import Deny
-from atoll.node.direct import dialler, listener
+from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.stream import DirectStream
+from atoll.node.swarm import streams
 from atoll.node.transport import Stream
 
 BODY = bytes(range(256)) * 4096
@@ -199,7 +201,8 @@ async def test_the_doors_limits_hold(tmp_path: Path) -> None:
         await stream.send(FrameKind.MESSAGE, bytes(1 << 17))
         with pytest.raises(FrameInvalid, match="the cap is 65536"):
             await stream.receive(SOON)
-        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None  # not served: libp2p will say so
+        with pytest.raises(Unreachable, match="not served"):
+            await pair.a.path.open(pair.b.peer_id, TALK, SOON)
         assert pair.b.door.refused["Unreachable"] >= 1
         pair.b.door.handle(TALK, shout)
         pair.b.door._served[pair.a.peer_id, TALK] = 6
@@ -243,3 +246,63 @@ async def test_a_kept_connection_that_the_other_side_lost_is_replaced(tmp_path: 
             connection.abort()
         assert await echoes(await pair.a.talk(pair.b))
         assert pair.a.asked == 2
+
+
+async def test_a_refusal_costs_no_connection(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        for _ in range(5):
+            with pytest.raises(Unreachable, match="not served"):
+                await pair.a.path.open(pair.b.peer_id, "/atoll/state/1", SOON)
+            await pair.settled()
+        assert pair.a.asked == 1
+
+
+async def test_after_a_conversation_broke_the_other_path_is_taken_for_a_while(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        kept, broken = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
+        await kept.close()
+        for connection in tuple(pair.b.path._connections):
+            connection.abort()
+        with pytest.raises(Unreachable):
+            await broken.receive(SOON)
+        await broken.close()
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        count, _ = pair.a.path._dialler._failures[pair.b.peer_id]
+        pair.a.path._dialler._failures[pair.b.peer_id] = (count, 0.0)  # that while is over
+        stream = await pair.a.talk(pair.b)
+        assert pair.b.peer_id in pair.a.path._dialler._failures  # being let in is not enough
+        assert await echoes(stream)
+        await stream.close()
+        await pair.settled()
+        assert not pair.a.path._dialler._failures
+
+
+async def test_slow_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that filled while the link was fast empty late; the other side takes all the time."""
+    monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.5))
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        stream = await pair.a.talk(pair.b)
+        for _ in range(8):
+            assert await echoes(stream, BODY)
+        (connection,) = pair.a.path._dialler._all[pair.b.peer_id]
+        tcp.pace(connection.sock, 150_000.0)
+        assert await echoes(stream, BODY[:600_000])
+        await stream.close()
+
+
+async def test_who_is_closed_dials_nobody(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        await (await pair.a.talk(pair.b)).close()
+        await pair.a.path.close()
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        assert pair.a.asked == 1
+
+
+async def test_a_port_that_is_taken_is_not_remembered() -> None:
+    made = listener.Listener(*([None] * 6))  # type: ignore[arg-type]
+    with pytest.raises(PortInUse):
+        made.listen(("127.0.0.1", "192.0.2.1"), 0)  # the second is not ours
+    assert made.port == 0

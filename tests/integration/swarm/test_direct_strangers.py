@@ -21,6 +21,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.node.direct import listener, tls
 from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.tickets import proof
 from atoll.node.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -39,8 +40,9 @@ time.sleep(60)
 """
 
 
-def ticket_frame(ticket: bytes) -> bytes:
-    return on_wire(Frame(FrameKind.MESSAGE, ticket))
+def ticket_frame(pair: Pair, ticket: bytes) -> bytes:
+    """What `a` shows to `b`."""
+    return on_wire(Frame(FrameKind.MESSAGE, proof(ticket, pair.a.peer_id, pair.b.peer_id)))
 
 
 @asynccontextmanager
@@ -81,13 +83,13 @@ async def test_a_ticket_is_good_once_soon_and_nothing_else_is(tmp_path: Path) ->
         pair.b.door.handle(TALK, shout)
         good = (await pair.a.way_into(pair.b.peer_id)).ticket
         async with dialled(pair) as (reader, writer):  # the raw bytes of an honest dialler
-            writer.write(ticket_frame(good) + on_wire(BEGIN))
+            writer.write(ticket_frame(pair, good) + on_wire(BEGIN))
             assert await asyncio.wait_for(reader.readexactly(PREFIX.size), SOON.total_seconds())
         expired = (await pair.a.way_into(pair.b.peer_id)).ticket
         for digest, (owner, _) in tuple(pair.b.path._tickets._good.items()):
             pair.b.path._tickets._good[digest] = (owner, pair.b.clock.monotonic() - 1)
         for ticket in (good, expired, bytes(32), os.urandom(32), (await pair.b.way_into(pair.a.peer_id)).ticket):
-            assert await answer_to(pair, ticket_frame(ticket) + on_wire(BEGIN)) == b""
+            assert await answer_to(pair, ticket_frame(pair, ticket) + on_wire(BEGIN)) == b""
         assert pair.b.path.strangers_turned_away == 5
         await honest_life_goes_on(pair)
 
@@ -96,7 +98,32 @@ async def test_a_ticket_of_somebody_who_was_banned_meanwhile_is_worth_nothing(tm
     async with direct_pair(tmp_path) as pair:
         ticket = (await pair.a.way_into(pair.b.peer_id)).ticket
         pair.b.gate.evict(pair.a.peer_id)
-        assert await answer_to(pair, ticket_frame(ticket) + on_wire(BEGIN)) == b""
+        assert await answer_to(pair, ticket_frame(pair, ticket) + on_wire(BEGIN)) == b""
+
+
+async def test_who_passes_on_anothers_offer_joins_nobody(tmp_path: Path) -> None:
+    """Mallory answers `a` with what she got from `b`: the certificate is right, and still `b` serves nobody."""
+    async with direct_pair(tmp_path) as pair:
+        pair.b.door.handle(TALK, shout)
+        honest = pair.a.way_into
+
+        async def passed_on(peer_id: str, timeout: timedelta) -> WayIn:
+            return replace(await honest(peer_id), ticket=pair.b.path._tickets.issue("mallory"))
+
+        pair.a.path._dialler._ask = passed_on
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        assert pair.b.path.strangers_turned_away == 1
+        assert not pair.b.gate._streams
+
+
+async def test_names_that_a_member_makes_up_are_not_kept(tmp_path: Path) -> None:
+    async with direct_pair(tmp_path) as pair:
+        for number in range(20):
+            good = (await pair.a.way_into(pair.b.peer_id)).ticket
+            begin = Frame(FrameKind.MESSAGE, dp.DirectBegin(protocol=f"/junk/{number}").SerializeToString())
+            assert await answer_to(pair, ticket_frame(pair, good) + on_wire(begin)) == b""
+        names = {*pair.b.traffic.sent, *pair.b.traffic.received}
+        assert not any("junk" in name for name in names)
 
 
 async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> None:
@@ -139,7 +166,7 @@ async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytes
                 assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
             writer.close()
         else:
-            assert await answer_to(pair, b"" if how == "silent" else ticket_frame(bytes(32))[:20]) == b""
+            assert await answer_to(pair, b"" if how == "silent" else ticket_frame(pair, bytes(32))[:20]) == b""
         assert pair.b.path.strangers_turned_away == 1
         await honest_life_goes_on(pair)
 
@@ -174,7 +201,7 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
 
     async with direct_pair(tmp_path) as pair:
         pair.b.door.handle(TALK, wait)
-        first = ticket_frame((await pair.a.way_into(pair.b.peer_id)).ticket) + on_wire(BEGIN)
+        first = ticket_frame(pair, (await pair.a.way_into(pair.b.peer_id)).ticket) + on_wire(BEGIN)
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CHILD, str(pair.b.path.port), first.hex(), stdout=asyncio.subprocess.PIPE
         )
@@ -199,7 +226,8 @@ async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
         for seed in range(examples):
             mutator = Mutator(seed)
             with_ticket = mutator.rng.random() < 0.7
-            ticket = Frame(FrameKind.MESSAGE, (await pair.a.way_into(pair.b.peer_id)).ticket)
+            good = (await pair.a.way_into(pair.b.peer_id)).ticket
+            ticket = Frame(FrameKind.MESSAGE, proof(good, pair.a.peer_id, pair.b.peer_id))
             data = on_wire(ticket) if with_ticket else mutator.wire(mutator.frame(ticket))
             for _ in range(mutator.rng.choice((0, 1, 1, 3))):
                 after = mutator.rng.choice(
@@ -226,7 +254,7 @@ async def test_whatever_a_member_offers(tmp_path: Path, seed: int) -> None:
     """An offer that is none costs a while without a direct path, nothing else."""
     async with direct_pair(tmp_path) as pair:
         mutator = Mutator(seed)
-        offer = dp.DirectOffer(port=1, hosts=["127.0.0.1"], certificate_sha256=bytes(32), ticket=bytes(32))
+        offer = dp.DirectOffer(port=1, certificate_sha256=bytes(32), ticket=bytes(32))
 
         async def lie(stream: Stream) -> None:
             wrong = mutator.frame(Frame(FrameKind.MESSAGE, offer.SerializeToString()), dp.DirectOffer)

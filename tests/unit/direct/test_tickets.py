@@ -6,38 +6,56 @@ from datetime import timedelta
 
 from atoll.core.clock import ManualClock
 from atoll.node.direct import tickets
-from atoll.node.direct.tickets import MAX_PER_PEER, Tickets
+from atoll.node.direct.tickets import MAX_PER_PEER, Tickets, proof
+
+
+def book_of_bob(clock: ManualClock | None = None) -> Tickets:
+    return Tickets(clock or ManualClock(), "bob")
+
+
+def shown(ticket: bytes, dialler: str = "alice", listener: str = "bob") -> bytes:
+    return proof(ticket, dialler, listener)
 
 
 def test_a_ticket_is_good_once() -> None:
-    book = Tickets(ManualClock())
+    book = book_of_bob()
     ticket = book.issue("alice")
     assert book.redeem(bytes(32)) is None
-    assert (book.redeem(ticket), book.redeem(ticket)) == ("alice", None)
+    assert (book.redeem(shown(ticket)), book.redeem(shown(ticket))) == ("alice", None)
 
 
 def test_a_ticket_is_good_for_half_a_minute() -> None:
     clock = ManualClock()
-    book = Tickets(clock)
+    book = book_of_bob(clock)
     early, late = book.issue("alice"), book.issue("alice")
     clock.advance(tickets.LIFETIME.total_seconds() - 0.1)
-    assert book.redeem(early) == "alice"
+    assert book.redeem(shown(early)) == "alice"
     clock.advance(timedelta(milliseconds=200).total_seconds())
-    assert book.redeem(late) is None
+    assert book.redeem(shown(late)) is None
     assert len(book) == 0
 
 
+def test_an_offer_that_is_passed_on_joins_nobody_to_somebody_else() -> None:
+    """Mallory gets a ticket of bob's and offers it to alice as a way into mallory."""
+    book = book_of_bob()
+    ticket = book.issue("mallory")
+    assert book.redeem(shown(ticket, "alice", "mallory")) is None
+    assert book.redeem(shown(ticket, "alice", "bob")) is None
+    assert book.redeem(shown(ticket, "mallory", "bob")) == "mallory"
+
+
 def test_one_peer_cannot_fill_the_book_nor_take_anothers_place() -> None:
-    book = Tickets(ManualClock())
-    kept = book.issue("bob")
+    book = book_of_bob()
+    kept = book.issue("carol")
     taken = [book.issue("alice") for _ in range(MAX_PER_PEER + 2)]
     assert len(book) == MAX_PER_PEER + 1
-    assert [book.redeem(ticket) for ticket in taken] == [None, None, *["alice"] * MAX_PER_PEER]
-    assert book.redeem(kept) == "bob"
+    assert [book.redeem(shown(ticket)) for ticket in taken] == [None, None, *["alice"] * MAX_PER_PEER]
+    assert book.redeem(shown(kept, "carol")) == "carol"
 
 
 def test_nothing_that_is_kept_lets_anybody_in() -> None:
-    book = Tickets(ManualClock())
+    book = book_of_bob()
     ticket = book.issue("alice")
     assert ticket not in book._good
+    assert shown(ticket) not in book._good
     assert all(book.redeem(digest) is None for digest in list(book._good))

@@ -2,7 +2,8 @@
 
 A connection is made where a conversation needs one and none is free, and kept for the next. To make one, the peer is
 asked over libp2p for a way in, and every host that is known of it is tried at once; the first that shows the right
-certificate is shown the ticket. A peer that cannot be had so is not tried again for a while, longer each time.
+certificate is shown the proof of a ticket. A peer that cannot be had so, or whose conversations break, is not tried
+again for a while, longer each time, until a conversation ends as it should.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, FrameInvalid, Rejected, Unreachable
+from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Rejected, Unreachable
 from atoll.node.direct import tls
+from atoll.node.direct.hosts import is_address, may_be_dialled
 from atoll.node.direct.protocol import MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.tickets import proof
 from atoll.node.direct.wire import Wire, dial
 
 DIAL_TIMEOUT = timedelta(seconds=3)  # TCP and TLS
 ASK_TIMEOUT = timedelta(seconds=5)  # for the way in
 PATIENCE = timedelta(seconds=1.5)  # an opener waits so long for a new connection; it is kept when it comes later
-WARM_TIMEOUT = timedelta(seconds=5)  # for a kept connection to let us in
+WARM_TIMEOUT = timedelta(seconds=5)  # for a connection to let us in; half of the opener's time at most
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
 FIRST_PAUSE, LAST_PAUSE = timedelta(seconds=30), timedelta(minutes=10)
@@ -52,7 +57,12 @@ Adopt = Callable[[str, Wire], Connection]
 class Dialler:
     """The connections that we made, by peer."""
 
-    def __init__(self, ask: AskWayIn, adopt: Adopt, clock: Clock) -> None:
+    def __init__(self, me: str, ask: AskWayIn, adopt: Adopt, clock: Clock, *, loopback: bool) -> None:
+        """`loopback`: whether addresses of this machine are dialled."""
+        self._me = me
+        self._loopback = loopback
+        self._closed = False
+        self._resolver = ThreadPoolExecutor(1, thread_name_prefix="resolve")  # a slow name holds nothing else up
         self._ask = ask
         self._adopt = adopt
         self._clock = clock
@@ -69,29 +79,43 @@ class Dialler:
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> DirectStream | None:
         """A conversation, or None when there is none to be had this way now. Raises what the peer refuses with."""
-        while (connection := self._take(peer_id)) is not None:
-            with suppress(Unreachable, FrameInvalid):
-                return await self._begin(connection, protocol, min(timeout, WARM_TIMEOUT))
+        share = min(timeout / 2, WARM_TIMEOUT)  # libp2p must have time left
+        while (kept := self._take(peer_id)) is not None:
+            try:
+                return await self._begin(kept, protocol, share)
+            except DeadlineExceeded as error:  # no answer at all: others are most likely as silent
+                self._broken(peer_id, error)
+                return None
+            except (Unreachable, FrameInvalid):
+                if kept.is_open:
+                    raise  # that is the peer's answer
         if not self._may_dial(peer_id):
             return None
         dialling = self._start(self._dial(peer_id))
         self._dialling[peer_id].add(dialling)
         dialling.add_done_callback(lambda task: self._dialled(peer_id, task))
         await asyncio.wait({dialling}, timeout=min(timeout / 2, PATIENCE).total_seconds())
-        connection = self._take(peer_id)
-        if connection is not None:
-            with suppress(Unreachable, FrameInvalid):
-                return await self._begin(connection, protocol, min(timeout, WARM_TIMEOUT))
-        return None
+        fresh = self._take(peer_id)
+        if fresh is None:
+            return None
+        try:
+            return await self._begin(fresh, protocol, share)
+        except (Unreachable, FrameInvalid) as error:
+            if fresh.is_open:
+                raise
+            self._broken(peer_id, error)
+            return None
 
     async def close(self) -> None:
         """Dial nobody any more; what is connected is left to its owner."""
+        self._closed = True
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for free in self._free.values():
             for _, timer in free:
                 timer.cancel()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
 
     def lost(self, connection: Connection) -> None:
         """The connection is gone."""
@@ -110,12 +134,22 @@ class Dialler:
         return await connection.begin(protocol, timeout, lambda stream: self._ended(connection, stream))
 
     def _ended(self, connection: Connection, stream: DirectStream) -> None:
-        if connection.is_open:
+        if stream.broken and stream.was_let_in:
+            self._broken(connection.peer_id, Unreachable("a conversation broke"))
+        elif connection.is_open and not self._closed:
             self._start(self._settle(connection, stream))
 
     async def _settle(self, connection: Connection, stream: DirectStream) -> None:
         if await stream.until_ended():
+            self._failures.pop(connection.peer_id, None)
             self._keep(connection)
+
+    def _broken(self, peer_id: str, error: BaseException) -> None:
+        """What is kept is most likely as bad; libp2p carries what comes next."""
+        for connection, timer in self._free.pop(peer_id, []):
+            timer.cancel()
+            connection.abort()
+        self._failed(peer_id, error)
 
     def _keep(self, connection: Connection) -> None:
         timer = asyncio.get_running_loop().call_later(IDLE_TIMEOUT.total_seconds(), connection.abort)
@@ -134,6 +168,8 @@ class Dialler:
     # --- new ones --------------------------------------------------------------------------------------
 
     def _may_dial(self, peer_id: str) -> bool:
+        if self._closed:
+            return False
         count = len(self._all.get(peer_id, ())) + len(self._dialling.get(peer_id, ()))
         _, not_before = self._failures.get(peer_id, (0, 0.0))
         return count < MAX_CONNECTIONS_PER_PEER and self._clock.monotonic() >= not_before
@@ -148,7 +184,7 @@ class Dialler:
         try:
             connection = self._adopt(peer_id, wire)
             self._all[peer_id].add(connection)
-            await connection.show(way.ticket)
+            await connection.show(proof(way.ticket, self._me, peer_id))
         except Rejected:  # it was banned meanwhile; the connection is closed or unknown to the gate
             wire[1].transport.abort()
             return
@@ -156,29 +192,55 @@ class Dialler:
             wire[1].transport.abort()
             self._failed(peer_id, error)
             return
-        self._failures.pop(peer_id, None)
         self._keep(connection)
 
     async def _first(self, way: WayIn) -> Wire:
-        """The first host that shows the right certificate. Raises `Unreachable`."""
-        addresses = await _resolve(way.hosts, way.port)
-        tasks = [asyncio.create_task(self._pinned(address, way.certificate_sha256)) for address in addresses]
+        """The first host that shows the right certificate, IP addresses before names. Raises `Unreachable`."""
+        why = "no address of it is known that may be dialled"
+        for look_up in (self._literal, self._resolved):
+            addresses = [(host, way.port) for host in await look_up(way.hosts)]
+            try:
+                if addresses:
+                    return await self._quickest(addresses, way.certificate_sha256)
+            except (Unreachable, OSError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+        raise Unreachable(f"{', '.join(way.hosts) or 'nowhere'} lets nobody in on port {way.port}: {why}")
+
+    async def _quickest(self, addresses: Iterable[tuple[str, int]], certificate_sha256: bytes) -> Wire:
+        """All are tried at once. Raises what the last of them failed with."""
+        tasks = [asyncio.create_task(self._pinned(address, certificate_sha256)) for address in addresses]
         chosen: Wire | None = None
-        why = "it named no host"
+        last: Exception | None = None
         try:
             for finished in asyncio.as_completed(tasks):
                 try:
                     chosen = await finished
                     return chosen
                 except (Unreachable, OSError, TimeoutError) as error:
-                    why = str(error) or type(error).__name__
+                    last = error
         finally:
             for task in tasks:
                 task.cancel()
             for wire in await asyncio.gather(*tasks, return_exceptions=True):
                 if not isinstance(wire, BaseException) and wire is not chosen:
                     wire[1].transport.abort()
-        raise Unreachable(f"none of {', '.join(way.hosts) or 'no hosts'} lets us in on port {way.port}: {why}")
+        assert last is not None
+        raise last
+
+    async def _literal(self, hosts: Iterable[str]) -> list[str]:
+        return [host for host in hosts if may_be_dialled(host, loopback=self._loopback)]
+
+    async def _resolved(self, hosts: Iterable[str]) -> list[str]:
+        """IP addresses of the names among them; those that do not resolve in time are left out."""
+        loop = asyncio.get_running_loop()
+        found: dict[str, None] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DIAL_TIMEOUT.total_seconds()):
+                for name in (host for host in hosts if not is_address(host)):
+                    with suppress(OSError, UnicodeError):
+                        for *_, address in await loop.run_in_executor(self._resolver, _look_up, name):
+                            found.setdefault(str(address[0]))
+        return [host for host in found if may_be_dialled(host, loopback=self._loopback)][:MAX_HOSTS]
 
     async def _pinned(self, address: tuple[str, int], certificate_sha256: bytes) -> Wire:
         wire = await dial(address, self._context, DIAL_TIMEOUT)
@@ -206,13 +268,5 @@ class Dialler:
         return task
 
 
-async def _resolve(hosts: Iterable[str], port: int) -> list[tuple[str, int]]:
-    """IP addresses; a name that does not resolve is left out."""
-    loop = asyncio.get_running_loop()
-    found: dict[tuple[str, int], None] = {}
-    for host in hosts:
-        with suppress(OSError, TimeoutError, UnicodeError):
-            async with asyncio.timeout(DIAL_TIMEOUT.total_seconds()):
-                for *_, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                    found.setdefault((str(address[0]), int(address[1])))
-    return list(found)[:MAX_HOSTS]
+def _look_up(name: str) -> list[Any]:
+    return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)

@@ -9,7 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from atoll.core import log
 from atoll.core.errors import AtollError, FrameInvalid, PortInUse, Unreachable
 from atoll.core.frames import PREFIX, FrameKind, check_frame, unpack_prefix
 from atoll.node.direct.stream import Connection, DirectStream
-from atoll.node.direct.tickets import TICKET_BYTES, Tickets
+from atoll.node.direct.tickets import PROOF_BYTES, Tickets
 from atoll.node.direct.wire import Wire, accept
 
 STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a good ticket
@@ -41,6 +41,7 @@ class Listener:
         tickets: Tickets,
         welcome: Welcome,
         serve: Callable[[DirectStream], Awaitable[None]],
+        spoken: Collection[str],
         max_frame_bytes: Callable[[str], int],
     ) -> None:
         self.port = 0
@@ -49,6 +50,7 @@ class Listener:
         self._tickets = tickets
         self._welcome = welcome
         self._serve = serve
+        self._spoken = spoken
         self._max_frame_bytes = max_frame_bytes
         self._sockets: list[socket.socket] = []
         self._strangers: Counter[str] = Counter()  # by address
@@ -67,6 +69,7 @@ class Listener:
                 self.port = sock.getsockname()[1]
         except OSError as error:
             self._close_sockets()
+            self.port = 0
             raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}", "choose another port") from error
         for sock in self._sockets:
             self._start(self._accept(sock))
@@ -112,11 +115,11 @@ class Listener:
     async def _identify(self, sock: socket.socket) -> Connection:
         reader, writer = await accept(sock, self._context, STRANGER_TIMEOUT)
         try:
-            prefix = unpack_prefix(await reader.readexactly(PREFIX.size), TICKET_BYTES)
-            if (prefix.kind, prefix.header_bytes, prefix.body_bytes) != (FrameKind.MESSAGE, TICKET_BYTES, 0):
-                raise FrameInvalid("a direct connection must begin with a ticket")
-            ticket = check_frame(prefix, await reader.readexactly(TICKET_BYTES), b"").header
-            peer_id = self._tickets.redeem(ticket)
+            prefix = unpack_prefix(await reader.readexactly(PREFIX.size), PROOF_BYTES)
+            if (prefix.kind, prefix.header_bytes, prefix.body_bytes) != (FrameKind.MESSAGE, PROOF_BYTES, 0):
+                raise FrameInvalid("a direct connection must begin with the proof of a ticket")
+            shown = check_frame(prefix, await reader.readexactly(PROOF_BYTES), b"").header
+            peer_id = self._tickets.redeem(shown)
             if peer_id is None:
                 raise FrameInvalid("the ticket is not good, or not any more")
             if self._connections[peer_id] >= MAX_CONNECTIONS_PER_PEER:
@@ -132,7 +135,7 @@ class Listener:
         self._connections[peer_id] += 1
         try:
             while connection.is_open:
-                stream = await connection.next(IDLE_TIMEOUT, self._max_frame_bytes)
+                stream = await connection.next(IDLE_TIMEOUT, self._spoken, self._max_frame_bytes)
                 await self._serve(stream)
                 if not await stream.until_ended():
                     break

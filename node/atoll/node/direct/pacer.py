@@ -10,6 +10,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
+from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.node.direct import rates, tcp
 from atoll.node.direct.stream import Connection
@@ -19,7 +20,9 @@ LOOKS = 4  # in a window
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.24, 2.0
 WINDOW_ROUND_TRIPS = 4
 QUIET_LOOKS = 20  # without a byte sent by anybody: go to sleep
-_SEGMENTS = 2**32  # where the kernel's counter of delivered segments begins again
+_AFTER_A_FAULT = 1.0  # seconds
+
+_log = log.get("direct")
 
 
 @dataclass
@@ -31,6 +34,7 @@ class _Watched:
     seen: tcp.Info | None = None  # at the last look
     delivered: int = 0  # in this window
     behind: int = 0  # looks in this window at which it had something to send
+    held: int = 0  # of them, those at which the other side took no more
     sends: bool = False  # in this window or the last
 
 
@@ -53,7 +57,7 @@ class Pacer:
         self._watched.pop(connection, None)
 
     def wake(self) -> None:
-        """A conversation begins: look again."""
+        """Somebody sends: look again."""
         self._busy.set()
 
     async def close(self) -> None:
@@ -63,6 +67,19 @@ class Pacer:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        """A fault of ours here must not leave anybody at whatever rate it had."""
+        while True:
+            try:
+                await self._watch()
+            except Exception as error:
+                _log.error("pacing failed", reason=repr(error))
+                self.uplink = rates.Uplink()
+                for connection, one in self._watched.items():
+                    one.given = math.inf
+                    tcp.pace(connection.sock, math.inf)
+                await asyncio.sleep(_AFTER_A_FAULT)
+
+    async def _watch(self) -> None:
         while True:
             await self._busy.wait()
             self._busy.clear()
@@ -86,34 +103,37 @@ class Pacer:
             before, one.seen = one.seen, now
             if before is None:
                 continue
-            one.delivered += max(0, now.delivered_bytes - before.delivered_bytes)
+            one.delivered += now.delivered_since(before)
             one.behind += now.unsent_bytes > 0
+            one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
             starts = now.unsent_bytes > 0 and not one.sends
             one.sends |= starts
-            sends |= now.unsent_bytes > 0 or now.delivered_bytes != before.delivered_bytes
+            sends |= now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
             if starts:
                 self._share()
         return sends
 
     def _judge(self, seconds: float) -> None:
         sent = {
-            connection: rates.Sent(one.delivered, backlogged=one.behind >= LOOKS)
+            connection: rates.Sent(one.delivered, backlogged=one.behind >= LOOKS and 2 * one.held < LOOKS)
             for connection, one in self._watched.items()
             if one.seen is not None
         }
-        self.uplink = self.uplink.observe(seconds, tuple(sent.values()))
+        busy = {connection.peer_id for connection, figures in sent.items() if figures.backlogged}
+        wide = len(busy) > 1 or len({connection.peer_id for connection in self._watched}) == 1
+        self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
         for connection, figures in sent.items():
             one = self._watched[connection]
             one.path = one.path.observe(seconds, figures, one.given)
             one.sends = one.behind > 0
-            one.delivered = one.behind = 0
+            one.delivered = one.behind = one.held = 0
         self._share()
 
     def _share(self) -> None:
         """Set every sender's rate; who does not send may begin at what one more sender would get."""
         senders = {connection: one.path.limit for connection, one in self._watched.items() if one.sends}
         given = rates.shares(self.uplink.budget, senders)
-        others = self.uplink.budget / (len(senders) + 1)
+        others = max(self.uplink.budget / (len(senders) + 1), rates.MIN_RATE)
         for connection, one in self._watched.items():
             rate = given.get(connection, others)
             if rate != one.given:

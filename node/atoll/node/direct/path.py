@@ -12,6 +12,7 @@ connection of a peer that it evicts.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,19 +65,20 @@ class DirectPath:
         serve: Callable[[DirectStream], Awaitable[None]],
         max_frame_bytes: Callable[[str], int],
         ask: Callable[[str, timedelta], Awaitable[WayIn]],
-        announced: Callable[[], tuple[str, ...]],
+        me: str,
     ) -> None:
-        """Listens already when it is made; `announced` gives our own multiaddrs. Raises `PortInUse`."""
+        """`me` is our peer id."""
         context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
         self._protocols = config.protocols
         self._gate = gate
         self._traffic = traffic
-        self._announced = announced
-        self._tickets = Tickets(clock)
+        self._closed = False
+        self._tickets = Tickets(clock, me)
         self._connections: set[Connection] = set()  # both ways
         self._pacer = Pacer(clock)
-        self._dialler = Dialler(ask, self._adopt, clock)
-        self._listener = Listener(context, self._tickets, self._adopt, serve, max_frame_bytes)
+        loopback = any(ipaddress.ip_address(host).is_loopback for host in config.hosts)
+        self._dialler = Dialler(me, ask, self._adopt, clock, loopback=loopback)
+        self._listener = Listener(context, self._tickets, self._adopt, serve, config.protocols, max_frame_bytes)
 
     @property
     def port(self) -> int:
@@ -106,14 +108,12 @@ class DirectPath:
         """A conversation, or None when it must go another way. Raises what the peer refuses with."""
         if protocol not in self._protocols:
             return None
-        self._pacer.wake()
         return await self._dialler.open(peer_id, protocol, timeout)
 
     async def offer(self, stream: Stream) -> None:
         """Answers who asks for a way in; a handler like any other."""
         offer = dp.DirectOffer(
             port=self.port,
-            hosts=hosts_in(self._announced(), MAX_HOSTS),
             certificate_sha256=self._certificate_sha256,
             ticket=self._tickets.issue(stream.peer_id),
         )
@@ -122,7 +122,8 @@ class DirectPath:
             await stream.receive(_OFFER_TIMEOUT)
 
     async def close(self) -> None:
-        """End every connection. Leaves nothing."""
+        """End every connection and take no new one. Leaves nothing."""
+        self._closed = True
         await self._dialler.close()
         await self._listener.close()
         await self._pacer.close()
@@ -135,10 +136,15 @@ class DirectPath:
         """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `NotIntroduced`, `Unreachable`."""
         self._gate.require(peer_id)
         reader, writer = wire
-        if writer.is_closing():
+        if writer.is_closing() or self._closed:
             raise Unreachable(f"peer {peer_id} hung up")
         connection = Connection(
-            peer_id, reader, writer, guard=lambda: self._gate.require(peer_id), traffic=self._traffic
+            peer_id,
+            reader,
+            writer,
+            guard=lambda: self._gate.require(peer_id),
+            traffic=self._traffic,
+            sends=self._pacer.wake,
         )
         self._connections.add(connection)
         self._gate.opened(peer_id, connection)
@@ -154,13 +160,15 @@ class DirectPath:
 
 
 def way_in(frame: Frame, known: tuple[str, ...]) -> WayIn:
-    """What a peer answers, with the hosts that our own book knows (multiaddrs) first. Raises `PeerMisbehaved`."""
+    """What a peer answers, for where our own book knows it (multiaddrs). Raises `PeerMisbehaved`.
+
+    It does not name hosts: whoever could would have others dial whom it likes.
+    """
     try:
         offer = dp.DirectOffer.FromString(frame.header)
     except DecodeError as error:
         raise PeerMisbehaved("an offer of a direct path does not parse") from error
     sizes = (len(offer.ticket), len(offer.certificate_sha256))
-    if sizes != (TICKET_BYTES, _SHA256_BYTES) or not 0 < offer.port < 65536 or len(offer.hosts) > MAX_HOSTS:
+    if sizes != (TICKET_BYTES, _SHA256_BYTES) or not 0 < offer.port < 65536:
         raise PeerMisbehaved("an offer of a direct path is not what it must be")
-    hosts = dict.fromkeys((*hosts_in(known, MAX_HOSTS), *offer.hosts))
-    return WayIn(tuple(hosts)[:MAX_HOSTS], offer.port, offer.certificate_sha256, offer.ticket)
+    return WayIn(hosts_in(known, MAX_HOSTS), offer.port, offer.certificate_sha256, offer.ticket)

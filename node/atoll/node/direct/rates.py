@@ -29,7 +29,7 @@ START_GROWTH = 1.1  # what counts as more at the start
 HELD_UP = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
 USED_UP = 0.9  # of its limit: whatever held it up does so no more
 SPARE = 1.25  # what such a connection gets, of what it delivered
-MIN_RATE = 16 * 1024.0  # bytes per second; nobody is starved
+MIN_RATE = 64 * 1024.0  # bytes per second; nobody is starved
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -39,7 +39,7 @@ class Sent:
     """One connection in one window."""
 
     delivered: int  # bytes that the other side acknowledged
-    backlogged: bool  # it had more to send all the time
+    backlogged: bool  # it had more to send all the time, and the other side's window was not what stopped it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Uplink:
         """What all senders together may send in the next window, bytes per second."""
         return self.rate * (CRUISE if self.probe is None else PROBES[self.probe])
 
-    def observe(self, seconds: float, sent: Sequence[Sent]) -> Uplink:
-        """After one more window of `seconds`."""
+    def observe(self, seconds: float, sent: Sequence[Sent], *, wide: bool = True) -> Uplink:
+        """After one more window of `seconds`; `wide`: not all that waited waited for one of several peers."""
         rate = sum(one.delivered for one in sent) / seconds
-        if not any(one.backlogged for one in sent):  # what applications asked for is no measure, but a lower bound
+        if not wide or not any(one.backlogged for one in sent):  # no measure of our uplink, but a lower bound
             return self._at_least(rate) if self.started and rate > self.rate else self
         recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
         if not self.started:

@@ -1,6 +1,6 @@
 """Conversations on one TLS connection, one after another, each a `transport.Stream` like any other.
 
-    dialler:   ticket (48 bytes)   begin(protocol)   …   END                 begin(protocol)   …
+    dialler:   proof of a ticket   begin(protocol)   …   END                 begin(protocol)   …
     acceptor:                              come in   …   END                         come in   …
 
 The dialler begins; the acceptor lets it in or refuses, as on a libp2p stream. `close` says END, and when both have said
@@ -11,12 +11,12 @@ that was left half-way or came after the end, a reader or sender that was interr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
 
-from atoll.core.errors import AtollError, FrameInvalid, Unreachable
+from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreachable
 from atoll.core.frames import MAX_FRAME_BYTES, Buffer, Frame, FrameKind, Prefix, check_frame, pack_prefix
 from atoll.node.direct import tcp
 from atoll.node.direct.protocol import MAX_BEGIN_BYTES, PROTOCOL
@@ -33,6 +33,11 @@ class _TlsStream(SocketStream):
 
     buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
     flushes_pieces = True
+
+    def _progress(self) -> tuple[int, int]:
+        """What TLS and the kernel hold may not shrink for long, though the other side acknowledges all the time."""
+        figures = tcp.info(self._writer.get_extra_info("socket"))
+        return figures.delivered_segments if figures else 0, super()._progress()[1]
 
 
 class DirectStream(_TlsStream):
@@ -54,6 +59,8 @@ class DirectStream(_TlsStream):
             traffic=connection.traffic,
             max_frame_bytes=max_frame_bytes,
         )
+        self.was_let_in = False  # as a dialler
+        self._sends = connection.sends
         self._told_ended = ended  # called once, when this side has ended it
         self._closed = False
         self._peer_closed = False
@@ -102,6 +109,14 @@ class DirectStream(_TlsStream):
         if not self._closed:
             self._closed = True
             self._told_ended(self)
+
+    def _put(self, piece: Buffer) -> None:
+        self._sends()
+        super()._put(piece)
+
+    def _ended(self) -> Unreachable:
+        self.broken |= not (self._closed or self._peer_closed)
+        return super()._ended()
 
     def _is_over(self) -> bool:
         return self._closed or self._peer_closed or super()._is_over()
@@ -152,12 +167,14 @@ class Connection:
         *,
         guard: Callable[[], object],
         traffic: Traffic,
+        sends: Callable[[], None],
     ) -> None:
         self.peer_id = peer_id
         self.reader = reader
         self.writer = writer
         self.guard = guard  # raises when the peer is no member any more
         self.traffic = traffic
+        self.sends = sends  # told whenever something is sent
         self.sock: tcp.Options = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
         self._control = _TlsStream(
             peer_id, PROTOCOL, reader, writer, guard=guard, traffic=traffic, max_frame_bytes=MAX_BEGIN_BYTES
@@ -172,27 +189,37 @@ class Connection:
         """Close it now."""
         self.writer.transport.abort()
 
-    async def show(self, ticket: bytes) -> None:
-        """The first thing to send as a dialler."""
-        await self._control.send(FrameKind.MESSAGE, ticket)
+    async def show(self, shown: bytes) -> None:
+        """The first thing to send as a dialler: the proof of a ticket."""
+        await self._control.send(FrameKind.MESSAGE, shown)
 
     async def begin(self, protocol: str, timeout: timedelta, ended: Callable[[DirectStream], None]) -> DirectStream:
-        """Open a conversation and wait to be let in. Raises `Unreachable`, `FrameInvalid`, the peer's own refusal."""
+        """Open a conversation and wait to be let in.
+
+        Raises what the peer refuses with; then the connection is as good as before. Raises `Unreachable` or
+        `FrameInvalid` when it is not.
+        """
         stream = DirectStream(self, protocol, MAX_FRAME_BYTES, ended)
         try:
             await self._control.send(FrameKind.MESSAGE, wire.DirectBegin(protocol=protocol).SerializeToString())
             answer = await stream.receive(timeout)
             if answer.kind is not FrameKind.MESSAGE or answer.header or answer.body:
                 raise FrameInvalid(f"peer {self.peer_id} began {protocol} with something else than to let us in")
-        except (Unreachable, FrameInvalid, asyncio.CancelledError):
+        except (DeadlineExceeded, FrameInvalid, asyncio.CancelledError):
             stream.abort()
             raise
-        except AtollError:  # it refused; the connection is as good as before
-            await stream.close()
+        except AtollError:
+            if self.is_open:
+                await stream.close()
+            else:
+                stream.abort()
             raise
+        stream.was_let_in = True
         return stream
 
-    async def next(self, timeout: timedelta, max_frame_bytes: Callable[[str], int]) -> DirectStream:
+    async def next(
+        self, timeout: timedelta, spoken: Collection[str], max_frame_bytes: Callable[[str], int]
+    ) -> DirectStream:
         """The conversation that the dialler begins. Raises `Unreachable`, `FrameInvalid`."""
         frame = await self._control.receive(timeout)
         try:
@@ -201,4 +228,6 @@ class Connection:
             raise FrameInvalid("a conversation must begin with a DirectBegin") from error
         if frame.kind is not FrameKind.MESSAGE or frame.body:
             raise FrameInvalid("a conversation must begin with a DirectBegin")
+        if begin.protocol not in spoken:  # nor is it counted under a name of the peer's choice
+            raise FrameInvalid("a conversation must be in a protocol that direct connections are for")
         return DirectStream(self, begin.protocol, max_frame_bytes(begin.protocol))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import struct
 import sys
@@ -17,7 +16,9 @@ UNSENT_BYTES = 4 * 1024 * 1024  # what the kernel takes beyond what is under way
 _SO_MAX_PACING_RATE = 47
 _UNPACED = -1
 _MAX_PACE = 2**31 - 1  # bytes per second that fit the option; faster is as good as unpaced
-_INFO = struct.Struct("@16xI48xI28xI40xII40xI")  # snd_mss, rtt, total_retrans, notsent, min_rtt, delivered
+# snd_mss, rtt, total_retrans, notsent, min_rtt, rwnd_limited, delivered
+_INFO = struct.Struct("@16xI48xI28xI40xII24xQ8xI")
+_SEGMENTS = 2**32  # where the kernel's counter of delivered ones begins again
 
 
 class Options(Protocol):
@@ -32,11 +33,17 @@ class Options(Protocol):
 class Info:
     """Figures of one connection since it began."""
 
-    delivered_bytes: int  # about; acknowledged, also out of order
+    delivered_segments: int  # acknowledged, also out of order; begins again at 2^32
+    segment_bytes: int
     unsent_bytes: int  # in the kernel
     retransmitted_segments: int
     rtt_seconds: float
     min_rtt_seconds: float
+    receiver_limited_seconds: float  # in which the other side's window was what stopped us
+
+    def delivered_since(self, before: Info) -> int:
+        """Bytes, about; a path may have changed what a segment holds."""
+        return (self.delivered_segments - before.delivered_segments) % _SEGMENTS * self.segment_bytes
 
 
 def tune(sock: Options) -> None:
@@ -71,11 +78,9 @@ def info(sock: Options) -> Info | None:
         return None
     try:
         data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError as error:
-        if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTCONN, errno.ENOPROTOOPT):
-            return None
-        raise
+    except OSError:  # closed meanwhile, or no such figures
+        return None
     if len(data) < _INFO.size:
         return None
-    segment, rtt, retransmitted, unsent, min_rtt, delivered = _INFO.unpack(data)
-    return Info(delivered * segment, unsent, retransmitted, rtt / 1e6, min_rtt / 1e6)
+    segment, rtt, retransmitted, unsent, min_rtt, limited, delivered = _INFO.unpack(data)
+    return Info(delivered, segment, unsent, retransmitted, rtt / 1e6, min_rtt / 1e6, limited / 1e6)

@@ -254,7 +254,7 @@ class SwarmHost:
             serve=self._door.let_in,
             max_frame_bytes=request_bytes,
             ask=self._ask_way_in,
-            announced=self.multiaddrs,
+            me=self.peer_id,
         )
         self._direct.listen(config)
         self._door.handle(direct.PROTOCOL, self._direct.offer)

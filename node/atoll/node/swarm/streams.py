@@ -65,6 +65,7 @@ class SocketStream:
         self._max_frame_bytes = max_frame_bytes
         self._prefix: Prefix | None = None  # of a frame whose rest has not arrived
         self._due = 0.0  # when the rest may be read
+        self.broken = False  # by the other side, or by what lies between
         self._sending = asyncio.Lock()
         self._sent = 0
         self._received = 0
@@ -191,20 +192,24 @@ class SocketStream:
         self._traffic.received[self.protocol] += count
 
     async def _flush(self) -> None:
-        transport = self._writer.transport
-        waiting = transport.get_write_buffer_size()
+        before = self._progress()
         while True:
             try:
                 async with asyncio.timeout(STALL_TIMEOUT.total_seconds()):
                     return await self._writer.drain()
             except TimeoutError as error:
-                left = transport.get_write_buffer_size()
-                if left >= waiting:
+                now = self._progress()
+                if now <= before:
+                    self.broken = True
                     self.abort()
                     raise Unreachable(f"peer {self._peer_id} took nothing for {STALL_TIMEOUT}") from error
-                waiting = left
+                before = now
             except OSError as error:
                 raise self._ended() from error
+
+    def _progress(self) -> tuple[int, int]:
+        """Grows as long as the other side takes what was written."""
+        return 0, -self._writer.transport.get_write_buffer_size()
 
     def _forget(self) -> None:
         callbacks, self._on_close = self._on_close, []

@@ -1,0 +1,135 @@
+"""What the pacer makes of the kernel's figures, with connections that we make up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+
+from atoll.core.clock import SystemClock
+from atoll.node.direct import pacer, tcp
+from atoll.node.direct.pacer import LOOKS, Pacer
+from atoll.node.direct.rates import MEMORY_WINDOWS, MIN_RATE
+
+SECONDS, SEGMENT = 0.32, 1400
+STILL = tcp.Info(0, SEGMENT, 0, 0, 0.08, 0.08, 0.0)
+
+
+@dataclass(eq=False)
+class Wire:
+    """A connection and its socket in one; each look the kernel has delivered some more."""
+
+    peer_id: str
+    rate: float = 0.0  # bytes per second that get through
+    backlog: bool = False
+    receiver_stops: bool = False
+    figures: tcp.Info = STILL
+    paced: float = math.inf
+
+    @property
+    def sock(self) -> Wire:
+        return self
+
+    def pass_time(self, seconds: float) -> None:
+        now = self.figures
+        self.figures = replace(
+            now,
+            delivered_segments=now.delivered_segments + int(self.rate * seconds / SEGMENT),
+            unsent_bytes=100_000 if self.backlog else 0,
+            receiver_limited_seconds=now.receiver_limited_seconds + (seconds if self.receiver_stops else 0.0),
+        )
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch) -> list[Wire]:
+    monkeypatch.setattr(tcp, "PACES", False)  # no task: windows are cut here
+    monkeypatch.setattr(tcp, "info", lambda wire: wire.figures)
+    monkeypatch.setattr(tcp, "pace", lambda wire, rate: setattr(wire, "paced", rate))
+    return [Wire("ann", 4e6), Wire("bob", 4e6), Wire("cleo", 4e6)]
+
+
+def pass_windows(made: Pacer, wires: list[Wire], count: int) -> None:
+    for _ in range(count):
+        for _ in range(LOOKS):
+            for wire in wires:
+                wire.pass_time(SECONDS / LOOKS)
+            made._look()
+        made._judge(SECONDS)
+
+
+async def started(wires: list[Wire]) -> Pacer:
+    """All send as much as they can, until the uplink is known."""
+    made = Pacer(SystemClock())
+    for wire in wires:
+        wire.backlog = True
+        made.add(wire)  # type: ignore[arg-type]
+    pass_windows(made, wires, 12)
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    return made
+
+
+@pytest.mark.parametrize("receiver_stops", [True, False])
+async def test_one_slow_peer_says_nothing_about_our_uplink(wires: list[Wire], receiver_stops: bool) -> None:
+    made = await started(wires)
+    for wire in wires[1:]:
+        wire.backlog, wire.rate = False, 0.0
+    wires[0].rate, wires[0].receiver_stops = 100.0, receiver_stops
+    pass_windows(made, wires, 3 * MEMORY_WINDOWS)
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert all(wire.paced >= 4e6 for wire in wires[1:])  # they may begin as before
+
+
+async def test_the_only_peer_does(wires: list[Wire]) -> None:
+    made = await started([wires[0], Wire("ann", 8e6)])
+    for one in made._watched:
+        one.rate = 1e6  # type: ignore[attr-defined]
+    pass_windows(made, list(made._watched), 3 * MEMORY_WINDOWS)  # type: ignore[arg-type]
+    assert made.uplink.rate == pytest.approx(2e6, rel=0.05)
+
+
+async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[Wire]) -> None:
+    made = await started(wires)
+    for wire in wires:
+        wire.rate = 50.0  # all of them: the link is as good as down
+    idle = Wire("dan")
+    made.add(idle)  # type: ignore[arg-type]
+    pass_windows(made, [*wires, idle], 3 * MEMORY_WINDOWS)
+    assert made.uplink.rate < 1000
+    assert all(wire.paced >= MIN_RATE for wire in (*wires, idle))
+
+
+async def test_a_path_that_changes_its_segments_rewrites_no_history(wires: list[Wire]) -> None:
+    made = await started(wires)
+    for wire in wires:
+        wire.figures = replace(wire.figures, delivered_segments=2**32 - 5, segment_bytes=SEGMENT + 60)
+        made._watched[wire].seen = wire.figures  # type: ignore[index]
+        wire.figures = replace(wire.figures, delivered_segments=20)  # it began again
+    assert all(wire.figures.delivered_since(made._watched[wire].seen) == 25 * (SEGMENT + 60) for wire in wires)  # type: ignore[arg-type,index]
+
+
+async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "PACES", True)
+    monkeypatch.setattr(pacer, "_AFTER_A_FAULT", 0.01)
+    monkeypatch.setattr(pacer, "MIN_WINDOW_SECONDS", 0.01)
+    made = Pacer(SystemClock())
+    for wire in wires:
+        wire.paced = 1.0
+        made.add(wire)  # type: ignore[arg-type]
+    looks = 0
+
+    def broken(wire: Wire) -> tcp.Info:
+        nonlocal looks
+        looks += 1
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(tcp, "info", broken)
+    made.wake()
+    async with asyncio.timeout(10):
+        while looks < 1 or any(wire.paced != math.inf for wire in wires):
+            await asyncio.sleep(0.01)
+        made.wake()
+        while looks < 2:  # it goes on
+            await asyncio.sleep(0.01)
+    await made.close()
