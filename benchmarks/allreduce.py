@@ -290,7 +290,7 @@ async def cell(
             "bound_s": bound,
             "link_mb_per_s": min(links) / 1e6,
             **figures,
-            "note": f"could not run: {error or type(error).__name__}"[:90],
+            "note": f"could not run: {str(error) or type(error).__name__}"[:90],
         }
     seconds = [it.seconds for it in rounds[1:]]
     gigabytes = 2 * (len(links) - 1) * task.encoded_bytes / 1e9
