@@ -266,7 +266,7 @@ def _are_free(descriptors: int) -> bool:
     taken: list[int] = []
     try:
         for _ in range(descriptors):
-            taken.append(os.dup(0))
+            taken.append(os.open(os.devnull, os.O_RDONLY))
     except OSError:
         return False
     finally:
