@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.clock import SystemClock
-from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import partition
 from atoll.node.direct.path import DirectConfig
 from atoll.node.lab.wan.hub import DEVICE
-from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.swarm.host import SwarmHost
 from atoll.node.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
+from benchmarks.member_host import start_host
 
 _RUN = "bench"
 _HELLO = "/bench/hello/1"
@@ -51,7 +49,15 @@ class Atoll:
 
     async def meet(self, contacts: list[Any]) -> Any:
         if self._host is None:
-            self._host = await self._start(contacts)
+            self._host = await start_host(
+                self._directory,
+                f"member-{self._index}",
+                tuple(contacts[0] or ()),
+                run_id=_RUN,
+                relay_service=self._index == 0,
+                address=self._address,
+                direct=DirectConfig((self._address,)) if self._direct else None,
+            )
             self._server = ExchangeServer(self._host, _START)
             self._host.handle(_HELLO, _nothing)
             await self._host.ready()
@@ -73,7 +79,7 @@ class Atoll:
             contributions=[manifest_pb2.Contribution(peer_id=it, tokens=1, weight=1) for it in self._peers],
             partition=[
                 dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end)
-                for piece in partition(elements, self._peers, dict(zip(self._peers, _reduces(mbit), strict=True)))
+                for piece in partition(elements, self._peers, {})  # as plans say today: all reduce the same
             ],
             codec=chosen.number,
             elements=elements,
@@ -100,38 +106,6 @@ class Atoll:
         if self._host is not None:
             await self._host.close(timedelta(seconds=5))
 
-    async def _start(self, contacts: list[Any]) -> SwarmHost:
-        operator = Identity.load_or_create(self._directory / "operator.key")
-        key = self._directory / f"{self._index}.key"
-        identity, clock = Identity.load_or_create(key), SystemClock()
-        certificate = issue_membership(
-            operator,
-            public_key=identity.public_key,
-            run_id=_RUN,
-            roles=frozenset({"node"}),
-            epoch=1,
-            now=clock.unix(),
-            node_name=f"member-{self._index}",
-        )
-        config = SwarmConfig(
-            identity_path=key,
-            runtime_dir=self._directory / str(self._index),
-            listen=(f"/ip4/{self._address}/tcp/0",),
-            announce=(),
-            seeds=tuple(contacts[0] or ()),
-            relay_service=self._index == 0,
-            direct=DirectConfig((self._address,)) if self._direct else None,
-        )
-        return await SwarmHost.start(
-            config,
-            identity=identity,
-            authority=Authority(operator.public_key, _RUN),
-            membership=certificate,
-            deny=EMPTY_DENY,
-            clock=clock,
-            timeout=_START,
-        )
-
     async def _greet(self, peer: str) -> None:
         """Connect; what rounds do long before they exchange anything."""
         assert self._host is not None
@@ -148,16 +122,6 @@ class Atoll:
 
 async def _nothing(stream: Stream) -> None:
     """Who opens this only wants to be connected."""
-
-
-def _reduces(mbit: list[float]) -> list[int]:
-    """Bytes per second that each member gives to reducing: what its link has beyond its own vector, as plans say."""
-    if len(set(mbit)) == 1 or len(mbit) == 2:
-        return [1] * len(mbit)
-    from benchmarks.allreduce import bound_seconds
-
-    seconds = bound_seconds(1e6, mbit)
-    return [max(0, int(1e6 * (seconds * rate / 1e6 - 1))) for rate in mbit]
 
 
 class Gloo:

@@ -21,11 +21,9 @@ from pathlib import Path
 import torch
 
 from atoll.core import log, protocol
-from atoll.core.clock import SystemClock
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
-from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
@@ -34,10 +32,11 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
-from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.swarm.host import SwarmHost
 from atoll.node.transport import Stream
 from atoll.v1 import manifest_pb2
 from benchmarks.common import Report
+from benchmarks.member_host import OPERATOR_KEY, start_host
 
 RUN = "join"
 MEGABYTES = (40, 400)  # anchor and momentum together
@@ -51,7 +50,6 @@ RAW = "/bench/raw/1"
 LIARS = ("liar1", "liar2", "liar3")
 FORGER = "forger"
 HONEST = tuple(f"donor{number}" for number in range(1, max(DONORS) + 1))
-OPERATOR_KEY = "operator.key"
 
 
 def main() -> None:
@@ -165,7 +163,7 @@ async def _prepare(stack: AsyncExitStack, folder: Path, elements: int) -> Swarm:
     for name, item in (("genesis", genesis), ("head", head), ("forged", forged)):
         (folder / f"{name}.manifest").write_bytes(item.committed.SerializeToString())
     operator = Identity.load_or_create(folder / OPERATOR_KEY)
-    host = await _host(folder, "joiner", (), relay_service=True)
+    host = await start_host(folder, "joiner", (), run_id=RUN, relay_service=True)
     stack.push_async_callback(host.close, timedelta(seconds=5))
     peers = {}
     for name in names:
@@ -200,7 +198,7 @@ async def _donate(folder: Path, name: str, seeds: str) -> None:
         committed = manifest_pb2.CommittedManifest.FromString((folder / f"{item}.manifest").read_bytes())
         head = Head(committed)
         store.append(head)
-    host = await _host(folder, name, tuple(seeds.split()), relay_service=False)
+    host = await start_host(folder, name, tuple(seeds.split()), run_id=RUN, relay_service=False)
     try:
         StateServer(host, RUN, store, lambda: (head, state))
         host.handle(RAW, _pour)
@@ -221,37 +219,6 @@ async def _pour(stream: Stream) -> None:
 
 
 # --- both ----------------------------------------------------------------------------------------------------
-
-
-async def _host(folder: Path, name: str, seeds: tuple[str, ...], *, relay_service: bool) -> SwarmHost:
-    operator = Identity.load_or_create(folder / OPERATOR_KEY)
-    identity = Identity.load_or_create(folder / f"{name}.key")
-    clock = SystemClock()
-    membership = issue_membership(
-        operator,
-        public_key=identity.public_key,
-        run_id=RUN,
-        roles=frozenset({"node"}),
-        epoch=1,
-        now=clock.unix(),
-        node_name=name,
-    )
-    return await SwarmHost.start(
-        SwarmConfig(
-            identity_path=folder / f"{name}.key",
-            runtime_dir=folder / name,
-            listen=("/ip4/127.0.0.1/tcp/0",),
-            announce=(),
-            seeds=seeds,
-            relay_service=relay_service,
-        ),
-        identity=identity,
-        authority=Authority(operator.public_key, RUN),
-        membership=membership,
-        deny=EMPTY_DENY,
-        clock=clock,
-        timeout=START,
-    )
 
 
 def _offsets(elements: int) -> tuple[int, ...]:
