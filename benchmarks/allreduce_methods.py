@@ -89,7 +89,9 @@ class Atoll:
             self._server.end(self._exchange.round_id)
         self._average_E = torch.zeros(elements)
         patience = timedelta(minutes=10)
-        self._exchange = Exchange(start, self._host, vector_E, self._average_E, self._executor, patience, _STALL)
+        self._exchange = Exchange(
+            start, self._host, vector_E, self._average_E, self._executor, patience, _STALL, screening=True
+        )
         self._server.begin(self._exchange)
 
     async def average(self, seconds: float) -> Tensor:

@@ -9,18 +9,22 @@ Members may be replaced between rounds, and a rule may say what each counts (`ne
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, first_position
+from atoll.core.errors import PartInvalid
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.codecs import CODECS, is_finite
 from atoll.node.averaging.outer import due_tokens, outer_schedule, outer_step, weighted_mean
-from atoll.node.averaging.partition import partition
+from atoll.node.averaging.partition import partition, shares
+from atoll.node.averaging.screening import inner_products, judge
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.optim import Stepper
@@ -34,6 +38,7 @@ class Ingredients:
     step_times: tuple[float, ...]
     codec: str
     delay: float  # 0: nobody trains during the exchange; otherwise everyone does, and carries
+    screening: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,16 @@ class Work:
     age: int  # rounds that it took part in since it joined
 
 
+@dataclass(frozen=True)
+class Averaged:
+    """What a round's all-reduce came to."""
+
+    average_E: Tensor  # noqa: N815
+    left_out: Mapping[str, int]  # parts whose sum screening kept somebody out of
+    parts: int
+
+
+Tamper = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]  # (round, gradients) → what members send
 Weigh = Callable[[Mapping[str, Work]], Mapping[str, int]]  # of a round's members: in tokens; 0 leaves one out
 
 
@@ -73,8 +88,16 @@ class VirtualSwarm:
     With `saved` it goes on where another swarm of the same members stood.
     """
 
-    def __init__(self, spec: RunSpec, corpus: Corpus, ingredients: Ingredients, saved: Saved | None = None) -> None:
-        self._spec, self._corpus, self._it = spec, corpus, ingredients
+    def __init__(
+        self,
+        spec: RunSpec,
+        corpus: Corpus,
+        ingredients: Ingredients,
+        saved: Saved | None = None,
+        tamper: Tamper = lambda number, gradients: gradients,
+    ) -> None:
+        self._spec, self._corpus, self._it, self._tamper = spec, corpus, ingredients, tamper
+        self.averaged: list[Averaged] = []  # every round's, without its average
         self.members = [f"node-{i}" for i in range(len(ingredients.step_times))]
         self.loops = {peer: InnerLoop(spec, corpus, "cpu") for peer in self.members}
         lease = LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
@@ -195,13 +218,16 @@ class VirtualSwarm:
         if self._it.delay:
             self._advance(min(self._due.values()) + self._it.delay)
         weights = weigh(works)
-        average_E = self._average({peer: work.gradient_E for peer, work in works.items()}, weights)
+        sent = self._tamper(self.rounds, {peer: work.gradient_E for peer, work in works.items()})
+        averaged = self._average(sent, weights)
+        self.averaged.append(replace(averaged, average_E=torch.empty(0)))
         schedule = outer_schedule(self._spec.sync, self.committed_tokens)
-        self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
+        self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, averaged.average_E, *schedule)
         left_out = {peer for peer, work in works.items() if work.tokens and not weights[peer]}
+        uncounted = {peer for peer, parts in averaged.left_out.items() if 2 * parts > averaged.parts}
         counted = {peer: 0 if peer in left_out else count for peer, count in consumed.items()}
         self.position = advance(self.position, self.members, counted, self._minimum_lease)
-        self.committed_tokens += sum(weights.values())
+        self.committed_tokens += sum(weight for peer, weight in weights.items() if peer not in uncounted)
         self.trained_tokens += sum(work.tokens for work in works.values())
         self.rounds += 1
         for peer, loop in self.loops.items():
@@ -211,18 +237,35 @@ class VirtualSwarm:
             else:
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
 
-    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Tensor:
+    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
         """What the butterfly computes: contributions coded once, the average coded once."""
         codec = CODECS[self._it.codec]
         average_E = torch.empty_like(self.anchor_E)
-        for piece in partition(average_E.numel(), self.members, {}):
-            values = []
-            for peer in self.members:
-                part_E = gradients[peer][piece.start : piece.end]
-                values.append(part_E if peer == piece.reducer else codec.decode(codec.encode(part_E), part_E.numel()))
-            mean_E = weighted_mean(values, [weights[peer] for peer in self.members])
-            average_E[piece.start : piece.end] = codec.decode(codec.encode(mean_E), mean_E.numel())
-        return average_E
+        cut = shares(partition(average_E.numel(), self.members, {}), self._spec.sync.part_elements)
+        left_out: Counter[str] = Counter()
+        for share in cut:
+            for part in share.parts:
+                values = {}
+                for peer in self.members:
+                    part_E = gradients[peer][part.start : part.end]
+                    with suppress(PartInvalid):  # who sends what is not finite is not in the sum
+                        own = peer == share.reducer and is_finite(part_E)
+                        values[peer] = part_E if own else codec.decode(codec.encode(part_E), part.elements)
+                counted = {peer: values[peer] for peer in values if weights[peer]}
+                factors = self._judge(counted, weights)
+                left_out.update(peer for peer in self.members if weights[peer] and not factors.get(peer))
+                mean_E = weighted_mean(
+                    list(counted.values()), [weights[peer] for peer in counted], [factors[peer] for peer in counted]
+                )
+                average_E[part.start : part.end] = codec.decode(codec.encode(mean_E), part.elements)
+        return Averaged(average_E, left_out, sum(len(share.parts) for share in cut))
+
+    def _judge(self, values: Mapping[str, Tensor], weights: Mapping[str, int]) -> Mapping[str, float]:
+        if not self._it.screening:
+            return dict.fromkeys(values, 1.0)
+        given = list(values.values())
+        factors = judge(inner_products(given), [weights[peer] for peer in values], given[0].numel())
+        return dict(zip(values, factors, strict=True))
 
 
 def train_alone(spec: RunSpec, corpus: Corpus, steps: int) -> float:

@@ -52,9 +52,11 @@ class Swarm:
         fault: Fault | None = None,
         executor: Executor | None = None,
         patience: timedelta = TIMEOUT,
+        screening: bool = False,  # vectors here have nothing in common
     ) -> None:
         self.hub = MemoryHub(fault) if fault else MemoryHub()
         self.weights = dict(weights)
+        self.screening = screening
         self.codec = CODECS[codec]
         self.start = start_message(weights, codec, bandwidth)
         self.vectors = {
@@ -97,6 +99,7 @@ class Swarm:
             self.executor,
             timeout,
             STALL,
+            screening=self.screening,
         )
         self.exchanges[peer] = exchange
         self.servers[peer].begin(exchange)

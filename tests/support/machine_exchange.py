@@ -5,6 +5,10 @@ from collections.abc import Callable
 
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+_SCREENED = 64  # of 256 attempts have somebody whom most reducers leave out
+_AGREE = 192  # of 256 reducers do
 
 Reaches = Callable[[str, str], bool]  # whether the first peer can hear the second, which is up
 
@@ -21,10 +25,14 @@ class Exchanges:
         """`peer` takes part from now on."""
         self._there.setdefault(round_id, set()).add(peer)
 
-    def parts(self, round_id: RoundId, peer: str, start: dp.Start) -> tuple[tuple[bytes, ...], tuple[str, ...]]:
-        """What `peer` has at its end: a digest for each part, empty for a missing one; who is only in some sums."""
+    def parts(
+        self, round_id: RoundId, peer: str, start: dp.Start
+    ) -> tuple[tuple[bytes, ...], tuple[str, ...], tuple[manifest_pb2.Verdict, ...]]:
+        """What `peer` has at its end: a digest for each part, empty for a missing one; who is only in some sums; and
+        whom it left out of all its sums, which is nobody most of the time."""
         digests: list[bytes] = []
         partial: set[str] = set()
+        verdicts: list[manifest_pb2.Verdict] = []
         for index, piece in enumerate(start.partition):
             count = -(-(piece.end - piece.start) // start.part_elements)
             summed = self._sum(round_id, peer, start, index, piece.reducer)
@@ -35,7 +43,10 @@ class Exchanges:
             digests += [hashlib.sha256(digest + bytes([part])).digest() for part in range(count)]
             if piece.reducer == peer:
                 partial |= {item.peer_id for item in start.contributions if item.weight} - who
-        return tuple(digests), tuple(sorted(partial))
+                odd = _odd(round_id, start)
+                if odd in who and digest[0] < _AGREE:
+                    verdicts.append(manifest_pb2.Verdict(reducer=peer, peer_id=odd, parts_left_out=count))
+        return tuple(digests), tuple(sorted(partial)), tuple(verdicts)
 
     def _sum(
         self, round_id: RoundId, peer: str, start: dp.Start, index: int, reducer: str
@@ -55,6 +66,13 @@ class Exchanges:
             name = f"{round_id}/{index}/{sorted(who)}".encode()
             self._sums[round_id, index] = (hashlib.sha256(name).digest(), who)
         return self._sums[round_id, index]
+
+
+def _odd(round_id: RoundId, start: dp.Start) -> str:
+    """Whom screening leaves out of an attempt's sums: nobody most of the time."""
+    drawn = hashlib.sha256(round_id.key.encode()).digest()
+    contributors = [item.peer_id for item in start.contributions if item.weight]
+    return contributors[drawn[1] % len(contributors)] if drawn[0] < _SCREENED else ""
 
 
 def outer_step(round_id: RoundId, digests: tuple[bytes, ...]) -> bytes:

@@ -16,6 +16,7 @@ POLICY = RoundPolicy(
     elements=1024,
     part_elements=256,
     codec="int4",
+    screening=True,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     stop_tokens=10**9,

@@ -258,9 +258,9 @@ class World(Agenda):
         self._later(min(seconds, self.rng.uniform(0.2, 1.0)), node, self._end_exchange, round_id, start)
 
     def _end_exchange(self, node: Node, round_id: RoundId, start: dp.Start) -> None:
-        digests, partial = self._exchanges.parts(round_id, node.peer, start)
+        digests, partial, verdicts = self._exchanges.parts(round_id, node.peer, start)
         node.parts[round_id] = digests
-        self.feed(node.peer, rt.Parted(round_id, digests, partial))
+        self.feed(node.peer, rt.Parted(round_id, digests, partial, verdicts))
 
     def _complete(self, node: Node, round_id: RoundId, settle: dp.Settle) -> None:
         if round_id not in node.parts:

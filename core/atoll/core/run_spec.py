@@ -95,6 +95,7 @@ class SyncSection(_Section):
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.9
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above
+    screening: bool = True  # contributions that do not look like training are left out of sums
     part_elements: Annotated[int, Field(ge=128, le=2**20)] = 131_072  # a multiple of 128; in fp32 a part fits a frame
 
     @field_validator("part_elements")

@@ -80,6 +80,7 @@ class LiveStatus:
             "rounds_joined": self.counters.joined,
             "rounds_committed": self.counters.committed,
             "rounds_abandoned": self.counters.abandoned,
+            "rounds_left_out": self.counters.left_out,
             "averaging_bytes_sent": averaging_bytes,
             "averaging_bytes_fp32": self.counters.bytes_fp32,
             "other_bytes_sent": other_bytes,

@@ -117,14 +117,16 @@ class Start(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., unix_ms: _Optional[int] = ...) -> None: ...
 
 class Parts(_message.Message):
-    __slots__ = ("round", "digests", "partial")
+    __slots__ = ("round", "digests", "partial", "verdicts")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     partial: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ...) -> None: ...
+    verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
 
 class PartHolders(_message.Message):
     __slots__ = ("part", "peer_ids")
@@ -135,20 +137,22 @@ class PartHolders(_message.Message):
     def __init__(self, part: _Optional[int] = ..., peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("round", "present", "partial", "digests", "repairs", "deadline_ms")
+    __slots__ = ("round", "present", "partial", "digests", "repairs", "deadline_ms", "verdicts")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     present: _containers.RepeatedScalarFieldContainer[str]
     partial: _containers.RepeatedScalarFieldContainer[str]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     repairs: _containers.RepeatedCompositeFieldContainer[PartHolders]
     deadline_ms: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("round", "payload", "holders", "deadline_ms")

@@ -35,6 +35,18 @@ class Contribution(_message.Message):
     partial: bool
     def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., weight: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
 
+class Verdict(_message.Message):
+    __slots__ = ("reducer", "peer_id", "parts_left_out", "parts_scaled")
+    REDUCER_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    PARTS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_SCALED_FIELD_NUMBER: _ClassVar[int]
+    reducer: str
+    peer_id: str
+    parts_left_out: int
+    parts_scaled: int
+    def __init__(self, reducer: _Optional[str] = ..., peer_id: _Optional[str] = ..., parts_left_out: _Optional[int] = ..., parts_scaled: _Optional[int] = ...) -> None: ...
+
 class DataHolding(_message.Message):
     __slots__ = ("peer_id", "ranges")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -54,7 +66,7 @@ class DataPosition(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., holdings: _Optional[_Iterable[_Union[DataHolding, _Mapping]]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms")
+    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +79,7 @@ class Manifest(_message.Message):
     PARTS_ZEROED_FIELD_NUMBER: _ClassVar[int]
     CORPUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
     round: _common_pb2.RoundId
     previous_hash: bytes
@@ -79,7 +92,8 @@ class Manifest(_message.Message):
     parts_zeroed: int
     corpus_digest: bytes
     committed_unix_ms: int
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ...) -> None: ...
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class CommittedManifest(_message.Message):
     __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt", "tie_break")

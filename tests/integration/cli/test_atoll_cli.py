@@ -37,7 +37,7 @@ STATUS = {
     "steps": 5, "tokens": 500, "tokens_per_second": 100.0, "step_seconds": 0.1, "train_loss": 2.5,
     "validation_loss": 2.25, "data_stall_seconds": 0.0, "samples_repeated": 0, "round": 3, "committed_tokens": 500,
     "plan_version": 1, "members": 2, "rounds_joined": 3, "rounds_committed": 3, "rounds_abandoned": 0,
-    "averaging_bytes_sent": 1000, "averaging_bytes_fp32": 7700, "other_bytes_sent": 10,
+    "rounds_left_out": 0, "averaging_bytes_sent": 1000, "averaging_bytes_fp32": 7700, "other_bytes_sent": 10,
     "trainer_restarts": 0, "anchor": "", "month_bytes": 10**9, "month_bytes_allowed": 0, "warnings": [],
 }  # fmt: skip
 

@@ -227,8 +227,8 @@ def test_a_member_with_a_full_disk_still_contributes_holds_nobody_up_and_decides
     assert w.run(120, until=committed(w, before + 6))
     assert (w.now - began) / 6 < 1.5 * usual
     for number in range(before + 1, before + 7):
-        tokens = {item.peer_id: item.tokens for item in w.committed[number].manifest.contributions}
-        assert tokens[full] > 100
+        weights = {item.peer_id: item.weight for item in w.committed[number].manifest.contributions}
+        assert weights[full] > 100
         assert full not in w.committed[number].electorate.members
     w.fill_disk(full, full=False)
     assert w.run(60, until=lambda: full in w.committed[w.rounds()].electorate.members)

@@ -96,6 +96,7 @@ ROUNDS = [
         members=5,
         present=4,
         partial=1,
+        screened=[NODE.peer_id],
         parts_zeroed=2,
         seconds=3.25,
         unix_ms=1_700_000_000_000,

@@ -10,7 +10,7 @@ import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
 from atoll.coordinator.state import recovery, reports
-from atoll.coordinator.state.records import Evaluation, Round
+from atoll.coordinator.state.records import Evaluation, Event, Round
 from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP
 from atoll.core.identity import Identity
 from atoll.core.manifest import sign_tie_break
@@ -310,6 +310,42 @@ def test_what_is_only_in_some_sums_does_not_count(five: World) -> None:
         five.say("ann", rounds=[report])
         assert five.kinds()[-1] == verdict
     assert (rounds(five)[0].partial, five.run.committed_tokens) == (1, 1000)
+
+
+def screened_report(world: World, tokens: int, *verdicts: manifest_pb2.Verdict) -> mb.RoundReport:
+    """Round 1 of ann, bob and cid with 4 parts; cid's tokens as they say."""
+    report = round_report(1, genesis_hash(world), named(world, "ann", "bob", "cid"))
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    manifest.parts_total = 4
+    manifest.verdicts.extend(verdicts)
+    manifest.contributions[2].tokens = tokens
+    manifest.committed_tokens = 1000 + tokens
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), named(world, "ann", "bob", "dan")))
+    return report
+
+
+def verdict(world: World, reducer: str, about: str, parts: int) -> manifest_pb2.Verdict:
+    first, second = (one.peer_id for one in named(world, reducer, about))
+    return manifest_pb2.Verdict(reducer=first, peer_id=second, parts_left_out=parts)
+
+
+@pytest.mark.parametrize(("parts", "tokens"), [(2, 500), (3, 0)])
+def test_what_screening_left_out_of_most_sums_does_not_count_and_is_told(five: World, parts: int, tokens: int) -> None:
+    said = [verdict(five, "ann", "cid", 1), verdict(five, "bob", "cid", parts - 1)]
+    five.say("ann", rounds=[screened_report(five, 500 - tokens, *said)])
+    assert five.kinds()[-1] == "round.rejected"
+    five.say("ann", rounds=[screened_report(five, tokens, *said)])
+    assert five.kinds()[-1] == "round.committed"
+    told = [record.message for record in five.records if isinstance(record, Event)][-1]
+    assert "screening left cid out of sums" in told
+    (cid,) = named(five, "cid")
+    assert (rounds(five)[0].screened, five.run.committed_tokens) == ((cid.peer_id,), 1000 + tokens)
+
+
+def test_verdicts_of_or_about_strangers_are_no_manifests(five: World) -> None:
+    for said in (verdict(five, "eve", "cid", 1), verdict(five, "ann", "eve", 1)):
+        five.say("ann", rounds=[screened_report(five, 500, said)])
+        assert head_and_last_event(five) == (0, "round.rejected")
 
 
 # --- gaps --------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ MAX_WAITING = 256  # rounds that one node told
 MAX_WAITING_BYTES = 4 << 20  # of these together
 GAP_SECONDS = 60.0  # that rounds wait before the operator is told
 DROPPED_SECONDS = 10.0  # for which dropped reports are told together
+_NAMED = 5  # in one sentence
 _ROW_BYTES = 64 << 10  # of a large row cost as much as a small one
 
 
@@ -157,7 +158,7 @@ def _commit(draft: Draft, row: Round) -> None:
         committed={**memory.committed, number: commit_of(row)},
         abandoned=memory.abandoned - {key_of(row)},
     )
-    draft.event("round.committed", run_id, str(number), _committed_sentence(row))
+    draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     run = draft.state.runs[run_id]
     if number >= run.head_round:  # equal: a base that we only knew by its hash
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
@@ -225,12 +226,16 @@ def _log_round(draft: Draft, row: Round) -> None:
         draft.put(replace(run, rounds_opened=run.rounds_opened + 1))
 
 
-def _committed_sentence(row: Round) -> str:
+def _committed_sentence(draft: Draft, row: Round) -> str:
     gone = row.members - len(row.present)
+    nodes = draft.state.nodes
+    screened = [nodes[peer].name if peer in nodes else peer for peer in row.screened[:_NAMED]]
+    more = f" and {len(row.screened) - _NAMED} more" if len(row.screened) > _NAMED else ""
     notes = [
         f"{gone} of them gone by then" if gone else "",
         f"{row.partial} only in part" if row.partial else "",
         f"{row.parts_zeroed} parts zeroed" if row.parts_zeroed else "",
+        f"screening left {', '.join(screened)}{more} out of sums" if screened else "",
     ]
     told = f"round {row.number} committed by {row.members} nodes: {row.tokens} tokens in {row.seconds:.1f} s"
     return "; ".join([told, *(note for note in notes if note)])

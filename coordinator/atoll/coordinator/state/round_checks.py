@@ -21,7 +21,7 @@ from atoll.coordinator.state.records import Round, Run
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.text import clean
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
-from atoll.core.manifest import Head, parse_head, require_quorum, stored_form
+from atoll.core.manifest import Head, is_counted, parse_head, require_quorum, stored_form
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -106,6 +106,7 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
         made_under=made.plan_version,
         present=tuple(sorted(head.electorate.members)),
         partial=sum(item.partial for item in contributions),
+        screened=tuple(sorted({item.peer_id for item in head.manifest.verdicts if item.parts_left_out})),
     )
 
 
@@ -161,8 +162,11 @@ def _contributed(head: Head, caps: Mapping[str, int]) -> int:
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
+    verdicts, parts_total = head.manifest.verdicts, head.manifest.parts_total
+    if not {peer for item in verdicts for peer in (item.reducer, item.peer_id)} <= names:
+        raise PeerMisbehaved(f"round {head.round} has verdicts of or about somebody who was not part of it")
     for item in contributions:
-        counted = 0 if item.partial else item.weight  # what is only in some of the sums does not count
+        counted = item.weight if is_counted(item, verdicts, parts_total) else 0
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")
     return sum(item.tokens for item in contributions)

@@ -96,6 +96,7 @@ class Commit:
     opener: str = ""  # peer id
     members: int = 0  # that contributed
     partial: int = 0  # of them, in some of the sums only
+    screened: int = 0  # of them, left out of some of the sums by screening
     parts_zeroed: int = 0
     attempt: RoundKey | None = None  # that committed it
 
@@ -187,6 +188,7 @@ def commit_of(row: Round) -> Commit:
         opener=row.opener,
         members=row.members,
         partial=row.partial,
+        screened=len(row.screened),
         parts_zeroed=row.parts_zeroed,
         attempt=key_of(row),
     )

@@ -100,6 +100,7 @@ def round_view(state: State, row: Round) -> admin.RoundView:
         opener=row.opener,
         present=len(row.present),
         partial=row.partial,
+        screened=row.screened,
         void=row.committed and is_void(state.memory[row.run_id].bases, row.number, row.made_under),
     )
 

@@ -80,8 +80,13 @@ def _runs(state: State) -> Iterator[Metric]:
         rounds.add_metric([run_id, "abandoned"], max(0, run.rounds_opened - committed))
         newest = memory.committed.get(run.head_round) if run.head_round else None
         if newest is not None:
-            present = len(newest.present)
-            for kind, number in (("contributed", newest.members), ("present", present), ("partial", newest.partial)):
+            kinds = {
+                "contributed": newest.members,
+                "present": len(newest.present),
+                "partial": newest.partial,
+                "screened": newest.screened,
+            }
+            for kind, number in kinds.items():
                 members.add_metric([run_id, kind], number)
         zeroed.add_metric([run_id], sum(commit.parts_zeroed for commit in memory.committed.values()))
         plan.add_metric([run_id], run.plan_version)

@@ -91,6 +91,7 @@ def _round(state: State, row: Round) -> dict[str, object]:
         "members": row.members,
         "present": view.present,
         "partial": view.partial,
+        "screened": list(view.screened),
         "void": view.void,
         "seconds": row.seconds,
         "unix_ms": row.reported_ms,

@@ -40,6 +40,7 @@ from atoll.node.averaging.reducer import Reducer
 from atoll.node.averaging.repair import PROTOCOL, RepairDesk, Repairer
 from atoll.node.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 
 __all__ = ["PROTOCOL", "Exchange", "ExchangeServer", "PartsHeld"]
 
@@ -56,6 +57,7 @@ class PartsHeld:
 
     digests: tuple[bytes, ...]  # SHA-256 of each part's encoded bytes, in the order of the vector; empty: missing
     partial: tuple[str, ...]  # contributors that one of our own sums lacks, sorted
+    verdicts: tuple[manifest_pb2.Verdict, ...]  # what screening did in our own sums, ordered by contributor
     faults: Mapping[str, str]  # who broke the rules, and how
 
 
@@ -71,6 +73,8 @@ class Exchange:
         executor: Executor,
         timeout: timedelta,
         stall: timedelta,
+        *,
+        screening: bool,
     ) -> None:
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
@@ -84,7 +88,9 @@ class Exchange:
         self._reducer: Reducer | None = None
         for share in self._average.shares:
             if share.reducer == self._me:
-                self._reducer = Reducer(self._me, self._weights, share, contribution_E, self._average, stall)
+                self._reducer = Reducer(
+                    self._me, self._weights, share, contribution_E, self._average, stall, screening=screening
+                )
         self._desk = RepairDesk(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came
         self._serving: set[asyncio.Task[None]] = set()
@@ -119,8 +125,9 @@ class Exchange:
         finally:
             if self._reducer is not None:
                 self._reducer.close()
-        partial = self._reducer.partial if self._reducer is not None else ()
-        return PartsHeld(self._average.digests, tuple(sorted(partial)), dict(self.faults))
+        ours = self._reducer
+        partial, verdicts = (tuple(sorted(ours.partial)), ours.verdicts) if ours is not None else ((), ())
+        return PartsHeld(self._average.digests, partial, verdicts, dict(self.faults))
 
     async def repair(self, digests: Sequence[bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta) -> None:
         """After `run`: make the average what was settled; empty digests become a zero update.

@@ -5,7 +5,7 @@ The opener builds with these functions and every member checks with them, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from google.protobuf.message import DecodeError
@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
 from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
-from atoll.core.manifest import Head
+from atoll.core.manifest import Head, is_counted
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.codecs import CODECS
@@ -85,7 +85,21 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
 
 def parts_total(start: dp.Start) -> int:
     """How many parts the vector is cut into."""
-    return sum(-(-(piece.end - piece.start) // start.part_elements) for piece in start.partition)
+    return sum(_parts_in(piece, start.part_elements) for piece in start.partition)
+
+
+def check_verdicts(start: dp.Start, verdicts: Iterable[manifest_pb2.Verdict], said_by: str | None = None) -> None:
+    """Raise `PeerMisbehaved` unless reducers, or the one that they were `said_by`, can have judged like that."""
+    parts = {piece.reducer: _parts_in(piece, start.part_elements) for piece in start.partition}
+    members = {item.peer_id for item in start.contributions if item.weight}
+    for verdict in verdicts:
+        judged = verdict.parts_left_out + verdict.parts_scaled
+        if verdict.reducer != (said_by or verdict.reducer) or verdict.peer_id not in members:
+            raise PeerMisbehaved("a verdict is not its sender's, or about somebody who did not contribute")
+        if not 0 < judged <= parts.get(verdict.reducer, 0):
+            raise PeerMisbehaved("a verdict is about more parts than its reducer has")
+    if not _are_ordered(verdicts):
+        raise PeerMisbehaved("verdicts are doubled, or in another order")
 
 
 def check_settle(start: dp.Start, settle: dp.Settle) -> None:
@@ -99,6 +113,7 @@ def check_settle(start: dp.Start, settle: dp.Settle) -> None:
     for repair in settle.repairs:
         if repair.part >= len(settle.digests) or not set(repair.peer_ids) <= set(present):
             raise PeerMisbehaved("Settle repairs a part that is none, or from somebody who is gone")
+    check_verdicts(start, settle.verdicts)
 
 
 def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -> None:
@@ -122,10 +137,13 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     for item in made:
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment else most
-        if item.weight > cap or item.tokens != (0 if item.partial else item.weight) or item.samples > MAX_SAMPLES:
+        counted = item.weight if is_counted(item, manifest.verdicts, manifest.parts_total) else 0
+        if item.weight > cap or item.tokens != counted or item.samples > MAX_SAMPLES:
             raise PeerMisbehaved("a result to vote for counts more than a plan allows")
     if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
         raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
+    if not _are_ordered(manifest.verdicts):
+        raise PeerMisbehaved("a result to vote for has doubled verdicts")
     if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
         raise PeerMisbehaved("a result to vote for counts its tokens wrongly")
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
@@ -155,11 +173,10 @@ def manifest_payload(
 
     A contribution that is only in some sums is spent, its samples too, but its tokens do not count.
     """
-    present, partial = set(settle.present), set(settle.partial)
+    present, partial, parts = set(settle.present), set(settle.partial), parts_total(start)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=item.peer_id,
-            tokens=0 if item.peer_id in partial else item.tokens,
             weight=item.weight,
             samples=item.samples,
             present=item.peer_id in present,
@@ -167,6 +184,8 @@ def manifest_payload(
         )
         for item in start.contributions
     ]
+    for item in contributions:
+        item.tokens = item.weight if is_counted(item, settle.verdicts, parts) else 0
     message = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=start.round,
@@ -181,9 +200,10 @@ def manifest_payload(
             {item.peer_id: item.samples for item in contributions},
             policy.minimum_lease,
         ).to_proto(),
-        parts_total=parts_total(start),
+        parts_total=parts,
         parts_zeroed=sum(not item for item in settle.digests),
         committed_unix_ms=start.unix_ms,
+        verdicts=settle.verdicts,
     )
     return message.SerializeToString(deterministic=True)
 
@@ -197,6 +217,15 @@ def position_at(head: Head, plan: Plan) -> DataPosition:
     held = sorted(piece for ranges in holdings.values() for piece in ranges)
     gaps = pairwise([(0, 0), *held])  # ranges of members that left before anything was committed
     return DataPosition(cursor, tuple((end, start) for (_, end), (start, _) in gaps if start > end), holdings)
+
+
+def _parts_in(piece: dp.PartRange, part_elements: int) -> int:
+    return -(-(piece.end - piece.start) // part_elements)
+
+
+def _are_ordered(verdicts: Iterable[manifest_pb2.Verdict]) -> bool:
+    """By reducer, then contributor, each pair once."""
+    return all(a < b for a, b in pairwise((verdict.reducer, verdict.peer_id) for verdict in verdicts))
 
 
 def _cap(plan: Plan, peer: str) -> int:

@@ -62,6 +62,7 @@ class RoundCounters:
     joined: int = 0  # exchanges started
     committed: int = 0
     abandoned: int = 0
+    left_out: int = 0  # committed rounds in which screening left our update out of some sums
     bytes_fp32: int = 0  # what the joined exchanges would have sent in fp32
 
 
@@ -303,10 +304,23 @@ class AveragingEngine:
         else:
             await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
+        self._look_at_verdicts(head.manifest)
         if opened_here:
             await self._evaluate(head)
         if self._machine.finished and head is self._machine.head:
             self.finished.set()
+
+    def _look_at_verdicts(self, manifest: manifest_pb2.Manifest) -> None:
+        """The owner of a node whose update others do not take should hear of it: its hardware may compute wrongly."""
+        parts = sum(verdict.parts_left_out for verdict in manifest.verdicts if verdict.peer_id == self._me)
+        if parts:
+            self._counters.left_out += 1
+            _log.warning(
+                "our update was left out of sums",
+                round=manifest.round.number,
+                parts=parts,
+                parts_total=manifest.parts_total,
+            )
 
     async def _move(self, head: Head, change: Callable[..., None], *arguments: object) -> None:
         """Change the state to that of `head`, off the event loop; nobody is served a mixture meanwhile.
@@ -346,6 +360,7 @@ class AveragingEngine:
             self._executor,
             timedelta(seconds=seconds),
             max(self._policy.stall, timedelta(seconds=seconds * _STALL)),
+            screening=self._policy.screening,
         )
         self._end_exchange()
         if self._served is not None:
@@ -360,7 +375,7 @@ class AveragingEngine:
         except RoundAbandoned as error:  # our own update is of no use
             self._events.put_nowait(rt.Failed(exchange.round_id, str(error)))
             return
-        self._events.put_nowait(rt.Parted(exchange.round_id, held.digests, held.partial))
+        self._events.put_nowait(rt.Parted(exchange.round_id, held.digests, held.partial, held.verdicts))
 
     async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
         running = self._exchange

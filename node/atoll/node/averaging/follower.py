@@ -53,6 +53,7 @@ class Follower:
     commit: manifest_pb2.CommittedManifest | None = None  # it came before our own result was staged
     _ready: dp.Ready | None = None
     _parts: tuple[bytes, ...] = ()  # what we reported to hold
+    _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
 
@@ -103,8 +104,10 @@ class Follower:
     def parted(self, event: Parted, now: float) -> None:
         """Our exchange is over: report the parts."""
         self.phase = Phase.PARTED
-        self._parts = event.digests
-        parts = dp.Parts(round=self.round_id.to_proto(), digests=event.digests, partial=event.partial)
+        self._parts, self._verdicts = event.digests, event.verdicts
+        parts = dp.Parts(
+            round=self.round_id.to_proto(), digests=event.digests, partial=event.partial, verdicts=event.verdicts
+        )
         self.out.append((self.opener, dp.RoundMessage(parts=parts)))
         if self._settle is not None:
             self._complete(now)
@@ -123,6 +126,9 @@ class Follower:
         settled = zip(self._parts, self._settle.digests, strict=True)
         if self.me in self._settle.present and any(held and not given for held, given in settled):
             raise PeerMisbehaved("Settle gives up a part that we reported to hold")
+        ours = tuple(verdict for verdict in self._settle.verdicts if verdict.reducer == self.me)
+        if self.me in self._settle.present and ours != self._verdicts:
+            raise PeerMisbehaved("Settle does not repeat the verdicts that we reported")
         seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling)
         self.deadline = now + seconds + self.tie_seconds
         self.phase = Phase.STAGING

@@ -18,7 +18,7 @@ from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.decide import build_start, check_payload, parts_total
+from atoll.node.averaging.decide import build_start, check_payload, check_verdicts, parts_total
 from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
 from atoll.node.averaging.settlement import check_report, settle
@@ -232,6 +232,7 @@ class Opener:
             digests=digests,
             repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
             deadline_ms=int(seconds * 1000),
+            verdicts=[verdict for peer in sorted(there) for verdict in self._parts[peer].verdicts],
         )
         self._enter(Stage.VOTES, seconds)
         self._tell(self._members, dp.RoundMessage(settle=message))
@@ -268,6 +269,7 @@ class Opener:
         assert self._start is not None
         try:
             check_report(peer, report, parts_total(self._start))
+            check_verdicts(self._start, report.verdicts, said_by=peer)
         except PeerMisbehaved as error:
             self.declined[peer] = str(error)
         else:

@@ -71,12 +71,13 @@ def digest(values_E: Tensor) -> bytes:
     return hashlib.sha256(values_E.contiguous().numpy().data.cast("B")).digest()
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Σ wᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; members of weight 0 are left out."""
-    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight > 0]
-    total = sum(weight for _, weight in counted)
-    first, weight = counted[0]
-    sum_E = torch.mul(first, float(weight) / float(total))
-    for value, weight in counted[1:]:
-        torch.add(sum_E, torch.mul(value, float(weight) / float(total)), out=sum_E)
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], factors: Sequence[float] = ()) -> Tensor:
+    """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; members of weight or factor 0 are in neither sum."""
+    scaled = zip(values, weights, factors or (1.0,) * len(values), strict=True)
+    counted = [(value, weight, factor) for value, weight, factor in scaled if weight > 0 and factor > 0]
+    total = float(sum(weight for _, weight, _ in counted))
+    first, weight, factor = counted[0]
+    sum_E = torch.mul(first, float(weight) / total * factor)
+    for value, weight, factor in counted[1:]:
+        torch.add(sum_E, torch.mul(value, float(weight) / total * factor), out=sum_E)
     return sum_E

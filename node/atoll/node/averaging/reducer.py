@@ -12,6 +12,7 @@ others' inlets are full and waiting is given up too. Where all are slow alike, n
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -24,7 +25,9 @@ from atoll.node.averaging.average import Average
 from atoll.node.averaging.outer import weighted_mean
 from atoll.node.averaging.partition import Part, Share
 from atoll.node.averaging.patience import SLICES, happens, next_frame
+from atoll.node.averaging.screening import inner_products, judge
 from atoll.node.transport import Stream
+from atoll.v1 import manifest_pb2
 
 _READ_AHEAD = 2  # parts of a contributor that wait decoded while earlier ones are summed
 _HALF_TIME = 0.5
@@ -88,6 +91,8 @@ class Reducer:
         contribution_E: Tensor,
         average: Average,
         stall: timedelta,
+        *,
+        screening: bool,
     ) -> None:
         self.partial: set[str] = set()  # contributors that a sum lacks
         self.given_up: set[str] = set()
@@ -97,9 +102,23 @@ class Reducer:
         self._contribution_E = contribution_E
         self._average = average
         self._stall = stall
+        self._screening = screening
+        self._left_out: Counter[str] = Counter()  # parts, by contributor
+        self._scaled: Counter[str] = Counter()
         count = len(share.parts)
         self._inlets = {peer: Inlet(peer, count) for peer, weight in weights.items() if weight and peer != me}
         self._finished = [asyncio.Event() for _ in share.parts]  # averaged, or never will be
+
+    @property
+    def verdicts(self) -> tuple[manifest_pb2.Verdict, ...]:
+        """What screening did so far, ordered by contributor."""
+        judged = sorted(self._left_out.keys() | self._scaled.keys())
+        return tuple(
+            manifest_pb2.Verdict(
+                reducer=self._me, peer_id=peer, parts_left_out=self._left_out[peer], parts_scaled=self._scaled[peer]
+            )
+            for peer in judged
+        )
 
     async def run(self, timeout: timedelta) -> None:
         """Average every part. Only our own bugs and cancellation raise."""
@@ -205,15 +224,27 @@ class Reducer:
         if not values:
             return
         try:
-            body = await self._average.compute(self._mean, values)
+            factors = await self._average.compute(self._judge, values)
+            body = await self._average.compute(self._mean, values, factors)
             await self._average.put(self._share.first + part.index, body)
             self.partial |= self._inlets.keys() - values.keys()
+            self._left_out.update(peer for peer, factor in factors.items() if factor == 0)
+            self._scaled.update(peer for peer, factor in factors.items() if 0 < factor < 1)
         except PartInvalid as error:
             # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
             _log.warning("part without an average", part=part.index, reason=str(error))
 
-    def _mean(self, values: Mapping[str, Tensor]) -> bytes:
-        """Sum in the order of the members; encode once: everybody gets these bytes."""
+    def _judge(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """What of each contribution enters the sum, in the order of the members."""
         present = [peer for peer in self._weights if peer in values]
-        mean_E = weighted_mean([values[peer] for peer in present], [self._weights[peer] for peer in present])
+        if not self._screening:
+            return dict.fromkeys(present, 1.0)
+        given = [values[peer] for peer in present]
+        work = [self._weights[peer] for peer in present]
+        return dict(zip(present, judge(inner_products(given), work, given[0].numel()), strict=True))
+
+    def _mean(self, values: Mapping[str, Tensor], factors: Mapping[str, float]) -> bytes:
+        """Sum in the order of the members; encode once: everybody gets these bytes."""
+        weights = [self._weights[peer] for peer in factors]
+        mean_E = weighted_mean([values[peer] for peer in factors], weights, list(factors.values()))
         return self._average.codec.encode(mean_E)

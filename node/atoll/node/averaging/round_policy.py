@@ -29,6 +29,7 @@ def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
         elements=elements,
         part_elements=spec.sync.part_elements,
         codec=spec.sync.codec,
+        screening=spec.sync.screening,
         due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),
         round_max=spec.sync.round_max_seconds,
         stop_tokens=spec.run.stop_tokens,

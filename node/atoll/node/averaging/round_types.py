@@ -42,6 +42,7 @@ class RoundPolicy:
     elements: int  # of the flat vector
     part_elements: int
     codec: str
+    screening: bool
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
     stop_tokens: int
@@ -124,11 +125,15 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Parted:
-    """The exchange is over here: digests of the averaged parts (empty: missing), and who is only in some sums."""
+    """The exchange is over here: digests of the averaged parts (empty: missing), and who is only in some sums.
+
+    `verdicts` are ours as a reducer, ordered by contributor.
+    """
 
     round_id: RoundId
     digests: tuple[bytes, ...]
     partial: tuple[str, ...]
+    verdicts: tuple[manifest_pb2.Verdict, ...]
 
 
 @dataclass(frozen=True)
