@@ -173,7 +173,8 @@ async def _prepare(stack: AsyncExitStack, folder: Path, elements: int) -> Swarm:
         )  # fmt: skip
         stack.push_async_callback(_end, child)
         assert child.stdout is not None
-        told = json.loads(await asyncio.wait_for(child.stdout.readline(), START.total_seconds()))
+        async with asyncio.timeout(START.total_seconds()):
+            told = json.loads(await child.stdout.readline())
         peers[name] = told["peer"]
         host.learn_addresses(told["peer"], told["addresses"])
     return Swarm(host, operator, peers, offsets, genesis.hash, head.hash)

@@ -65,9 +65,11 @@ async def stop(child: asyncio.subprocess.Process, grace: timedelta) -> int:
     if child.returncode is None:
         signal_group(child, signal.SIGTERM)
         with suppress(TimeoutError):
-            return await asyncio.wait_for(child.wait(), grace.total_seconds())
+            async with asyncio.timeout(grace.total_seconds()):
+                return await child.wait()
         signal_group(child, signal.SIGKILL)
-    return await asyncio.wait_for(child.wait(), KILL_TIMEOUT.total_seconds())
+    async with asyncio.timeout(KILL_TIMEOUT.total_seconds()):
+        return await child.wait()
 
 
 def signal_group(child: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -189,7 +189,8 @@ async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> Non
         uploading = asyncio.create_task(upload_status(ann, messages))
         assert (await call.read()).opening.round == 5
         call.cancel()
-        assert await asyncio.wait_for(uploading, SECONDS) is grpc.StatusCode.UNAVAILABLE
+        status = await asyncio.wait_for(uploading, SECONDS)
+        assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)  # the latter where a write crossed it
 
 
 async def test_whoever_is_slower_sets_the_pace() -> None:

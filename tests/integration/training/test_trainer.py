@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from atoll.core.errors import ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
-from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig
+from atoll.node.training import messages as ms
+from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
 from atoll.node.training.worker import EXIT_ORPHANED
 
 SPEC = """
@@ -132,6 +133,28 @@ async def test_a_child_that_is_killed_is_an_error_for_whoever_waits(text: Path) 
         assert (await trainer.died).returncode == -signal.SIGKILL
         with pytest.raises(ChildDied):
             await trainer.train()
+
+
+async def test_an_order_that_is_cancelled_while_its_answer_comes_in_is_cancelled(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the loop that gave it would go on, and a daemon that was told to stop would never end."""
+    async with trainer_on(text) as trainer:
+        order = asyncio.create_task(trainer.discard())
+        parse = ms.Envelope.parse
+
+        def cancel_first(line: bytes) -> ms.Envelope:
+            envelope = parse(line)
+            if not isinstance(envelope.body, TrainerStatus):
+                order.cancel()
+            return envelope
+
+        monkeypatch.setattr(ms.Envelope, "parse", cancel_first)
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(DEADLINE.total_seconds()):
+                await order
+        monkeypatch.undo()
+        await trainer.pause()
 
 
 async def test_errors_of_the_child_arrive_with_their_type(tmp_path: Path) -> None:

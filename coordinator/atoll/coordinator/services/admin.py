@@ -176,7 +176,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 if not request.follow:
                     return
                 with suppress(TimeoutError):  # a look now and then costs nothing, and no wait is for ever
-                    await asyncio.wait_for(changed.wait(), FOLLOW_SECONDS)
+                    async with asyncio.timeout(FOLLOW_SECONDS):
+                        await changed.wait()
                 changed.clear()
 
     # --- checkpoints -------------------------------------------------------------------------------

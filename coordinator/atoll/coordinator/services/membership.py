@@ -102,7 +102,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     ) -> None:
         while not self._stopping.is_set():
             # The tick ends silent streams, so this waits no longer than its patience; the deadline is for its bugs.
-            await asyncio.wait_for(changed.wait(), 2 * self._controller.policy.silence_seconds + 5)
+            async with asyncio.timeout(2 * self._controller.policy.silence_seconds + 5):
+                await changed.wait()
             changed.clear()
             if listening.done():
                 listening.result()

@@ -81,7 +81,8 @@ class Upload:
         if not (self._messages or self._ended):
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
             except TimeoutError:
                 return False
         return True
@@ -197,6 +198,7 @@ async def _next(messages: AsyncIterator[mb.CheckpointUpload]) -> mb.CheckpointUp
 
 async def _in_time(event: asyncio.Event, seconds: float, otherwise: str) -> None:
     try:
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
     except TimeoutError as error:
         raise DeadlineExceeded(otherwise, "try again") from error

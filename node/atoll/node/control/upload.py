@@ -74,7 +74,8 @@ async def upload(stub: MembershipServiceAsyncStub, order: mb.UploadOrder, direct
     call = stub.UploadCheckpoint()  # type: ignore[call-arg]  # written to below
     try:
         await _answer(call, order, directory)
-        await asyncio.wait_for(call, MESSAGE_TIMEOUT.total_seconds())
+        async with asyncio.timeout(MESSAGE_TIMEOUT.total_seconds()):
+            await call
     except asyncio.InvalidStateError:  # the call ended while we wrote; why, it says itself
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call

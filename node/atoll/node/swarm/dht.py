@@ -8,9 +8,10 @@ are peers like any other. Nothing is cached: records are few, short-lived, and w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any, TypeVar
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
@@ -36,6 +37,8 @@ LOOKUP_TIMEOUT = timedelta(seconds=20)
 
 _log = log.get("dht")
 
+T = TypeVar("T")
+
 
 class Directory:
     """Stores our own records and looks up everybody's."""
@@ -55,7 +58,7 @@ class Directory:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answering = await self._greet_seeds(alone_is_fine)
-                self._node = await self._create(answering)
+                self._node = await _apart(self._create(answering))
         except TimeoutError as error:
             raise Unreachable(*self._nobody_answers()) from error
         self._p2p.book.resolve_with(self._fetch_addresses)
@@ -66,7 +69,7 @@ class Directory:
         try:
             async with asyncio.timeout(STORE_TIMEOUT.total_seconds()):
                 await self._rejoin(node)
-                stored = await node.store(name, value, expires, subkey=own)
+                stored = await _apart(node.store(name, value, expires, subkey=own))
                 at_seeds = await asyncio.gather(
                     *(self._store_at(node, seed, name, value, expires) for seed in self._seeds)
                 )
@@ -81,7 +84,7 @@ class Directory:
             async with asyncio.timeout(LOOKUP_TIMEOUT.total_seconds()):
                 node = self._running()
                 await self._rejoin(node)
-                found = await node.get(name, latest=True)
+                found = await _apart(node.get(name, latest=True))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the DHT did not answer for {name} within {LOOKUP_TIMEOUT}") from error
         if found is None or not isinstance(found.value, Mapping):
@@ -93,7 +96,7 @@ class Directory:
         if self._node is not None:
             with suppress(TimeoutError, P2PDaemonError):
                 async with asyncio.timeout(timeout.total_seconds()):
-                    await self._node.shutdown()
+                    await _apart(self._node.shutdown())
 
     async def _greet_seeds(self, alone_is_fine: bool) -> list[str]:
         """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
@@ -175,3 +178,13 @@ class Directory:
             f"none of the seeds answers: {', '.join(self._seeds.values())}",
             "check that a seed runs, that its address is right, and that no firewall is between",
         )
+
+
+async def _apart(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns, from a task of its own: hivemind's waits may swallow a cancellation, ours must not."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task])
+    finally:
+        task.cancel()
+    return task.result()

@@ -216,7 +216,7 @@ class Trainer:
         """End the child: by order, and after `timeout` by force. Safe to call when it is dead, and twice."""
         with contextlib.suppress(ChildDied, DeadlineExceeded):
             await self._order(ms.Stop(), timeout)
-            await asyncio.wait_for(asyncio.shield(self.died), timeout.total_seconds())
+            await asyncio.wait([self.died], timeout=timeout.total_seconds())
         await self._kill()
 
     @property
@@ -236,7 +236,8 @@ class Trainer:
 
     async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
         try:
-            answer = await asyncio.wait_for(self._waiting[number], timeout.total_seconds())
+            async with asyncio.timeout(timeout.total_seconds()):
+                answer = await self._waiting[number]
         except TimeoutError as error:
             raise DeadlineExceeded(f"the trainer did not answer within {timeout.total_seconds():.0f} s") from error
         finally:
@@ -279,7 +280,8 @@ class Trainer:
     async def _kill(self) -> None:
         if not self.died.done():
             self._signal_kill()
-        await asyncio.wait_for(asyncio.shield(self._listening), _KILL_TIMEOUT.total_seconds())
+        async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
+            await asyncio.shield(self._listening)
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
