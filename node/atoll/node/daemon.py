@@ -360,6 +360,7 @@ class Daemon:
             )
         if self._host is not None:
             request.multiaddrs.extend(self._host.multiaddrs())
+            request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second
         if self._session is not None and self._session.genesis is not None:
             request.genesis.CopyFrom(self._session.genesis)
         if self._deny_shown_older:  # the coordinator was restored from a backup: it must learn of later bans
@@ -436,6 +437,7 @@ class Daemon:
             "handler_crashes": self._host.handler_crashes if self._host else 0,
             "streams_refused": self._host.streams_refused if self._host else 0,
             "direct_peers": sorted(self._host.direct_peers()) if self._host else [],
+            "uplink_bytes_per_second": round(self._host.uplink_bytes_per_second) if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
             **self._manners.describe(self._checkpoints.problem),
         }

@@ -96,7 +96,7 @@ class NodeProfile(_message.Message):
     def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class NodeStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_JOINED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_REPEATED_FIELD_NUMBER: _ClassVar[int]
+    UPLINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     state: NodeState
     steps: int
     tokens: int
@@ -129,7 +130,8 @@ class NodeStatus(_message.Message):
     detail: str
     rounds_joined: int
     samples_repeated: int
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ...) -> None: ...
+    uplink_bytes_per_second: float
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")

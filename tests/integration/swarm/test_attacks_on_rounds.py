@@ -102,7 +102,7 @@ def test_a_weight_of_nan_is_no_number_on_the_wire() -> None:
 
 
 def test_a_declared_bandwidth_gives_nobody_a_larger_share() -> None:
-    """There is nothing to declare it in: shares follow the plan, which the operator signs."""
+    """Not among members: shares follow the plan, which the operator signs, and which gives little for a boast."""
     plan = make_plan(PEERS)
     ready = {peer: dp.Ready(round=NUMBER.to_proto(), tokens=100, samples=10) for peer in PEERS}
     start = build_start(POLICY, plan, NUMBER, ready, unix_ms=0, exchange_seconds=5)

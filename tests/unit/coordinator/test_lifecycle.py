@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -421,3 +422,83 @@ def test_a_node_that_finished_early_does_not_shake_the_plan() -> None:
     world.say("bob", mb.NODE_STATE_FINISHED)
     world.wait(5)
     assert len(world.plans) == 1
+
+
+# --- shares of reducing ------------------------------------------------------------------------------
+
+NAMES = ("ann", "bob", "cid", "dan")
+
+
+def reducing(world: World) -> dict[str, int]:
+    """What each node reduces under the newest plan, in bytes per second, by name."""
+    return {world.name_of(item.peer_id): item.max_reduce_bytes_per_second for item in world.plans[-1].assignments}
+
+
+def swarm_with(uplinks: dict[str, float]) -> World:
+    """Four nodes that train, and say what they measured."""
+    world = World()
+    world.train(*NAMES)
+    world.uplinks = uplinks
+    for name in NAMES:
+        world.say(name)
+    return world
+
+
+def test_who_has_a_thin_uplink_reduces_less_once_that_was_so_for_a_while() -> None:
+    world = swarm_with({"ann": 12.5e6, "bob": 12.5e6, "cid": 12.5e6, "dan": 2.5e6})
+    assert len(set(reducing(world).values())) == 1
+    world.wait(world.policy.shares_seconds - 1)
+    assert len(world.plans) == 1
+    world.wait(2)
+    rates = reducing(world)
+    assert rates["dan"] == 0
+    assert rates["ann"] == rates["bob"] == rates["cid"] > 0
+    assert "say of their links" in world.plans[-1].reason
+    world.wait(3 * world.policy.shares_seconds)
+    assert len(world.plans) == 2
+
+
+def test_a_measurement_that_does_not_last_changes_nothing() -> None:
+    world = swarm_with({"dan": 2.5e6, "ann": 12.5e6})
+    world.wait(world.policy.shares_seconds / 2)
+    world.uplinks["dan"] = 12.5e6
+    world.say("dan")
+    world.wait(2 * world.policy.shares_seconds)
+    assert len(world.plans) == 1
+
+
+@pytest.mark.parametrize("said", [math.nan, math.inf, -1.0, 1e300])
+def test_an_uplink_that_cannot_be_is_none(said: float) -> None:
+    world = swarm_with(dict.fromkeys(NAMES, 1e6) | {"dan": said})
+    world.wait(2 * world.policy.shares_seconds)
+    assert len(world.plans) == 1
+
+
+def test_a_boast_brings_no_more_than_twice_an_equal_share() -> None:
+    world = swarm_with(dict.fromkeys(NAMES, 1e6) | {"dan": 1e12})
+    world.wait(2 * world.policy.shares_seconds)
+    rates = reducing(world)
+    assert rates["dan"] <= 0.5 * sum(rates.values()) * 1.000001
+
+
+RELAYED, DIRECT = "/ip4/10.0.0.9/tcp/4001/p2p/12D3KooWSeed/p2p-circuit/p2p/{}", "/ip4/10.0.0.1/tcp/4001/p2p/{}"
+
+
+@pytest.mark.parametrize(
+    ("relayed", "idle"), [({"dan"}, {"dan"}), ({"ann", "bob", "cid"}, {"ann", "bob", "cid"}), (set(NAMES), set())]
+)
+def test_who_cannot_be_dialled_reduces_nothing_unless_nobody_can(relayed: set[str], idle: set[str]) -> None:
+    world = swarm_with({})
+    for name in NAMES:
+        addresses = [RELAYED] if name in relayed else [RELAYED, DIRECT]
+        world.say(name, multiaddrs=[form.format(world.identities[name].peer_id) for form in addresses])
+    world.wait(world.policy.shares_seconds + 1)
+    assert {name for name, rate in reducing(world).items() if not rate} == idle
+
+
+def test_a_new_member_changes_the_plan_at_once_and_the_shares_with_it() -> None:
+    world = swarm_with({"ann": 12.5e6, "bob": 12.5e6, "cid": 12.5e6, "dan": 2.5e6})
+    world.join("eve")
+    world.wait(world.policy.debounce_seconds + 1)
+    assert len(world.plans) == 2
+    assert reducing(world)["dan"] < reducing(world)["ann"]

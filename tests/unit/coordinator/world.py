@@ -134,6 +134,7 @@ class World:
     identities: dict[str, Identity] = field(default_factory=dict)
     sessions: dict[str, int] = field(default_factory=dict)
     heads: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # by name: what a node says it holds
+    uplinks: dict[str, float] = field(default_factory=dict)  # by name: bytes per second that a node says it measured
 
     def __post_init__(self) -> None:
         self.state = replace(self.state, operator_key=self.operator.public_key)
@@ -212,7 +213,8 @@ class World:
         """One heartbeat."""
         peer = self.identities[name].peer_id
         number, digest = self.heads.get(name, (0, b""))
-        status = mb.NodeStatus(state=state, head_round=number, head_hash=digest)
+        uplink = self.uplinks.get(name, 0.0)
+        status = mb.NodeStatus(state=state, head_round=number, head_hash=digest, uplink_bytes_per_second=uplink)
         message = mb.HeartbeatRequest(status=status, **request)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
 

@@ -148,6 +148,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("follows plan", status.plan_version or "–"),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
+        ("uplink", f"{status.uplink_bytes_per_second / 125_000:.1f} Mbit/s" if status.uplink_bytes_per_second else "–"),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
 

@@ -21,6 +21,7 @@ _COLUMNS = [
     Column("layers"),
     Column("first samples", "samples", right=True),
     Column("token cap", "cap", right=True),
+    Column("reduces", right=True),
     Column("route", right=True),
 ]
 
@@ -54,11 +55,13 @@ def show_plan(
 
 def _row(plan: plan_pb2.Plan, item: plan_pb2.Assignment) -> Plain:
     samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
+    total = sum(other.max_reduce_bytes_per_second for other in plan.assignments)
     routes = [str(number + 1) for number, route in enumerate(plan.routes) if item.peer_id in route.peer_ids]
     return {
         "peer_id": item.peer_id,
         "layers": f"{item.span.first}–{item.span.last}",
         "samples": samples or "from manifests",
         "cap": count(item.max_round_tokens),
+        "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
         "route": ", ".join(routes),
     }

@@ -1,7 +1,7 @@
 """The plan of plain data parallelism: every node holds all layers and is a route of length one. Pure.
 
-All may claim the same weight and reduce the same share. Until a round has committed, plans deal out the
-samples: whoever stays keeps its own, newcomers get the next ones. From then on manifests say who holds what.
+All may claim the same weight; what each reduces follows its link (`shares.py`). Until a round has committed, plans deal
+out the samples: whoever stays keeps its own, newcomers get the next ones. From then on manifests say who holds what.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from atoll.core.data_position import LEASE_ROUNDS
 from atoll.core.plan import Assignment, Base, Plan, Range
 from atoll.core.run_spec import RunSpec
 
-REDUCE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s; equal for all, so each reduces an equal share
+REDUCE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: what an equal share is written as
 
 
 def replicate(
@@ -20,6 +20,7 @@ def replicate(
     *,
     version: int,
     members: Sequence[str],
+    shares: Mapping[str, float],
     previous: Plan | None,
     head_round: int,
     layers: int,
@@ -29,7 +30,7 @@ def replicate(
 ) -> Plan:
     """The plan `version` for `members` (peer ids, at least one) of a model with that many layers.
 
-    It follows `previous`; `head_round` is the newest committed round, 0 for none.
+    It follows `previous`; `head_round` is the newest committed round, 0 for none; `shares` are what each reduces.
     """
     ordered = sorted(members)
     holdings = {} if head_round else _holdings(ordered, previous, first_lease_samples(spec))
@@ -43,7 +44,7 @@ def replicate(
                 last_layer=layers - 1,
                 data_ranges=holdings.get(peer, ()),
                 max_round_tokens=spec.sync.round_tokens,
-                max_reduce_bytes_per_second=REDUCE_BYTES_PER_SECOND,
+                max_reduce_bytes_per_second=round(shares[peer] * len(ordered) * REDUCE_BYTES_PER_SECOND),
             )
             for peer in ordered
         ),

@@ -11,17 +11,19 @@ changed for the debounce, the next plan is issued. An empty plan is never issued
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 from atoll.coordinator.planner.replicas import replicate
+from atoll.coordinator.planner.shares import WORTH, Link, best_shares, gain
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Run
 from atoll.coordinator.state.snapshot import Draft, Joins, Moment, Policy, RunMemory, State, Step
 from atoll.coordinator.text import enum_word
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.manifest import manifest_hash
-from atoll.core.plan import Base
+from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -38,6 +40,7 @@ EDGES: dict[str, frozenset[str]] = {
 DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
 REJOIN_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # between comings into the plan, by how many there were lately
 JOINS_FORGOTTEN_SECONDS = 600.0
+MAX_UPLINK = 1e12  # bytes per second
 FIT = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
 
 
@@ -133,6 +136,7 @@ def issue(draft: Draft, run_id: str, members: list[str], reason: str, base: Base
         memory.spec,
         version=next_version(run),
         members=members,
+        shares=best_shares(_links(draft.state, members)),
         previous=memory.plan,
         head_round=run.head_round,
         layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
@@ -248,15 +252,35 @@ def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
     members = _members(draft.state, run_id, now)
     run = draft.state.runs[run_id]
     forgotten = run.plan_floor >= memory.plan.version  # by a restore: nodes may follow a newer plan than ours
-    if not members or (tuple(members) == memory.plan.members and not forgotten):
+    if members and (tuple(members) != memory.plan.members or forgotten):
+        patience = policy.debounce_seconds
+        reason = _difference(draft.state, memory.plan.members, members) or "the coordinator was restored from a backup"
+    elif members and (times := gain(_links(draft.state, members), _reduce_rates(memory.plan))) > WORTH:
+        patience = policy.debounce_seconds if math.isinf(times) else policy.shares_seconds
+        reason = "who reduces how much follows what nodes say of their links"
+    else:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
         return
     if memory.changed_since is None:
         draft.remember(run_id, changed_since=now)
-    elif now - memory.changed_since >= policy.debounce_seconds:
-        reason = _difference(draft.state, memory.plan.members, members)
-        issue(draft, run_id, members, reason or "the coordinator was restored from a backup")
+    elif now - memory.changed_since >= patience:
+        issue(draft, run_id, members, reason)
+
+
+def _links(state: State, members: list[str]) -> dict[str, Link]:
+    """What these nodes say of their links; nobody dials an address behind a relay when bulk travels."""
+    found = {}
+    for peer in members:
+        addresses, live = state.nodes[peer].multiaddrs, state.live.get(peer)
+        said = live.status.uplink_bytes_per_second if live is not None else 0.0
+        uplink = said if 0 < said <= MAX_UPLINK else 0.0  # false for NaN too
+        found[peer] = Link(uplink, bool(addresses) and all("/p2p-circuit" in address for address in addresses))
+    return found
+
+
+def _reduce_rates(plan: Plan) -> dict[str, int]:
+    return {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
 
 
 def _members(state: State, run_id: str, now: float) -> list[str]:

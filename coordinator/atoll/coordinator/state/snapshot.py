@@ -55,6 +55,7 @@ class Policy:
     silence_seconds: float = 15.0  # without a heartbeat a stream counts as gone
     lost_after_seconds: float = 20.0  # without a stream a node leaves the plan
     debounce_seconds: float = 1.0  # changes this close together make one plan
+    shares_seconds: float = 60.0  # that other shares of reducing must have been better for so long
     resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
     recover_seconds: float = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,6 +90,12 @@ class DirectPath:
     def strangers_turned_away(self) -> int:
         """Connections that brought no good ticket."""
         return self._listener.turned_away
+
+    @property
+    def uplink_bytes_per_second(self) -> float:
+        """What was measured while we sent to others; 0 while nothing is known."""
+        rate = self._pacer.uplink.rate
+        return rate if math.isfinite(rate) else 0.0
 
     def peers(self) -> frozenset[str]:
         """Whom we have dialled and are connected to."""

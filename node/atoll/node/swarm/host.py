@@ -144,6 +144,13 @@ class SwarmHost:
         """Where members may dial directly; None without a direct path."""
         return self._direct.port if self._direct is not None else None
 
+    @property
+    def uplink_bytes_per_second(self) -> float:
+        """What our side sends to all others together, as measured on direct connections, or our limit; 0: unknown."""
+        measured = self._direct.uplink_bytes_per_second if self._direct is not None else 0.0
+        limit = self.traffic.up.bytes_per_second
+        return min(measured, limit) if measured and limit else measured
+
     def direct_peers(self) -> frozenset[str]:
         """Members to which we have a direct connection; to the others all goes over libp2p."""
         return self._direct.peers() if self._direct is not None else frozenset()

@@ -34,6 +34,11 @@ class Line:
         self._free = 0.0  # when all that was promised will have passed
 
     @property
+    def bytes_per_second(self) -> float:
+        """0: no limit."""
+        return self._bytes_per_second
+
+    @property
     def limited(self) -> bool:
         return self._bytes_per_second > 0
 

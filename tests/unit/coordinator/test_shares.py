@@ -1,0 +1,70 @@
+"""Shares of reducing: as good as any others, fair where nothing is known, nothing for whom nobody can dial."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.coordinator.planner.shares import MOST, WORTH, Link, best_shares, gain, vector_seconds
+
+rates = st.floats(1e3, 1e9) | st.just(0.0)
+swarms = st.dictionaries(
+    st.integers(0, 50).map(str), st.builds(Link, uplink=rates, outbound_only=st.booleans()), min_size=1, max_size=9
+)
+
+
+@given(swarms)
+def test_shares_are_shares_and_nobody_who_boasts_gets_all(links: dict[str, Link]) -> None:
+    shares = best_shares(links)
+    assert shares.keys() == links.keys()
+    assert math.isclose(sum(shares.values()), 1)
+    dialled = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
+    assert all(0 <= share <= max(MOST / len(links), 1 / len(dialled)) + 1e-9 for share in shares.values())
+    assert not any(shares[peer] for peer in links.keys() - set(dialled))
+
+
+@given(swarms, st.data())
+def test_no_other_shares_within_the_bounds_end_sooner(links: dict[str, Link], data: st.DataObject) -> None:
+    """Moving some of a share from one member to another never helps; the problem is convex, so that is enough."""
+    shares = best_shares(links)
+    best = vector_seconds(links, shares)
+    giver, taker = (data.draw(st.sampled_from(sorted(links))) for _ in range(2))
+    moved = dict(shares)
+    amount = data.draw(st.floats(0, 1)) * shares[giver]
+    moved[giver] -= amount
+    moved[taker] += amount
+    dialled = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
+    if moved[taker] <= max(MOST / len(links), 1 / len(dialled)):
+        assert vector_seconds(links, moved) >= best * (1 - 1e-9)
+
+
+@given(st.integers(1, 9), st.floats(0, 1e9))
+def test_equal_links_have_equal_shares(count: int, uplink: float) -> None:
+    shares = best_shares({str(i): Link(uplink) for i in range(count)})
+    assert all(math.isclose(share, 1 / count, rel_tol=1e-6) for share in shares.values())
+
+
+def test_a_slow_uplink_reduces_nothing_and_a_fast_one_more() -> None:
+    """Bytes in units of the vector: at 20, 100 and 500 Mbit/s, the slowest is busy with its own vector for 0.4 s/MB."""
+    shares = best_shares({"slow": Link(2.5e6), "middle": Link(12.5e6), "fast": Link(62.5e6), "also": Link(12.5e6)})
+    assert shares["slow"] == pytest.approx(0, abs=1e-6)
+    assert shares["fast"] == pytest.approx(MOST / 4)
+    assert shares["middle"] == pytest.approx(0.25)
+
+
+@given(swarms)
+def test_a_plan_with_the_best_shares_is_not_worth_another(links: dict[str, Link]) -> None:
+    planned = {peer: round(share * 1e9) for peer, share in best_shares(links).items()}
+    assert gain(links, planned) <= WORTH
+
+
+def test_noise_is_not_worth_a_plan_but_nat_and_thin_links_are() -> None:
+    equal = dict.fromkeys("abcd", 125_000_000)
+    assert gain({peer: Link(1e7 * (1 + 0.05 * i)) for i, peer in enumerate("abcd")}, equal) <= WORTH
+    assert gain(dict.fromkeys("abcd", Link()), equal) <= WORTH
+    assert gain({**dict.fromkeys("abc", Link(1e7)), "d": Link(4e6)}, equal) > WORTH
+    assert gain({**dict.fromkeys("abc", Link(1e7)), "d": Link(1e7, outbound_only=True)}, equal) > WORTH
+    assert gain(dict.fromkeys("abcd", Link(1e7, outbound_only=True)), equal) <= WORTH
