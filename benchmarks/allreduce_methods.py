@@ -90,7 +90,7 @@ class Atoll:
         self._average_E = torch.zeros(elements)
         patience = timedelta(minutes=10)
         self._exchange = Exchange(
-            start, self._host, vector_E, self._average_E, self._executor, patience, _STALL, screening=True
+            start, self._host, vector_E, self._average_E, self._executor, patience, _STALL, change=1.0
         )
         self._server.begin(self._exchange)
 

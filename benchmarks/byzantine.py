@@ -65,12 +65,13 @@ class Attackers:
         self.names, self._attack = names, ATTACKS[kind]
         self.rng = torch.Generator().manual_seed(seed)
         self.kept: dict[str, Tensor] = {}
-        self.noise_E = torch.empty(0)
+        self.noise_E = self.poison_E = torch.empty(0)
 
     def __call__(self, number: int, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         import torch
 
         self.noise_E = torch.randn(next(iter(gradients.values())).shape, generator=self.rng)
+        self.poison_E = self.noise_E if number == 0 else self.poison_E
         for peer in self.names:
             if number <= REPLAYED:
                 self.kept[peer] = gradients[peer].clone()
@@ -92,12 +93,27 @@ def _alie(number: int, peer: str, sent: Mapping[str, Tensor], us: Attackers) -> 
     return honest.mean(dim=0) - ALIE * honest.std(dim=0)
 
 
+def _keeps_a_third(number: int, peer: str, sent: Mapping[str, Tensor], us: Attackers) -> Tensor:
+    """A third of an honest update, and a direction that all attackers share and that stays the same."""
+    return 0.3 * sent[peer] + 0.95 * us.poison_E * (sent[peer].norm() / us.poison_E.norm())
+
+
+def _colluders(number: int, peer: str, sent: Mapping[str, Tensor], us: Attackers) -> Tensor:
+    """They agree about as much as honest members do, in a direction of their own, and send twice the usual."""
+    import torch
+
+    own_E = torch.randn(us.poison_E.shape, generator=us.rng)
+    return (0.5**0.5) * (us.poison_E + own_E) * (2 * sent[peer].norm() / us.poison_E.norm())
+
+
 ATTACKS: dict[str, Attack] = {
     "sign": lambda number, peer, sent, us: -sent[peer],
     "sign ×10": lambda number, peer, sent, us: -10 * sent[peer],
     "noise": _noise(1.0),
     "noise ×10": _noise(10.0),
     "×10": lambda number, peer, sent, us: 10 * sent[peer],
+    "own and poison": _keeps_a_third,
+    "colluders": _colluders,
     "replay": lambda number, peer, sent, us: us.kept[peer],
     "zeros": lambda number, peer, sent, us: 0 * sent[peer],
     "ALIE": _alie,

@@ -264,7 +264,8 @@ class VirtualSwarm:
         if not self._it.screening:
             return dict.fromkeys(values, 1.0)
         given = list(values.values())
-        factors = judge(inner_products(given), [weights[peer] for peer in values], given[0].numel())
+        change = self._spec.optimizer.learning_rate / self._spec.tokens_per_step
+        factors = judge(inner_products(given), [weights[peer] for peer in values], given[0].numel(), change)
         return dict(zip(values, factors, strict=True))
 
 

@@ -99,7 +99,7 @@ class Swarm:
             self.executor,
             timeout,
             STALL,
-            screening=self.screening,
+            change=1.0 if self.screening else None,
         )
         self.exchanges[peer] = exchange
         self.servers[peer].begin(exchange)

@@ -45,7 +45,11 @@ class Exchanges:
                 partial |= {item.peer_id for item in start.contributions if item.weight} - who
                 odd = _odd(round_id, start)
                 if odd in who and digest[0] < _AGREE:
-                    verdicts.append(manifest_pb2.Verdict(reducer=peer, peer_id=odd, parts_left_out=count))
+                    places = [item.peer_id for item in start.contributions]
+                    verdict = manifest_pb2.Verdict(
+                        reducer=places.index(peer), contributor=places.index(odd), parts_left_out=count
+                    )
+                    verdicts.append(verdict)
         return tuple(digests), tuple(sorted(partial)), tuple(verdicts)
 
     def _sum(
@@ -72,7 +76,8 @@ def _odd(round_id: RoundId, start: dp.Start) -> str:
     """Whom screening leaves out of an attempt's sums: nobody most of the time."""
     drawn = hashlib.sha256(round_id.key.encode()).digest()
     contributors = [item.peer_id for item in start.contributions if item.weight]
-    return contributors[drawn[1] % len(contributors)] if drawn[0] < _SCREENED else ""
+    screened = drawn[0] < _SCREENED and len(contributors) > 2
+    return contributors[drawn[1] % len(contributors)] if screened else ""
 
 
 def outer_step(round_id: RoundId, digests: tuple[bytes, ...]) -> bytes:

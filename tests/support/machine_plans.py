@@ -17,6 +17,7 @@ POLICY = RoundPolicy(
     part_elements=256,
     codec="int4",
     screening=True,
+    change_per_token=1.0,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     stop_tokens=10**9,

@@ -69,12 +69,6 @@ class Head:
         return frozenset(peer_id_of(item.public_key) for item in self.committed.signatures)
 
 
-def is_counted(item: manifest_pb2.Contribution, verdicts: Iterable[manifest_pb2.Verdict], parts_total: int) -> bool:
-    """Whether its tokens count: no sum lacks it because it went, and screening left it out of half of them at most."""
-    left_out = sum(verdict.parts_left_out for verdict in verdicts if verdict.peer_id == item.peer_id)
-    return not item.partial and 2 * left_out <= parts_total
-
-
 def manifest_hash(payload: bytes) -> bytes:
     """SHA-256 of a serialised manifest."""
     return hashlib.sha256(payload).digest()

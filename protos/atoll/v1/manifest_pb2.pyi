@@ -36,16 +36,16 @@ class Contribution(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., weight: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("reducer", "peer_id", "parts_left_out", "parts_scaled")
+    __slots__ = ("reducer", "contributor", "parts_left_out", "parts_scaled")
     REDUCER_FIELD_NUMBER: _ClassVar[int]
-    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTOR_FIELD_NUMBER: _ClassVar[int]
     PARTS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     PARTS_SCALED_FIELD_NUMBER: _ClassVar[int]
-    reducer: str
-    peer_id: str
+    reducer: int
+    contributor: int
     parts_left_out: int
     parts_scaled: int
-    def __init__(self, reducer: _Optional[str] = ..., peer_id: _Optional[str] = ..., parts_left_out: _Optional[int] = ..., parts_scaled: _Optional[int] = ...) -> None: ...
+    def __init__(self, reducer: _Optional[int] = ..., contributor: _Optional[int] = ..., parts_left_out: _Optional[int] = ..., parts_scaled: _Optional[int] = ...) -> None: ...
 
 class DataHolding(_message.Message):
     __slots__ = ("peer_id", "ranges")

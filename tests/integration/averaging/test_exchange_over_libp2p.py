@@ -54,7 +54,7 @@ async def test_survivors_of_a_struck_daemon_end_equal_and_in_time(lab: Lab, how:
     for host, average_E in zip(hosts, averages, strict=True):
         vector_E = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(exchanges)))
         server = ExchangeServer(host, TIMEOUT)
-        exchanges.append(Exchange(start, host, vector_E, average_E, executor, TIMEOUT, STALL, screening=False))
+        exchanges.append(Exchange(start, host, vector_E, average_E, executor, TIMEOUT, STALL, change=1.0))
         server.begin(exchanges[-1])
 
     loop = asyncio.get_running_loop()

@@ -38,10 +38,10 @@ def test_who_trains_backwards_is_in_no_sum_and_every_reducer_says_so() -> None:
         await swarm.settle_and_repair(list(WEIGHTS))
         honest = [peer for peer in WEIGHTS if peer != "e"]
         mean_E = weighted_mean([swarm.vectors[peer] for peer in honest], [WEIGHTS[peer] for peer in honest])
-        for peer in WEIGHTS:
+        for place, peer in enumerate(WEIGHTS):
             assert torch.equal(swarm.averages[peer], mean_E)
             parts = len(swarm.parts_of(peer))
-            assert swarm.held[peer].verdicts == (Verdict(reducer=peer, peer_id="e", parts_left_out=parts),)
+            assert swarm.held[peer].verdicts == (Verdict(reducer=place, contributor=4, parts_left_out=parts),)
             check_verdicts(swarm.start, swarm.held[peer].verdicts, said_by=peer)
         await swarm.close()
 
@@ -56,7 +56,7 @@ def test_a_huge_update_is_scaled_down_and_the_manifest_will_say_so() -> None:
         swarm.vectors["e"] *= 1000
         await swarm.run()
         assert swarm.averages["a"].norm() < 1.5 * usual
-        assert {verdict.peer_id for held in swarm.held.values() for verdict in held.verdicts} == {"e"}
+        assert {verdict.contributor for held in swarm.held.values() for verdict in held.verdicts} == {4}
         assert sum(verdict.parts_scaled for held in swarm.held.values() for verdict in held.verdicts) == swarm.total
         await swarm.close()
 
@@ -100,17 +100,22 @@ def settled(*verdicts: Verdict) -> dp.Settle:
     )
 
 
+def one(reducer: int, contributor: int, parts: int = 1) -> Verdict:
+    return Verdict(reducer=reducer, contributor=contributor, parts_left_out=parts)
+
+
+NO_TOKENS = [item.peer_id for item in started().contributions].index("p3")
+A, B, C = (place for place in range(4) if place != NO_TOKENS)
 UNTRUE: dict[str, list[Verdict]] = {
-    "of nobody": [Verdict(reducer="p9", peer_id="p1", parts_left_out=1)],
-    "about nobody": [Verdict(reducer="p0", peer_id="p9", parts_left_out=1)],
-    "about who gave nothing": [Verdict(reducer="p0", peer_id="p3", parts_left_out=1)],
-    "nothing said": [Verdict(reducer="p0", peer_id="p1")],
-    "too many parts": [Verdict(reducer="p0", peer_id="p1", parts_left_out=1, parts_scaled=1)],
-    "twice": [Verdict(reducer="p0", peer_id="p1", parts_left_out=1)] * 2,
-    "disorder": [
-        Verdict(reducer="p1", peer_id="p0", parts_left_out=1),
-        Verdict(reducer="p0", peer_id="p1", parts_left_out=1),
-    ],
+    "of nobody": [one(9, A)],
+    "about nobody": [one(A, 9)],
+    "about who gave nothing": [one(A, NO_TOKENS)],
+    "nothing said": [Verdict(reducer=A, contributor=B)],
+    "too many parts": [Verdict(reducer=A, contributor=B, parts_left_out=1, parts_scaled=1)],
+    "twice": [one(A, B)] * 2,
+    "disorder": [one(B, A), one(A, B)],
+    "half of all": [one(A, B), one(A, C)],
+    "without end": [one(A, B)] * 1000,
 }
 
 
@@ -121,36 +126,54 @@ def test_verdicts_that_cannot_be_are_refused(verdicts: list[Verdict]) -> None:
 
 
 def test_nobody_speaks_for_another_reducer() -> None:
-    theirs = [Verdict(reducer="p1", peer_id="p0", parts_left_out=1)]
-    check_verdicts(started(), theirs, said_by="p1")
+    members = [item.peer_id for item in started().contributions]
+    check_verdicts(started(), [one(A, B)], said_by=members[A])
+    for said_by in (members[B], members[NO_TOKENS]):
+        with pytest.raises(PeerMisbehaved, match="not its sender's"):
+            check_verdicts(started(), [one(A, B)], said_by=said_by)
     with pytest.raises(PeerMisbehaved, match="not its sender's"):
-        check_verdicts(started(), theirs, said_by="p2")
+        check_verdicts(started(), [one(9, B)], said_by=members[A])
+
+
+def test_what_hangs_on_a_verdict_does_not_get_into_a_manifest() -> None:
+    hung = Verdict.FromString(one(A, B).SerializeToString() + b"\xfa\x7f\x80\x80\x40" + bytes(1 << 20))
+    assert hung.ByteSize() > 1 << 20
+    payload = manifest_payload(POLICY, PLAN, GENESIS, started(), settled(hung), LAYERS)
+    assert payload == manifest_payload(POLICY, PLAN, GENESIS, started(), settled(one(A, B)), LAYERS)
 
 
 @pytest.mark.parametrize(("reducers", "tokens"), [(2, 100), (3, 0)])
 def test_tokens_count_unless_more_than_half_of_the_parts_lack_them(reducers: int, tokens: int) -> None:
-    verdicts = [Verdict(reducer=peer, peer_id="p1", parts_left_out=1) for peer in PEERS[:reducers]]
+    verdicts = [one(reducer, B) for reducer in range(reducers)]
     payload = manifest_payload(POLICY, PLAN, GENESIS, started(), settled(*verdicts), LAYERS)
     check_payload(POLICY, PLAN, GENESIS, payload)
     manifest = manifest_pb2.Manifest.FromString(payload)
     assert list(manifest.verdicts) == verdicts
-    assert {item.peer_id: item.tokens for item in manifest.contributions} == {
-        "p0": 100,
-        "p1": tokens,
-        "p2": 100,
-        "p3": 0,
-    }
+    due = [100] * 4
+    due[NO_TOKENS], due[B] = 0, tokens
+    assert [item.tokens for item in manifest.contributions] == due
     assert manifest.committed_tokens == 200 + tokens
-    counts = next(item for item in manifest.contributions if item.peer_id == "p1")
-    counts.tokens = 100 - tokens
+    manifest.contributions[B].tokens = 100 - tokens
     manifest.committed_tokens = 300 - tokens
     with pytest.raises(PeerMisbehaved, match="counts more"):
         check_payload(POLICY, PLAN, GENESIS, manifest.SerializeToString(deterministic=True))
 
 
+@pytest.mark.parametrize("verdicts", [UNTRUE["of nobody"], UNTRUE["twice"], UNTRUE["half of all"]])
+def test_a_result_with_verdicts_that_cannot_be_is_none_to_vote_for(verdicts: list[Verdict]) -> None:
+    manifest = manifest_pb2.Manifest.FromString(manifest_payload(POLICY, PLAN, GENESIS, started(), settled(), LAYERS))
+    manifest.verdicts.extend(
+        Verdict(reducer=it.reducer, contributor=it.contributor, parts_left_out=4) for it in verdicts
+    )
+    with pytest.raises(PeerMisbehaved, match="verdict"):
+        check_payload(POLICY, PLAN, GENESIS, manifest.SerializeToString(deterministic=True))
+
+
 CHANGES: dict[str, Callable[[dp.Settle], None]] = {
     "dropped": lambda settle: settle.ClearField("verdicts"),
-    "turned on the speaker": lambda settle: settle.verdicts[0].__setattr__("peer_id", settle.verdicts[0].reducer),
+    "turned on another": lambda settle: settle.verdicts[0].__setattr__(
+        "contributor", (settle.verdicts[0].contributor + 1) % 4
+    ),
 }
 
 
@@ -165,10 +188,11 @@ def test_nobody_votes_for_a_round_that_changes_its_words(change: Callable[[dp.Se
         if kind == "settle" and message.settle.verdicts:
             attempt = (message.settle.round.number, message.settle.round.attempt)
             if attempt not in said:  # the same message goes to every receiver
-                words = [(it.reducer, it.peer_id) for it in message.settle.verdicts]
+                words = [(it.reducer, it.contributor) for it in message.settle.verdicts]
                 change(message.settle)
-                kept = [(it.reducer, it.peer_id) for it in message.settle.verdicts]
-                said[attempt] = {reducer for reducer, peer in words if (reducer, peer) not in kept}
+                kept = [(it.reducer, it.contributor) for it in message.settle.verdicts]
+                members = RoundId.from_proto(message.settle.round).order(w.peers)
+                said[attempt] = {members[reducer] for reducer, peer in words if (reducer, peer) not in kept}
         if kind == "digest":
             voted.setdefault((message.digest.round.number, message.digest.round.attempt), set()).add(sender)
         return False

@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.node.averaging.outer import weighted_mean
 from atoll.node.averaging.screening import MOST, inner_products, judge
 
-ELEMENTS = 20_000
+ELEMENTS = 8_192
+some = settings(max_examples=50, deadline=None)
 seeds = st.integers(0, 2**30).map(lambda n: 2 * n)
 
 
@@ -27,8 +28,8 @@ def honest(count: int, work: list[int], noise: float, seed: int) -> Tensor:
     return work_n1 * common_E + noise * work_n1.sqrt() * own_nE
 
 
-def verdicts(values_nE: Tensor, work: list[int]) -> tuple[float, ...]:
-    return judge(inner_products(list(values_nE)), work, values_nE.shape[1])
+def verdicts(values_nE: Tensor, work: list[int], change: float = 1e9) -> tuple[float, ...]:
+    return judge(inner_products(list(values_nE)), work, values_nE.shape[1], change)
 
 
 @st.composite
@@ -44,32 +45,79 @@ ATTACKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sign x10": lambda own_E, noise_E: -10 * own_E,
     "noise": lambda own_E, noise_E: noise_E * own_E.norm() / noise_E.norm(),
     "noise x10": lambda own_E, noise_E: 10 * noise_E * own_E.norm() / noise_E.norm(),
-    "zeros": lambda own_E, noise_E: torch.zeros_like(own_E),
+    "noise in another direction": lambda own_E, noise_E: noise_E * own_E.norm() / noise_E.norm() - 0.3 * own_E,
     "1e30": lambda own_E, noise_E: torch.full_like(own_E, 1e30),
     "largest": lambda own_E, noise_E: torch.full_like(own_E, torch.finfo(torch.float32).max),
 }
 
 
+@some
 @given(swarms())
 def test_the_honest_stay_in_at_any_speed(swarm: tuple[Tensor, list[int]]) -> None:
     assert verdicts(*swarm) == (1.0,) * len(swarm[1])
 
 
+@pytest.mark.parametrize("claim", [1, 8])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+@some
 @given(swarm=swarms(), data=st.data())
 def test_fewer_than_half_who_attack_are_left_out_and_nobody_else(
-    attack: Callable[[Tensor, Tensor], Tensor], swarm: tuple[Tensor, list[int]], data: st.DataObject
+    attack: Callable[[Tensor, Tensor], Tensor], claim: int, swarm: tuple[Tensor, list[int]], data: st.DataObject
 ) -> None:
-    """They collude: all send the same noise."""
+    """They collude, all send the same noise, and some say that they did more work than they did."""
     values_nE, work = swarm
     count = len(work)
-    bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=max(1, count // 4)))
+    bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=(count - 1) // 2))
     noise_E = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1 + data.draw(seeds)))
     for i in bad:
         values_nE[i] = attack(values_nE[i], noise_E)
+    claimed = [tokens * claim if i in bad else tokens for i, tokens in enumerate(work)]
+    assert {i for i, factor in enumerate(verdicts(values_nE, claimed)) if factor == 0} == bad
+
+
+@some
+@given(swarms(), st.data())
+def test_colluders_who_are_no_copies_of_each_other_are_left_out_too(
+    swarm: tuple[Tensor, list[int]], data: st.DataObject
+) -> None:
+    """They agree among themselves as much as they like."""
+    values_nE, work = swarm
+    count = len(work)
+    bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=(count - 1) // 2))
+    mutual = data.draw(st.floats(0.1, 1))
+    rng = torch.Generator().manual_seed(1 + data.draw(seeds))
+    poison_E = torch.randn(ELEMENTS, generator=rng)
+    for i in bad:
+        mixed_E = math.sqrt(mutual) * poison_E + math.sqrt(1 - mutual) * torch.randn(ELEMENTS, generator=rng)
+        values_nE[i] = mixed_E * values_nE[i].norm() / mixed_E.norm()
     assert {i for i, factor in enumerate(verdicts(values_nE, work)) if factor == 0} == bad
 
 
+@some
+@given(swarms(), st.data())
+def test_zeros_are_neither_judged_nor_heard(swarm: tuple[Tensor, list[int]], data: st.DataObject) -> None:
+    """Rows of tokens that a member did not see: even when most are, a flipped sign among the rest is found."""
+    values_nE, work = swarm
+    values_nE[-1] *= -5
+    zeros = data.draw(st.integers(0, 6))
+    padded_nE = torch.cat((torch.zeros(zeros, ELEMENTS), values_nE))
+    factors = verdicts(padded_nE, [100] * zeros + work)
+    assert factors == (1.0,) * (zeros + len(work) - 1) + (0.0,)
+
+
+@some
+@given(st.integers(1, 2), st.integers(0, 6), st.floats(1, 1e30))
+def test_nobody_moves_farther_than_the_optimiser_can_also_where_nobody_else_moves(
+    count: int, zeros: int, size: float
+) -> None:
+    values_nE = torch.cat((torch.zeros(zeros, ELEMENTS), torch.full((count, ELEMENTS), size)))
+    factors = verdicts(values_nE, [100] * (zeros + count), change=1e-4)
+    for value_E, factor in zip(values_nE, factors, strict=True):
+        assert factor * value_E.double().square().mean().sqrt() <= MOST * 1e-4 * 100 * 1.000001
+    assert all(factors)
+
+
+@some
 @given(swarms(), st.floats(3, 1e6))
 def test_a_huge_update_in_the_right_direction_has_no_more_than_its_say(
     swarm: tuple[Tensor, list[int]], times: float
@@ -82,6 +130,14 @@ def test_a_huge_update_in_the_right_direction_has_no_more_than_its_say(
     assert 0 < factor * values_nE[0].norm() < 2 * MOST * before
 
 
+@some
+@given(st.integers(3, 9), st.floats(1, 100), st.floats(0, 30), seeds)
+def test_who_did_much_more_work_than_most_is_not_scaled_down(count: int, times: float, noise: float, seed: int) -> None:
+    work = [int(100 * times), *[100] * (count - 1)]
+    assert verdicts(honest(count, work, noise, seed), work)[0] == 1.0
+
+
+@some
 @given(swarms(), st.floats(1e-20, 1e20), st.randoms())
 def test_neither_units_nor_places_matter(swarm: tuple[Tensor, list[int]], unit: float, random: object) -> None:
     values_nE, work = swarm
@@ -93,6 +149,7 @@ def test_neither_units_nor_places_matter(swarm: tuple[Tensor, list[int]], unit: 
     assert [bool(factor) for factor in moved] == [bool(said[i]) for i in order]
 
 
+@some
 @given(st.integers(0, 12), st.integers(1, 5), st.data())
 def test_whatever_comes_less_than_half_is_left_out_and_factors_are_factors(
     count: int, rank: int, data: st.DataObject
@@ -101,32 +158,34 @@ def test_whatever_comes_less_than_half_is_left_out_and_factors_are_factors(
     rows = st.lists(st.lists(entries, min_size=rank, max_size=rank), min_size=count, max_size=count)
     work = data.draw(st.lists(st.integers(1, 2**40), min_size=count, max_size=count))
     values_nE = torch.tensor(data.draw(rows), dtype=torch.float32).view(count, rank)
-    factors = verdicts(values_nE, work) if count else judge(torch.zeros(0, 0, dtype=torch.float64), [], rank)
+    factors = verdicts(values_nE, work) if count else ()
     assert len(factors) == count
     assert all(0 <= factor <= 1 for factor in factors)  # false for NaN
     assert 2 * sum(factor == 0 for factor in factors) < max(1, count)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_cannot_be_judged(count: int) -> None:
+def test_directions_of_one_or_two_cannot_be_judged(count: int) -> None:
     values_nE = honest(2, [100, 100], 5.0, 0)[:count]
     values_nE[-1] *= -100
     assert verdicts(values_nE, [100] * count) == (1.0,) * count
 
 
+@some
 @given(st.integers(3, 9), seeds)
 def test_where_nobody_agrees_nobody_is_left_out(count: int, seed: int) -> None:
     values_nE = torch.randn(count, ELEMENTS, generator=torch.Generator().manual_seed(seed))
     assert verdicts(values_nE, [100] * count) == (1.0,) * count
 
 
-def test_members_that_send_all_the_same_are_not_copies_of_each_other() -> None:
+def test_members_may_all_send_the_same() -> None:
     values_nE = honest(1, [100], 1.0, 0).repeat(5, 1)
     assert verdicts(values_nE, [100] * 5) == (1.0,) * 5
     values_nE[3] *= -1
     assert verdicts(values_nE, [100] * 5) == (1.0, 1.0, 1.0, 0.0, 1.0)
 
 
+@some
 @given(st.integers(1, 5), st.integers(1, 20_000), seeds)
 def test_inner_products_are_right_and_the_same_on_any_number_of_threads(count: int, elements: int, seed: int) -> None:
     values_nE = torch.randn(count, elements, generator=torch.Generator().manual_seed(seed))

@@ -324,26 +324,26 @@ def screened_report(world: World, tokens: int, *verdicts: manifest_pb2.Verdict) 
     return report
 
 
-def verdict(world: World, reducer: str, about: str, parts: int) -> manifest_pb2.Verdict:
-    first, second = (one.peer_id for one in named(world, reducer, about))
-    return manifest_pb2.Verdict(reducer=first, peer_id=second, parts_left_out=parts)
-
-
 @pytest.mark.parametrize(("parts", "tokens"), [(2, 500), (3, 0)])
 def test_what_screening_left_out_of_most_sums_does_not_count_and_is_told(five: World, parts: int, tokens: int) -> None:
-    said = [verdict(five, "ann", "cid", 1), verdict(five, "bob", "cid", parts - 1)]
+    said = [
+        manifest_pb2.Verdict(reducer=place, contributor=2, parts_left_out=part)
+        for place, part in ((0, 1), (1, parts - 1))
+    ]
     five.say("ann", rounds=[screened_report(five, 500 - tokens, *said)])
     assert five.kinds()[-1] == "round.rejected"
     five.say("ann", rounds=[screened_report(five, tokens, *said)])
     assert five.kinds()[-1] == "round.committed"
     told = [record.message for record in five.records if isinstance(record, Event)][-1]
-    assert "screening left cid out of sums" in told
+    assert ("screening left cid out of most sums" in told) == (not tokens)
     (cid,) = named(five, "cid")
-    assert (rounds(five)[0].screened, five.run.committed_tokens) == ((cid.peer_id,), 1000 + tokens)
+    assert rounds(five)[0].screened == (() if tokens else (cid.peer_id,))
+    assert five.run.committed_tokens == 1000 + tokens
 
 
 def test_verdicts_of_or_about_strangers_are_no_manifests(five: World) -> None:
-    for said in (verdict(five, "eve", "cid", 1), verdict(five, "ann", "eve", 1)):
+    for reducer, contributor in ((3, 2), (0, 3)):
+        said = manifest_pb2.Verdict(reducer=reducer, contributor=contributor, parts_left_out=1)
         five.say("ann", rounds=[screened_report(five, 500, said)])
         assert head_and_last_event(five) == (0, "round.rejected")
 

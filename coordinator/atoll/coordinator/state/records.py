@@ -110,7 +110,7 @@ class Round:
     made_under: int = 0  # plan version of the manifest: that of the attempt, or an earlier one's
     present: tuple[str, ...] = ()  # peer ids of those that decide the next round
     partial: int = 0  # members that are missing from some of the sums
-    screened: tuple[str, ...] = ()  # peer ids: screening left them out of some of the sums
+    screened: tuple[str, ...] = ()  # peer ids: screening left them out of more than half of all parts
 
 
 @dataclass(frozen=True)

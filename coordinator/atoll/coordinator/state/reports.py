@@ -235,7 +235,7 @@ def _committed_sentence(draft: Draft, row: Round) -> str:
         f"{gone} of them gone by then" if gone else "",
         f"{row.partial} only in part" if row.partial else "",
         f"{row.parts_zeroed} parts zeroed" if row.parts_zeroed else "",
-        f"screening left {', '.join(screened)}{more} out of sums" if screened else "",
+        f"screening left {', '.join(screened)}{more} out of most sums" if screened else "",
     ]
     told = f"round {row.number} committed by {row.members} nodes: {row.tokens} tokens in {row.seconds:.1f} s"
     return "; ".join([told, *(note for note in notes if note)])

@@ -21,9 +21,10 @@ from atoll.coordinator.state.records import Round, Run
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.text import clean
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
-from atoll.core.manifest import Head, is_counted, parse_head, require_quorum, stored_form
+from atoll.core.manifest import Head, parse_head, require_quorum, stored_form
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
+from atoll.core.verdicts import check_form, counted_tokens, unheard
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -106,7 +107,7 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
         made_under=made.plan_version,
         present=tuple(sorted(head.electorate.members)),
         partial=sum(item.partial for item in contributions),
-        screened=tuple(sorted({item.peer_id for item in head.manifest.verdicts if item.parts_left_out})),
+        screened=tuple(sorted(contributions[place].peer_id for place in unheard(head.manifest))),
     )
 
 
@@ -162,11 +163,9 @@ def _contributed(head: Head, caps: Mapping[str, int]) -> int:
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
-    verdicts, parts_total = head.manifest.verdicts, head.manifest.parts_total
-    if not {peer for item in verdicts for peer in (item.reducer, item.peer_id)} <= names:
-        raise PeerMisbehaved(f"round {head.round} has verdicts of or about somebody who was not part of it")
-    for item in contributions:
-        counted = item.weight if is_counted(item, verdicts, parts_total) else 0
+    parts = head.manifest.parts_total
+    check_form(head.manifest.verdicts, [item.weight for item in contributions], lambda place: parts)
+    for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")
     return sum(item.tokens for item in contributions)

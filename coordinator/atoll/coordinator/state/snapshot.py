@@ -97,7 +97,7 @@ class Commit:
     opener: str = ""  # peer id
     members: int = 0  # that contributed
     partial: int = 0  # of them, in some of the sums only
-    screened: int = 0  # of them, left out of some of the sums by screening
+    screened: int = 0  # of them, left out of more than half of all parts by screening
     parts_zeroed: int = 0
     attempt: RoundKey | None = None  # that committed it
 

@@ -74,8 +74,9 @@ class Exchange:
         timeout: timedelta,
         stall: timedelta,
         *,
-        screening: bool,
+        change: float | None,
     ) -> None:
+        """`change`: what the optimiser moves an element a token, for screening; None: nobody is screened."""
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
         self._me = network.peer_id
@@ -89,7 +90,7 @@ class Exchange:
         for share in self._average.shares:
             if share.reducer == self._me:
                 self._reducer = Reducer(
-                    self._me, self._weights, share, contribution_E, self._average, stall, screening=screening
+                    self._me, self._weights, share, contribution_E, self._average, stall, change=change
                 )
         self._desk = RepairDesk(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came

@@ -5,7 +5,7 @@ The opener builds with these functions and every member checks with them, so the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from google.protobuf.message import DecodeError
@@ -13,9 +13,10 @@ from google.protobuf.message import DecodeError
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
 from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
-from atoll.core.manifest import Head, is_counted
+from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
+from atoll.core.verdicts import check_form, counted_tokens, plain
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import partition
 from atoll.node.averaging.round_types import RoundPolicy
@@ -88,18 +89,14 @@ def parts_total(start: dp.Start) -> int:
     return sum(_parts_in(piece, start.part_elements) for piece in start.partition)
 
 
-def check_verdicts(start: dp.Start, verdicts: Iterable[manifest_pb2.Verdict], said_by: str | None = None) -> None:
+def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], said_by: str | None = None) -> None:
     """Raise `PeerMisbehaved` unless reducers, or the one that they were `said_by`, can have judged like that."""
     parts = {piece.reducer: _parts_in(piece, start.part_elements) for piece in start.partition}
-    members = {item.peer_id for item in start.contributions if item.weight}
-    for verdict in verdicts:
-        judged = verdict.parts_left_out + verdict.parts_scaled
-        if verdict.reducer != (said_by or verdict.reducer) or verdict.peer_id not in members:
-            raise PeerMisbehaved("a verdict is not its sender's, or about somebody who did not contribute")
-        if not 0 < judged <= parts.get(verdict.reducer, 0):
-            raise PeerMisbehaved("a verdict is about more parts than its reducer has")
-    if not _are_ordered(verdicts):
-        raise PeerMisbehaved("verdicts are doubled, or in another order")
+    members = [item.peer_id for item in start.contributions]
+    if said_by is not None and any(members[it.reducer : it.reducer + 1] != [said_by] for it in verdicts):
+        raise PeerMisbehaved("a verdict is not its sender's")
+    weights = [item.weight for item in start.contributions]
+    check_form(verdicts, weights, lambda place: parts.get(members[place], 0))
 
 
 def check_settle(start: dp.Start, settle: dp.Settle) -> None:
@@ -134,22 +131,22 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(_head_of(payload)):
         raise PeerMisbehaved("a result to vote for builds on another history")
     most = max(item.max_round_tokens for item in plan.assignments)
-    for item in made:
+    weights = [item.weight for item in made]
+    check_form(manifest.verdicts, weights, lambda place: manifest.parts_total)
+    for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment else most
-        counted = item.weight if is_counted(item, manifest.verdicts, manifest.parts_total) else 0
         if item.weight > cap or item.tokens != counted or item.samples > MAX_SAMPLES:
             raise PeerMisbehaved("a result to vote for counts more than a plan allows")
     if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
         raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
-    if not _are_ordered(manifest.verdicts):
-        raise PeerMisbehaved("a result to vote for has doubled verdicts")
     if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
         raise PeerMisbehaved("a result to vote for counts its tokens wrongly")
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
-    if manifest.codec != CODECS[policy.codec].number or manifest.parts_zeroed > manifest.parts_total:
+    most_parts = -(-policy.elements // policy.part_elements) + len(made)
+    if manifest.codec != CODECS[policy.codec].number or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
     due = advance(position_at(head, plan), plan.members, samples, policy.minimum_lease)
@@ -171,9 +168,9 @@ def manifest_payload(
 ) -> bytes:
     """The bytes that every member votes for: equal on all that computed the same digests.
 
-    A contribution that is only in some sums is spent, its samples too, but its tokens do not count.
+    What is only in some sums, or left out of most of them, is spent, its samples too, but its tokens do not count.
     """
-    present, partial, parts = set(settle.present), set(settle.partial), parts_total(start)
+    present, partial = set(settle.present), set(settle.partial)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=item.peer_id,
@@ -184,8 +181,6 @@ def manifest_payload(
         )
         for item in start.contributions
     ]
-    for item in contributions:
-        item.tokens = item.weight if is_counted(item, settle.verdicts, parts) else 0
     message = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=start.round,
@@ -193,18 +188,21 @@ def manifest_payload(
         contributions=contributions,
         layers=layers,
         codec=start.codec,
-        committed_tokens=head.committed_tokens + sum(item.tokens for item in contributions),
         data=advance(
             position_at(head, plan),
             plan.members,
             {item.peer_id: item.samples for item in contributions},
             policy.minimum_lease,
         ).to_proto(),
-        parts_total=parts,
+        parts_total=parts_total(start),
         parts_zeroed=sum(not item for item in settle.digests),
         committed_unix_ms=start.unix_ms,
-        verdicts=settle.verdicts,
+        verdicts=plain(settle.verdicts),
     )
+    counted = counted_tokens(message)
+    for item, tokens in zip(message.contributions, counted, strict=True):
+        item.tokens = tokens
+    message.committed_tokens = head.committed_tokens + sum(counted)
     return message.SerializeToString(deterministic=True)
 
 
@@ -221,11 +219,6 @@ def position_at(head: Head, plan: Plan) -> DataPosition:
 
 def _parts_in(piece: dp.PartRange, part_elements: int) -> int:
     return -(-(piece.end - piece.start) // part_elements)
-
-
-def _are_ordered(verdicts: Iterable[manifest_pb2.Verdict]) -> bool:
-    """By reducer, then contributor, each pair once."""
-    return all(a < b for a, b in pairwise((verdict.reducer, verdict.peer_id) for verdict in verdicts))
 
 
 def _cap(plan: Plan, peer: str) -> int:

@@ -312,7 +312,8 @@ class AveragingEngine:
 
     def _look_at_verdicts(self, manifest: manifest_pb2.Manifest) -> None:
         """The owner of a node whose update others do not take should hear of it: its hardware may compute wrongly."""
-        parts = sum(verdict.parts_left_out for verdict in manifest.verdicts if verdict.peer_id == self._me)
+        place = next((place for place, item in enumerate(manifest.contributions) if item.peer_id == self._me), None)
+        parts = sum(verdict.parts_left_out for verdict in manifest.verdicts if verdict.contributor == place)
         if parts:
             self._counters.left_out += 1
             _log.warning(
@@ -360,7 +361,7 @@ class AveragingEngine:
             self._executor,
             timedelta(seconds=seconds),
             max(self._policy.stall, timedelta(seconds=seconds * _STALL)),
-            screening=self._policy.screening,
+            change=self._policy.change_per_token if self._policy.screening else None,
         )
         self._end_exchange()
         if self._served is not None:

@@ -11,6 +11,7 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
+from atoll.core.verdicts import plain
 from atoll.node.averaging.decide import check_payload, check_settle, check_start, manifest_payload
 from atoll.node.averaging.memory import VoteMemory
 from atoll.node.averaging.opener import Paces
@@ -126,8 +127,9 @@ class Follower:
         settled = zip(self._parts, self._settle.digests, strict=True)
         if self.me in self._settle.present and any(held and not given for held, given in settled):
             raise PeerMisbehaved("Settle gives up a part that we reported to hold")
-        ours = tuple(verdict for verdict in self._settle.verdicts if verdict.reducer == self.me)
-        if self.me in self._settle.present and ours != self._verdicts:
+        place = [item.peer_id for item in self._start.contributions].index(self.me)
+        ours = tuple(plain(verdict for verdict in self._settle.verdicts if verdict.reducer == place))
+        if ours != self._verdicts and (ours or self.me in self._settle.present):
             raise PeerMisbehaved("Settle does not repeat the verdicts that we reported")
         seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling)
         self.deadline = now + seconds + self.tie_seconds

@@ -18,6 +18,7 @@ from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
+from atoll.core.verdicts import plain
 from atoll.node.averaging.decide import build_start, check_payload, check_verdicts, parts_total
 from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
@@ -232,7 +233,7 @@ class Opener:
             digests=digests,
             repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
             deadline_ms=int(seconds * 1000),
-            verdicts=[verdict for peer in sorted(there) for verdict in self._parts[peer].verdicts],
+            verdicts=plain(verdict for peer in there for verdict in self._parts[peer].verdicts),
         )
         self._enter(Stage.VOTES, seconds)
         self._tell(self._members, dp.RoundMessage(settle=message))

@@ -92,8 +92,9 @@ class Reducer:
         average: Average,
         stall: timedelta,
         *,
-        screening: bool,
+        change: float | None,
     ) -> None:
+        """`change` is what `screening.judge` needs to know of the optimiser; None: nobody is judged."""
         self.partial: set[str] = set()  # contributors that a sum lacks
         self.given_up: set[str] = set()
         self._me = me
@@ -102,9 +103,10 @@ class Reducer:
         self._contribution_E = contribution_E
         self._average = average
         self._stall = stall
-        self._screening = screening
-        self._left_out: Counter[str] = Counter()  # parts, by contributor
-        self._scaled: Counter[str] = Counter()
+        self._change = change
+        self._places = {peer: place for place, peer in enumerate(weights)}
+        self._left_out: Counter[int] = Counter()  # parts, by contributor
+        self._scaled: Counter[int] = Counter()
         count = len(share.parts)
         self._inlets = {peer: Inlet(peer, count) for peer, weight in weights.items() if weight and peer != me}
         self._finished = [asyncio.Event() for _ in share.parts]  # averaged, or never will be
@@ -115,9 +117,12 @@ class Reducer:
         judged = sorted(self._left_out.keys() | self._scaled.keys())
         return tuple(
             manifest_pb2.Verdict(
-                reducer=self._me, peer_id=peer, parts_left_out=self._left_out[peer], parts_scaled=self._scaled[peer]
+                reducer=self._places[self._me],
+                contributor=place,
+                parts_left_out=self._left_out[place],
+                parts_scaled=self._scaled[place],
             )
-            for peer in judged
+            for place in judged
         )
 
     async def run(self, timeout: timedelta) -> None:
@@ -228,8 +233,8 @@ class Reducer:
             body = await self._average.compute(self._mean, values, factors)
             await self._average.put(self._share.first + part.index, body)
             self.partial |= self._inlets.keys() - values.keys()
-            self._left_out.update(peer for peer, factor in factors.items() if factor == 0)
-            self._scaled.update(peer for peer, factor in factors.items() if 0 < factor < 1)
+            self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
+            self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)
         except PartInvalid as error:
             # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
             _log.warning("part without an average", part=part.index, reason=str(error))
@@ -237,11 +242,12 @@ class Reducer:
     def _judge(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """What of each contribution enters the sum, in the order of the members."""
         present = [peer for peer in self._weights if peer in values]
-        if not self._screening:
+        if self._change is None:
             return dict.fromkeys(present, 1.0)
         given = [values[peer] for peer in present]
         work = [self._weights[peer] for peer in present]
-        return dict(zip(present, judge(inner_products(given), work, given[0].numel()), strict=True))
+        factors = judge(inner_products(given), work, given[0].numel(), self._change)
+        return dict(zip(present, factors, strict=True))
 
     def _mean(self, values: Mapping[str, Tensor], factors: Mapping[str, float]) -> bytes:
         """Sum in the order of the members; encode once: everybody gets these bytes."""

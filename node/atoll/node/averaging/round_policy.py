@@ -30,6 +30,7 @@ def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
         part_elements=spec.sync.part_elements,
         codec=spec.sync.codec,
         screening=spec.sync.screening,
+        change_per_token=spec.optimizer.learning_rate / spec.tokens_per_step,
         due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),
         round_max=spec.sync.round_max_seconds,
         stop_tokens=spec.run.stop_tokens,

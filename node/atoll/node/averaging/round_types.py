@@ -43,6 +43,7 @@ class RoundPolicy:
     part_elements: int
     codec: str
     screening: bool
+    change_per_token: float  # of one element, by the optimiser at its full rate
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
     stop_tokens: int

@@ -2,21 +2,22 @@
 
 A reducer judges each part from the inner products of what the members sent, and from nothing else:
 
-- *Size.* A pseudo-gradient grows with the work in it, about as tokens^¾ (measured: members with 4:4:2:1 tokens have
-  norms of 1.7:1.7:1:0.6). What is more than twice as large as that rule and the median say is scaled down to it; what
-  is less than a tenth is left out.
-- *Direction.* Everybody's cosine to the sum of the others is compared with the usual one: the median of what the others
-  have among themselves. Neither knows the one who is judged, so a large liar cannot lower the bar for itself. Honest
-  members have 0.4 to 1.5 of it, noise 0, a flipped sign less than 0. Who has the lowest share, below 0.3, is left out,
-  and the rest are judged again. Less work means more noise: the bar sinks with the square root of the tokens.
-- *Copies.* Who says the same is no witness. Two contributions that agree much more than most do are not in each other's
-  sum.
+- *Size.* A pseudo-gradient grows with the work in it, about as tokens^¾ (measured; between the root, when steps are
+  noise, and tokens, when they all agree). What is more than twice the usual size for its tokens is scaled down to that.
+  And no more than twice what the optimiser can move in so many steps: that holds for one contribution, too, and where
+  most are zero.
+- *Direction.* Of everybody's cosines to the others, the median counts: fewer than half can neither raise their own nor
+  lower an honest one below the others' lowest. It is compared with the usual one, which those others have among
+  themselves. Noise has 0 of that, a flipped sign less. Who has the lowest share, below 0.4, is left out, and the rest
+  are judged again. Less work means more noise: the bar sinks with the square root of the tokens.
 
 Fewer than half can be left out. Directions are not judged where fewer than three contribute, or where the usual cosine
-is no more than chance: then there is nothing to agree with. Colluders who stay near the honest mean get through, as
-through every rule that knows one round only (Baruch et al. 2019, arXiv:1902.06156). Measured in docs/adr/0004.
+is no more than chance: then there is nothing to agree with. A zero vector is neither judged nor heard: rows of tokens
+that a member did not see are zero. What a lie inside the spread of the honest can do (Baruch et al. 2019,
+arXiv:1902.06156), it still can. Measured in docs/adr/0004.
 
-Inner products are sums in fp64 in a fixed order, so that who has the same bytes comes to the same verdict.
+Inner products are sums in fp64 in a fixed order, the same on any machine. What follows from them is rounded as the
+machine likes: two machines may differ about who stands exactly at a bar.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MOST = 2.0  # of the usual norm: more is scaled down to it
-LEAST = 0.1  # of the usual norm: less is left out
-WORK_EXPONENT = 0.75  # of tokens in a norm
-AGREEMENT = 0.3  # of the usual cosine: less is left out
+MOST = 2.0  # of the usual norm, and of what the optimiser can do: more is scaled down to it
+WORK_EXPONENTS = (0.5, 0.75, 1.0)  # of tokens in a norm: at least, usually, at most
+AGREEMENT = 0.4  # of the usual cosine: less is left out
 CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
 JUDGES = 3  # contributions, at least
-TOO_ALIKE = 0.98  # cosine of the honest: copies cannot be told from them
 
 _CHUNK = 2**13  # elements at a time, so that they stay in the cache
 
@@ -52,58 +51,55 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
     return sums_nn + sums_nn.triu(1).T
 
 
-def judge(products_nn: Tensor, work: Sequence[int], elements: int) -> tuple[float, ...]:
+def judge(products_nn: Tensor, work: Sequence[int], elements: int, change: float) -> tuple[float, ...]:
     """What of each contribution enters the sum: 0 nothing of it, 1 all, between them the factor that scales it down.
 
-    `products_nn` are their inner products, `work` their tokens (positive), `elements` the length of the part.
+    `products_nn` are their inner products, `work` their tokens (positive), `elements` the length of the part, `change`
+    the most by which the optimiser moves one element while it trains one token.
     """
-    count = len(work)
-    if count < JUDGES:
-        return (1.0,) * count
     work_n = torch.tensor(work, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
-    sizes_n = norms_n / work_n**WORK_EXPONENT
-    usual = sizes_n.sort().values[count // 2]
-    if not usual:
-        return (1.0,) * count
-    sizes_n /= usual
-    factors_n = torch.where(sizes_n > MOST, MOST / sizes_n, 1.0)
-    spare = (count - 1) // 2  # who may still be left out
-    small = [i for i in sizes_n.argsort().tolist() if sizes_n[i] < LEAST][:spare]
-    factors_n[small] = 0.0
-    for _ in range(spare - len(small)):
-        worst = _worst(products_nn, work_n, factors_n, elements)
+    factors_n = (_limits(norms_n, work_n, elements, change) / norms_n).clamp(max=1.0).nan_to_num(nan=1.0)
+    there = norms_n.nonzero().view(-1)
+    for _ in range((len(there) - 1) // 2 if len(there) >= JUDGES else 0):
+        worst = _worst(products_nn[there][:, there], work_n[there], elements)
         if worst is None:
             break
-        factors_n[worst] = 0.0
+        factors_n[there[worst]] = 0.0
+        there = torch.cat((there[:worst], there[worst + 1 :]))
     return tuple(factors_n.tolist())
 
 
-def _worst(products_nn: Tensor, work_n: Tensor, factors_n: Tensor, elements: int) -> int | None:
-    """Who of those that are in agrees least with the others, if that is too little."""
-    there = factors_n.nonzero().view(-1)
-    products_nn, work_n = products_nn[there][:, there], work_n[there]
-    pull_n = work_n * factors_n[there]
-    norms_n = products_nn.diagonal().sqrt()
-    mutual_nn = products_nn / torch.outer(norms_n, norms_n)
-    alone_nn = ~torch.eye(len(there), dtype=torch.bool)
-    agreeing = mutual_nn[alone_nn].quantile(0.75, interpolation="higher")  # of two honest ones: those are a majority
-    copies_nn = mutual_nn > ((1 + agreeing) / 2 if agreeing < TOO_ALIKE else math.inf)
-    sums_nn = torch.where(alone_nn & ~copies_nn, pull_n, 0.0)  # row i: the sum that i is compared with
-    against_nn = sums_nn @ products_nn
-    inner_n = (sums_nn * products_nn).sum(dim=1)
-    square_n = (sums_nn * against_nn).sum(dim=1)
-    # [i, j]: of j, when i is not there
-    inner_nn = inner_n - (sums_nn * products_nn).T
-    square_nn = square_n - 2 * (sums_nn * against_nn).T + sums_nn.T**2 * norms_n.unsqueeze(1) ** 2
-    cosine_n = inner_n / (norms_n * square_n.clamp(min=0).sqrt())
-    cosine_nn = inner_nn / (norms_n * square_nn.clamp(min=0).sqrt())
-    usual_n = cosine_nn[alone_nn].view(len(there), -1).nanmedian(dim=1).values
-    noise_n = (work_n / work_n.median()).sqrt().clamp(max=1.0)
-    merit_n = torch.where(usual_n > CHANCE / math.sqrt(elements), cosine_n / (usual_n * noise_n), math.inf)
-    merit_n = merit_n.nan_to_num(nan=math.inf, posinf=math.inf)
-    worst = int(merit_n.argmin())
-    return int(there[worst]) if merit_n[worst] < AGREEMENT else None
+def _limits(norms_n: Tensor, work_n: Tensor, elements: int, change: float) -> Tensor:
+    """The largest norm that each may have."""
+    limits_n = MOST * change * math.sqrt(elements) * work_n
+    there = norms_n.nonzero().view(-1)
+    if len(there) >= JUDGES:
+        least, usually, most = WORK_EXPONENTS
+        relative_n = work_n / _upper_median(work_n[there])
+        usual = _upper_median((norms_n / relative_n**usually)[there])
+        limits_n = torch.minimum(limits_n, MOST * usual * torch.maximum(relative_n**least, relative_n**most))
+    return limits_n
+
+
+def _worst(products_nn: Tensor, work_n: Tensor, elements: int) -> int | None:
+    """Who agrees least with the others, if that is too little."""
+    norms_n, count = products_nn.diagonal().sqrt(), len(work_n)
+    cosines_nn = products_nn / torch.outer(norms_n, norms_n)
+    others = [[j for j in range(count) if j != i] for i in range(count)]
+    bar_n = (work_n / _upper_median(work_n)).sqrt().clamp(max=1.0)
+    merits = []
+    for i, rest in enumerate(others):
+        usual = torch.stack([_upper_median(cosines_nn[j, [k for k in rest if k != j]]) for j in rest]).median()
+        judged = usual > CHANCE / math.sqrt(elements)
+        merits.append(float(_upper_median(cosines_nn[i, rest]) / (usual * bar_n[i])) if judged else math.inf)
+    worst = min(range(count), key=merits.__getitem__)
+    return worst if merits[worst] < AGREEMENT else None
+
+
+def _upper_median(values_n: Tensor) -> Tensor:
+    """The higher one of the two in the middle, where there are two."""
+    return values_n.sort().values[len(values_n) // 2]
 
 
 def _fold(terms_nC: Tensor) -> Tensor:

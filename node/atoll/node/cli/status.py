@@ -81,7 +81,7 @@ def _training_rows(table: Any, it: dict[str, Any]) -> None:
     table.add_row("pace", pace)
     table.add_row("loss", f"{losses} [dim]nats/token[/]")
     table.add_row("rounds", f"at {it['round']} · {it['members']} members · {it['rounds_abandoned']} abandoned here")
-    if it["rounds_left_out"]:
+    if it.get("rounds_left_out"):  # a daemon of an earlier release does not say
         table.add_row("left out", f"[yellow]{it['rounds_left_out']} rounds did not take this node's whole update[/]")
     saved = it["averaging_bytes_fp32"] / it["averaging_bytes_sent"] if it["averaging_bytes_sent"] else 0
     table.add_row(

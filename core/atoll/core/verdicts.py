@@ -1,0 +1,65 @@
+"""What screening did to contributions: verdicts as reducers say them and manifests keep them. Pure.
+
+A verdict names reducer and contributor by their places among the contributions, so that those of a large round still
+fit into a frame.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.v1 import manifest_pb2
+
+
+def check_form(
+    verdicts: Sequence[manifest_pb2.Verdict], weights: Sequence[int], most_parts: Callable[[int], int]
+) -> None:
+    """Raise `PeerMisbehaved` unless screening can have come to them.
+
+    `weights` are those of the contributions, in order; `most_parts` says how many parts the reducer in a place has, at
+    most.
+    """
+    places = [(verdict.reducer, verdict.contributor) for verdict in verdicts]
+    if len(places) > len(weights) ** 2 or any(before >= after for before, after in pairwise(places)):
+        raise PeerMisbehaved("verdicts are doubled, or in another order")
+    if any(max(pair) >= len(weights) or not weights[pair[1]] for pair in places):
+        raise PeerMisbehaved("a verdict is of nobody, or about somebody who did not contribute")
+    fewer_than_half = (sum(weight > 0 for weight in weights) - 1) // 2
+    left_out: Counter[int] = Counter()
+    for verdict in verdicts:
+        parts = most_parts(verdict.reducer)
+        left_out[verdict.reducer] += verdict.parts_left_out
+        if not 0 < verdict.parts_left_out + verdict.parts_scaled <= parts:
+            raise PeerMisbehaved("a verdict is about more parts than its reducer has, or about none")
+        if left_out[verdict.reducer] > parts * fewer_than_half:
+            raise PeerMisbehaved("verdicts leave out half of the contributors, or more")
+
+
+def plain(verdicts: Iterable[manifest_pb2.Verdict]) -> list[manifest_pb2.Verdict]:
+    """Without anything that somebody hung on to them."""
+    return [
+        manifest_pb2.Verdict(
+            reducer=it.reducer,
+            contributor=it.contributor,
+            parts_left_out=it.parts_left_out,
+            parts_scaled=it.parts_scaled,
+        )
+        for it in verdicts
+    ]
+
+
+def unheard(manifest: manifest_pb2.Manifest) -> frozenset[int]:
+    """Places of contributions that screening left out of more than half of all parts."""
+    left_out: Counter[int] = Counter()
+    for verdict in manifest.verdicts:
+        left_out[verdict.contributor] += verdict.parts_left_out
+    return frozenset(place for place, parts in left_out.items() if 2 * parts > manifest.parts_total)
+
+
+def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
+    """What counts of each contribution: its weight; nothing where sums lack it because it went, or was left out."""
+    out = unheard(manifest)
+    return [0 if item.partial or place in out else item.weight for place, item in enumerate(manifest.contributions)]
