@@ -59,6 +59,7 @@ class Member:
         )
         self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
         self.heads: list[Head] = []
+        self.counters = RoundCounters()
         self.committed = asyncio.Condition()
         self.reports = []
 
@@ -81,7 +82,7 @@ class Member:
             head=head,
             plan=plan,
             clock=SystemClock(),
-            counters=RoundCounters(),
+            counters=self.counters,
             listener=Listener(
                 committed=self.heads.append,
                 report=self.reports.append,
@@ -207,3 +208,33 @@ async def test_a_vote_is_on_disk_before_it_is_sent(tmp_path):
         stores.update({member.identity.peer_id: VoteStore(member.directory) for member in made})
         await asyncio.gather(*(member.rounds(3) for member in made))
         assert recorded
+
+
+@pytest.mark.timeout(180)
+async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_it(tmp_path, monkeypatch):
+    """Its replica stays equal to the others', its tokens do not count, and everybody can read why."""
+
+    async def honest(passage):
+        return passage.frame
+
+    async with members(tmp_path, 4, honest) as made:
+        *rest, bad = made
+        snapshot = bad.trainer.snapshot
+
+        async def backwards():
+            taken = await snapshot()
+            bad.trainer.pseudo_gradient.mul_(-5)
+            return taken
+
+        monkeypatch.setattr(bad.trainer, "snapshot", backwards)
+        await asyncio.gather(*(member.rounds(4) for member in made))
+        for number in range(1, 4):
+            manifest = bad.heads[number].manifest
+            assert len({member.heads[number].hash for member in made}) == 1
+            mine = [item.peer_id for item in manifest.contributions].index(bad.identity.peer_id)
+            assert {verdict.contributor for verdict in manifest.verdicts} == {mine}
+            left_out = sum(verdict.parts_left_out for verdict in manifest.verdicts)
+            assert manifest.parts_total >= left_out >= manifest.parts_total - 1  # one holds rows of bytes nobody saw
+            assert manifest.contributions[mine].weight > manifest.contributions[mine].tokens == 0
+        assert bad.counters.left_out >= 3
+        assert not any(member.counters.left_out for member in rest)
