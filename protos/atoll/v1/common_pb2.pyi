@@ -22,6 +22,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FP16: _ClassVar[Codec]
     CODEC_INT8: _ClassVar[Codec]
     CODEC_INT4: _ClassVar[Codec]
+    CODEC_INT2: _ClassVar[Codec]
 ROLE_UNSPECIFIED: Role
 ROLE_NODE: Role
 ROLE_SEED: Role
@@ -32,6 +33,7 @@ CODEC_BF16: Codec
 CODEC_FP16: Codec
 CODEC_INT8: Codec
 CODEC_INT4: Codec
+CODEC_INT2: Codec
 
 class ProtocolVersion(_message.Message):
     __slots__ = ("major", "minor")

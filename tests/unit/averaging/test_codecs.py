@@ -11,7 +11,7 @@ from atoll.core.errors import PartInvalid
 from atoll.node.averaging.codecs import CODECS
 
 # largest error relative to the largest magnitude in a block of 128
-TOLERANCE = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8": 0.55 / 127, "int4": 0.55 / 7}
+TOLERANCE = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8": 0.55 / 127, "int4": 0.55 / 7, "int2": 0.87}
 names = st.sampled_from(sorted(CODECS))
 
 
@@ -64,6 +64,18 @@ def test_a_body_of_another_size_is_refused(name, elements, difference):
         return
     with pytest.raises(PartInvalid):
         codec.decode(bytes(size), elements)
+
+
+def test_int2_keeps_signs_and_most_of_a_normal_distribution():
+    values = torch.randn(128_000, generator=torch.Generator().manual_seed(0))
+    decoded = CODECS["int2"].decode(CODECS["int2"].encode(values), len(values))
+    assert torch.equal(decoded.sign(), values.sign())
+    assert (decoded - values).norm() / values.norm() < 0.35  # 0.343 is the least that four levels can leave
+    assert decoded.mean().abs() < 0.01
+
+
+def test_int2_costs_a_fifteenth():
+    assert 4 * 1_000_000 / CODECS["int2"].encoded_bytes(1_000_000) > 15
 
 
 def test_int4_costs_an_eighth():

@@ -3,8 +3,12 @@
 `int8` and `int4` are uniform in blocks of 128 elements: one bf16 scale a block (fp16 scales lose blocks
 below 1e-7), then the codes. Encoding happens once per part, so it may round as the machine likes; decoding
 happens on every member and must give the same bits everywhere, so it is one conversion and one separately
-rounded multiplication. Layout: all scales (little-endian bf16), then all codes; int4 packs two codes a byte,
-low nibble first. A last block that is not full is padded with zeros before packing.
+rounded multiplication. Layout: all scales (little-endian bf16), then all codes; int4 packs two codes a byte, low
+nibble first, int2 four, lowest bits first. A last block that is not full is padded with zeros before packing.
+
+`int2` has the four levels that lose least of a normal distribution (Max 1960, Quantizing for minimum distortion), in
+units of the block's root mean square. It keeps a third of the error of three evenly spaced levels; large values are
+cut to one and a half times that root.
 
 `decode` is also the ingress check: a body of the wrong size, or one that holds a value that is not finite,
 raises `PartInvalid` before it can touch a sum.
@@ -25,6 +29,8 @@ from atoll.v1 import common_pb2 as pb
 
 BLOCK = 128
 _SCALE_BYTES = 2
+_INT2_LEVELS = torch.tensor([-1.510, -0.4528, 0.4528, 1.510])  # of codes 0 to 3
+_INT2_BETWEEN = 0.9816  # the two levels of a sign
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,14 @@ def _blocks(elements: int) -> int:
     return -(-elements // BLOCK)
 
 
+def _in_blocks(values_E: Tensor) -> Tensor:
+    blocks = _blocks(values_E.numel())
+    return torch.nn.functional.pad(values_E, (0, blocks * BLOCK - values_E.numel())).view(blocks, BLOCK)
+
+
 def _quantise(values_E: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Codes in [-levels, levels] as int8 [blocks, BLOCK] and scales as bf16 [blocks]."""
-    blocks = _blocks(values_E.numel())
-    padded = torch.nn.functional.pad(values_E, (0, blocks * BLOCK - values_E.numel())).view(blocks, BLOCK)
+    padded = _in_blocks(values_E)
     scales = (padded.abs().amax(dim=1) / levels).to(torch.bfloat16)
     divisor = scales.to(torch.float32).unsqueeze(1)
     codes = torch.where(divisor > 0, padded / divisor, 0.0).round().clamp(-levels, levels).to(torch.int8)
@@ -121,12 +131,31 @@ def _decode_int4(raw: Tensor, elements: int) -> Tensor:
     return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
 
 
+def _encode_int2(values_E: Tensor) -> bytes:
+    padded = _in_blocks(values_E)
+    scales = padded.double().square().mean(dim=1).sqrt().to(torch.bfloat16)
+    limit = scales.to(torch.float32).unsqueeze(1) * _INT2_BETWEEN
+    codes = 2 * (padded >= 0).to(torch.uint8) + ((padded >= limit) | ((padded < 0) & (padded > -limit))).to(torch.uint8)
+    quarters = codes.view(-1, 4)
+    packed = quarters[:, 0] | (quarters[:, 1] << 2) | (quarters[:, 2] << 4) | (quarters[:, 3] << 6)
+    return _bytes_of(scales) + _bytes_of(packed)
+
+
+def _decode_int2(raw: Tensor, elements: int) -> Tensor:
+    blocks = _blocks(elements)
+    scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
+    packed = raw[blocks * _SCALE_BYTES :]
+    codes = torch.stack([(packed >> shift) & 0x03 for shift in (0, 2, 4, 6)], dim=1).view(blocks, BLOCK)
+    return torch.mul(_INT2_LEVELS[codes.long()], scales.unsqueeze(1)).view(-1)[:elements]
+
+
 _ALL = (
     Codec("fp32", pb.CODEC_FP32, lambda n: 4 * n, _bytes_of, _decode_as(torch.float32)),
     Codec("bf16", pb.CODEC_BF16, lambda n: 2 * n, _encode_half(torch.bfloat16), _decode_as(torch.bfloat16)),
     Codec("fp16", pb.CODEC_FP16, lambda n: 2 * n, _encode_half(torch.float16), _decode_as(torch.float16)),
     Codec("int8", pb.CODEC_INT8, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK), _encode_int8, _decode_int8),
     Codec("int4", pb.CODEC_INT4, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4),
+    Codec("int2", pb.CODEC_INT2, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK // 4), _encode_int2, _decode_int2),
 )
 CODECS = {codec.name: codec for codec in _ALL}
 BY_NUMBER = {codec.number: codec for codec in _ALL}
