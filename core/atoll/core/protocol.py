@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.core.errors import ProtocolMismatch
 from atoll.v1 import common_pb2 as pb
 
-MAJOR = 2
+MAJOR = 1
 MINOR = 0
 
 

@@ -15,12 +15,15 @@ from atoll.v1 import manifest_pb2
 
 
 def check_form(
-    verdicts: Sequence[manifest_pb2.Verdict], weights: Sequence[int], most_parts: Callable[[int], int]
+    verdicts: Sequence[manifest_pb2.Verdict],
+    weights: Sequence[int],
+    parts_total: int,
+    parts_of: Callable[[int], int] | None = None,
 ) -> None:
     """Raise `PeerMisbehaved` unless screening can have come to them.
 
-    `weights` are those of the contributions, in order; `most_parts` says how many parts the reducer in a place has, at
-    most.
+    `weights` are those of the contributions, in order; `parts_of` says how many parts the reducer in a place has, where
+    that is known.
     """
     places = [(verdict.reducer, verdict.contributor) for verdict in verdicts]
     if len(places) > len(weights) ** 2 or any(before >= after for before, after in pairwise(places)):
@@ -28,14 +31,18 @@ def check_form(
     if any(max(pair) >= len(weights) or not weights[pair[1]] for pair in places):
         raise PeerMisbehaved("a verdict is of nobody, or about somebody who did not contribute")
     fewer_than_half = (sum(weight > 0 for weight in weights) - 1) // 2
-    left_out: Counter[int] = Counter()
+    left_out: Counter[int] = Counter()  # by reducer
+    judged: Counter[int] = Counter()  # by contributor
     for verdict in verdicts:
-        parts = most_parts(verdict.reducer)
+        parts = parts_total if parts_of is None else parts_of(verdict.reducer)
         left_out[verdict.reducer] += verdict.parts_left_out
+        judged[verdict.contributor] += verdict.parts_left_out + verdict.parts_scaled
         if not 0 < verdict.parts_left_out + verdict.parts_scaled <= parts:
             raise PeerMisbehaved("a verdict is about more parts than its reducer has, or about none")
         if left_out[verdict.reducer] > parts * fewer_than_half:
-            raise PeerMisbehaved("verdicts leave out half of the contributors, or more")
+            raise PeerMisbehaved("a reducer's verdicts leave out half of the contributors, or more")
+    if left_out.total() > parts_total * fewer_than_half or max(judged.values(), default=0) > parts_total:
+        raise PeerMisbehaved("verdicts are about more parts than there are, or leave out half of the contributors")
 
 
 def plain(verdicts: Iterable[manifest_pb2.Verdict]) -> list[manifest_pb2.Verdict]:

@@ -74,6 +74,27 @@ def test_int2_keeps_signs_and_most_of_a_normal_distribution():
     assert decoded.mean().abs() < 0.01
 
 
+@pytest.mark.parametrize("elements", [1, 5, 32, 127, 129])
+def test_int2_does_not_shrink_a_last_block_that_is_not_full(elements):
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
+    last = elements % 128
+    decoded = CODECS["int2"].decode(CODECS["int2"].encode(values), elements)
+    assert decoded[-last:].norm() > 0.45 * values[-last:].norm()
+
+
+def test_int2_moves_zeros_neither_up_nor_down_and_keeps_what_is_all_zero():
+    values = torch.zeros(256)
+    values[:128:4] = values[1:128:4] = torch.tensor([1.0, -1.0] * 16)
+    decoded = CODECS["int2"].decode(CODECS["int2"].encode(values), 256)
+    assert decoded[values == 0].sum().abs() < 0.5 * decoded.abs().max()
+    assert not decoded[128:].any()
+
+
+def test_int2_takes_the_largest_values_there_are():
+    values = torch.full((128,), 3e38)
+    assert torch.isfinite(CODECS["int2"].decode(CODECS["int2"].encode(values), 128)).all()
+
+
 def test_int2_costs_a_fifteenth():
     assert 4 * 1_000_000 / CODECS["int2"].encoded_bytes(1_000_000) > 15
 

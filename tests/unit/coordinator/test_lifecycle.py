@@ -481,7 +481,7 @@ def test_a_boast_brings_no_more_than_twice_an_equal_share() -> None:
     assert rates["dan"] <= 0.5 * sum(rates.values()) * 1.000001
 
 
-RELAYED, DIRECT = "/ip4/10.0.0.9/tcp/4001/p2p/12D3KooWSeed/p2p-circuit/p2p/{}", "/ip4/10.0.0.1/tcp/4001/p2p/{}"
+RELAYED, DIRECT = "/ip4/10.0.0.9/tcp/4001/p2p/12D3KooWSeed/p2p-circuit/p2p/{}", "/ip4/9.8.7.6/tcp/4001/p2p/{}"
 
 
 @pytest.mark.parametrize(
@@ -502,3 +502,15 @@ def test_a_new_member_changes_the_plan_at_once_and_the_shares_with_it() -> None:
     world.wait(world.policy.debounce_seconds + 1)
     assert len(world.plans) == 2
     assert reducing(world)["dan"] < reducing(world)["ann"]
+
+
+def test_a_newcomer_waits_for_its_own_debounce_also_while_shares_are_about_to_change() -> None:
+    world = swarm_with({"ann": 12.5e6, "bob": 12.5e6, "cid": 12.5e6, "dan": 2.5e6})
+    world.wait(world.policy.shares_seconds / 2)
+    world.join("eve")
+    world.wait(world.policy.debounce_seconds / 2)
+    assert len(world.plans) == 1
+    world.join("fay")
+    world.wait(world.policy.debounce_seconds)
+    assert len(world.plans) == 2
+    assert world.members() == {*NAMES, "eve", "fay"}

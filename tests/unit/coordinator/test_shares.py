@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.planner.shares import MOST, WORTH, Link, best_shares, gain, vector_seconds
+from atoll.coordinator.planner.shares import MOST, WORTH, Link, best_shares, gain, needs_relay, vector_seconds
 
-rates = st.floats(1e3, 1e9) | st.just(0.0)
+rates = st.floats(1e3, 1e9) | st.sampled_from([0.0, 5e-324, 1e-12, 1.0, 1e12])
 swarms = st.dictionaries(
     st.integers(0, 50).map(str), st.builds(Link, uplink=rates, outbound_only=st.booleans()), min_size=1, max_size=9
 )
@@ -68,3 +68,35 @@ def test_noise_is_not_worth_a_plan_but_nat_and_thin_links_are() -> None:
     assert gain({**dict.fromkeys("abc", Link(1e7)), "d": Link(4e6)}, equal) > WORTH
     assert gain({**dict.fromkeys("abc", Link(1e7)), "d": Link(1e7, outbound_only=True)}, equal) > WORTH
     assert gain(dict.fromkeys("abcd", Link(1e7, outbound_only=True)), equal) <= WORTH
+
+
+@given(swarms)
+def test_a_gain_is_a_number_and_at_least_one(links: dict[str, Link]) -> None:
+    assert gain(links, dict.fromkeys(links, 1)) >= 1 - 1e-6  # false for NaN
+
+
+@pytest.mark.parametrize("slow", [5e-324, 1.0, 1e3])
+def test_one_who_is_slow_with_its_own_vector_does_not_hold_up_the_shares_of_the_others(slow: float) -> None:
+    links = {**dict.fromkeys("abc", Link(5e7)), **dict.fromkeys("def", Link(1e6))}
+    planned = dict.fromkeys("abcdef", 1) | {"x": 0}
+    assert gain(links, planned) > WORTH
+    assert gain({**links, "x": Link(slow)}, planned) > WORTH
+    assert best_shares({**links, "x": Link(slow)})["a"] > 3 * best_shares({**links, "x": Link(slow)})["d"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        ([], False),
+        (["/ip4/192.168.1.7/tcp/4001"], False),
+        (["/ip4/192.168.1.7/tcp/4001", "/ip4/1.2.3.4/tcp/4001/p2p/S/p2p-circuit"], True),
+        (["/ip6/fe80::1/tcp/4001", "/ip4/100.64.0.3/tcp/1", "/ip4/1.2.3.4/tcp/4001/p2p/S/p2p-circuit"], True),
+        (["/ip4/9.8.7.6/tcp/4001", "/ip4/1.2.3.4/tcp/4001/p2p/S/p2p-circuit"], False),
+        (["/dns4/box.example.org/tcp/4001", "/ip4/1.2.3.4/tcp/4001/p2p/S/p2p-circuit"], False),
+        (["/", "/ip4", "/ip4/what/tcp/1"], False),
+    ],
+)
+def test_who_has_a_relay_and_otherwise_only_its_own_network_cannot_be_dialled(
+    addresses: list[str], expected: bool
+) -> None:
+    assert needs_relay(addresses) is expected

@@ -5,18 +5,21 @@ Who reduces a share s of the vector sends the other shares to their reducers and
 shares make that equal for all who reduce; who is too slow even for its own vector reduces nothing. A node that others
 cannot dial only contributes.
 
-Uplinks are the nodes' own words. Nobody is given more than twice an equal share, so that a boast gains little.
+Uplinks are the nodes' own words. Nobody is given more than twice an equal share while enough can be dialled, so that a
+boast gains little; and nobody is believed to be slower than the pace at which exchanges give up on it.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 MOST = 2.0  # of an equal share
 WORTH = 1.25  # times as fast: new shares for less are not worth a new plan
+LEAST = 64 * 1024.0  # bytes per second
 _HALVINGS = 60
 
 
@@ -50,26 +53,53 @@ def best_shares(links: Mapping[str, Link]) -> dict[str, float]:
     return {peer: share / total for peer, share in found.items()}
 
 
-def vector_seconds(links: Mapping[str, Link], shares: Mapping[str, float]) -> float:
-    """How long an exchange takes at least, for each byte of the vector; infinite where somebody whom nobody can dial
-    has a share that another could have.
+def vector_seconds(links: Mapping[str, Link], shares: Mapping[str, float], among: Collection[str] = ()) -> float:
+    """How long it takes at least, for each byte of the vector, until those `among` (all) have sent what they must.
+
+    Infinite where somebody whom nobody can dial has a share that another could have.
     """
     uplinks, count = _uplinks(links), len(links)
     stuck = any(link.outbound_only and shares.get(peer, 0.0) for peer, link in links.items())
     if stuck and not all(link.outbound_only for link in links.values()):
         return math.inf
-    return max((1 + shares.get(peer, 0.0) * max(0, count - 2)) / uplinks[peer] for peer in links)
+    return max((1 + shares.get(peer, 0.0) * max(0, count - 2)) / uplinks[peer] for peer in among or links)
 
 
 def gain(links: Mapping[str, Link], planned: Mapping[str, int]) -> float:
-    """How many times as fast the best shares are as those in proportion to `planned` (reduce rates by peer id)."""
-    total = sum(planned.get(peer, 0) for peer in links)
+    """How many times as fast the best shares are as those in proportion to `planned` (reduce rates by peer id).
+
+    Only those who reduce are compared: who is slow with its own vector is slow with any shares, and may be given up.
+    """
+    total, best = sum(planned.get(peer, 0) for peer in links), best_shares(links)
     now = {peer: planned.get(peer, 0) / total if total else 1 / len(links) for peer in links}
-    return vector_seconds(links, now) / vector_seconds(links, best_shares(links))
+    reducers = [peer for peer in links if now[peer] or best[peer]]
+    return vector_seconds(links, now, reducers) / vector_seconds(links, best, reducers)
 
 
 def _uplinks(links: Mapping[str, Link]) -> dict[str, float]:
     """With the median for those who measured nothing yet."""
-    known = [link.uplink for link in links.values() if link.uplink > 0]
+    known = [max(link.uplink, LEAST) for link in links.values() if link.uplink]
     usual = statistics.median(known) if known else 1.0
-    return {peer: link.uplink or usual for peer, link in links.items()}
+    return {peer: max(link.uplink, LEAST) if link.uplink else usual for peer, link in links.items()}
+
+
+def needs_relay(multiaddrs: Iterable[str]) -> bool:
+    """Whether others cannot dial a node that says these addresses.
+
+    Behind NAT a node has addresses behind relays, beside those of its own network, which nobody outside can dial.
+    """
+    relayed = direct = False
+    for address in multiaddrs:
+        words = address.split("/")
+        if "p2p-circuit" in words:
+            relayed = True
+        elif words[1:2] not in (["ip4"], ["ip6"]) or _is_public("".join(words[2:3])):
+            direct = True
+    return relayed and not direct
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False

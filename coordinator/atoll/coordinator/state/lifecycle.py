@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import replace
 
 from atoll.coordinator.planner.replicas import replicate
-from atoll.coordinator.planner.shares import WORTH, Link, best_shares, gain
+from atoll.coordinator.planner.shares import WORTH, Link, best_shares, gain, needs_relay
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Node, Run
 from atoll.coordinator.state.snapshot import Draft, Joins, Moment, Policy, RunMemory, State, Step
@@ -253,29 +253,29 @@ def _follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
     run = draft.state.runs[run_id]
     forgotten = run.plan_floor >= memory.plan.version  # by a restore: nodes may follow a newer plan than ours
     if members and (tuple(members) != memory.plan.members or forgotten):
-        patience = policy.debounce_seconds
+        why, patience = "members", policy.debounce_seconds
         reason = _difference(draft.state, memory.plan.members, members) or "the coordinator was restored from a backup"
     elif members and (times := gain(_links(draft.state, members), _reduce_rates(memory.plan))) > WORTH:
-        patience = policy.debounce_seconds if math.isinf(times) else policy.shares_seconds
+        why, patience = ("reach", policy.debounce_seconds) if math.isinf(times) else ("links", policy.shares_seconds)
         reason = "who reduces how much follows what nodes say of their links"
     else:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
         return
-    if memory.changed_since is None:
-        draft.remember(run_id, changed_since=now)
+    if memory.changed_since is None or memory.changed_why != why:
+        draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since >= patience:
         issue(draft, run_id, members, reason)
 
 
 def _links(state: State, members: list[str]) -> dict[str, Link]:
-    """What these nodes say of their links; nobody dials an address behind a relay when bulk travels."""
+    """What these nodes say of their links."""
     found = {}
     for peer in members:
-        addresses, live = state.nodes[peer].multiaddrs, state.live.get(peer)
+        live = state.live.get(peer)
         said = live.status.uplink_bytes_per_second if live is not None else 0.0
         uplink = said if 0 < said <= MAX_UPLINK else 0.0  # false for NaN too
-        found[peer] = Link(uplink, bool(addresses) and all("/p2p-circuit" in address for address in addresses))
+        found[peer] = Link(uplink, needs_relay(state.nodes[peer].multiaddrs))
     return found
 
 

@@ -163,8 +163,7 @@ def _contributed(head: Head, caps: Mapping[str, int]) -> int:
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
-    parts = head.manifest.parts_total
-    check_form(head.manifest.verdicts, [item.weight for item in contributions], lambda place: parts)
+    check_form(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
     for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")

@@ -132,7 +132,8 @@ class RunMemory:
     writer_since: float = 0.0
     passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
     told_corpora: frozenset[tuple[str, str]] = frozenset()  # peer and digest that differed before genesis, as told
-    changed_since: float | None = None  # when the members wanted first differed from the plan
+    changed_since: float | None = None  # when what is wanted first differed from the plan
+    changed_why: str = ""  # in members, reach or links
     hold_until: float = 0.0  # no new plan before
 
 

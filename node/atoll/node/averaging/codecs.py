@@ -7,8 +7,8 @@ rounded multiplication. Layout: all scales (little-endian bf16), then all codes;
 nibble first, int2 four, lowest bits first. A last block that is not full is padded with zeros before packing.
 
 `int2` has the four levels that lose least of a normal distribution (Max 1960, Quantizing for minimum distortion), in
-units of the block's root mean square. It keeps a third of the error of three evenly spaced levels; large values are
-cut to one and a half times that root.
+units of the block's root mean square. A third of the length is lost, and what is left points 0.88 as far the same way.
+There is no zero: in a block with other values zeros become small ones, up and down in turn.
 
 `decode` is also the ingress check: a body of the wrong size, or one that holds a value that is not finite,
 raises `PartInvalid` before it can touch a sum.
@@ -31,6 +31,7 @@ BLOCK = 128
 _SCALE_BYTES = 2
 _INT2_LEVELS = torch.tensor([-1.510, -0.4528, 0.4528, 1.510])  # of codes 0 to 3
 _INT2_BETWEEN = 0.9816  # the two levels of a sign
+_INT2_LARGEST = 2.0**127  # scale that times the largest level is finite
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,11 @@ def _decode_int4(raw: Tensor, elements: int) -> Tensor:
 
 def _encode_int2(values_E: Tensor) -> bytes:
     padded = _in_blocks(values_E)
-    scales = padded.double().square().mean(dim=1).sqrt().to(torch.bfloat16)
+    filled = (values_E.numel() - torch.arange(0, values_E.numel(), BLOCK)).clamp(max=BLOCK)
+    scales = (padded.double().square().sum(dim=1) / filled).sqrt().clamp(max=_INT2_LARGEST).to(torch.bfloat16)
     limit = scales.to(torch.float32).unsqueeze(1) * _INT2_BETWEEN
-    codes = 2 * (padded >= 0).to(torch.uint8) + ((padded >= limit) | ((padded < 0) & (padded > -limit))).to(torch.uint8)
+    up = (padded > 0) | ((padded == 0) & (torch.arange(BLOCK) % 2 == 0))
+    codes = 2 * up.to(torch.uint8) + torch.where(up, padded >= limit, padded > -limit).to(torch.uint8)
     quarters = codes.view(-1, 4)
     packed = quarters[:, 0] | (quarters[:, 1] << 2) | (quarters[:, 2] << 4) | (quarters[:, 3] << 6)
     return _bytes_of(scales) + _bytes_of(packed)

@@ -96,7 +96,7 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
     if said_by is not None and any(members[it.reducer : it.reducer + 1] != [said_by] for it in verdicts):
         raise PeerMisbehaved("a verdict is not its sender's")
     weights = [item.weight for item in start.contributions]
-    check_form(verdicts, weights, lambda place: parts.get(members[place], 0))
+    check_form(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
 
 
 def check_settle(start: dp.Start, settle: dp.Settle) -> None:
@@ -132,7 +132,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
         raise PeerMisbehaved("a result to vote for builds on another history")
     most = max(item.max_round_tokens for item in plan.assignments)
     weights = [item.weight for item in made]
-    check_form(manifest.verdicts, weights, lambda place: manifest.parts_total)
+    check_form(manifest.verdicts, weights, manifest.parts_total)
     for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment else most

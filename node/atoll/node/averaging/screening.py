@@ -86,15 +86,21 @@ def _worst(products_nn: Tensor, work_n: Tensor, elements: int) -> int | None:
     """Who agrees least with the others, if that is too little."""
     norms_n, count = products_nn.diagonal().sqrt(), len(work_n)
     cosines_nn = products_nn / torch.outer(norms_n, norms_n)
-    others = [[j for j in range(count) if j != i] for i in range(count)]
+    alone_nn = ~torch.eye(count, dtype=torch.bool)
+    rest_nm = cosines_nn[alone_nn].view(count, count - 1)  # row j: to everybody else
+    sorted_nm, order_nm = rest_nm.sort(dim=1)
+    rank_nm = order_nm.argsort(dim=1)
+    median_n = sorted_nm[:, (count - 1) // 2]
+    # [j, i]: the upper median of row j without its cosine to i, from the ranks in the whole row
+    middle = (count - 2) // 2
+    without_nm = sorted_nm[:, middle + 1 : middle + 2].where(rank_nm <= middle, sorted_nm[:, middle : middle + 1])
+    without_nn = torch.full_like(cosines_nn, math.nan)
+    without_nn[alone_nn] = without_nm.flatten()
+    usual_n = without_nn.T[alone_nn].view(count, count - 1).median(dim=1).values
     bar_n = (work_n / _upper_median(work_n)).sqrt().clamp(max=1.0)
-    merits = []
-    for i, rest in enumerate(others):
-        usual = torch.stack([_upper_median(cosines_nn[j, [k for k in rest if k != j]]) for j in rest]).median()
-        judged = usual > CHANCE / math.sqrt(elements)
-        merits.append(float(_upper_median(cosines_nn[i, rest]) / (usual * bar_n[i])) if judged else math.inf)
-    worst = min(range(count), key=merits.__getitem__)
-    return worst if merits[worst] < AGREEMENT else None
+    merits_n = (median_n / (usual_n * bar_n)).where(usual_n > CHANCE / math.sqrt(elements), math.inf)
+    worst = int(merits_n.argmin())
+    return worst if merits_n[worst] < AGREEMENT else None
 
 
 def _upper_median(values_n: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ class DirectPath:
 
     @property
     def uplink_bytes_per_second(self) -> float:
-        """What was measured while we sent to others; 0 while nothing is known."""
+        """What was measured while we sent to others, at least 1; 0 while nothing is known."""
         rate = self._pacer.uplink.rate
-        return rate if math.isfinite(rate) else 0.0
+        return max(rate, 1.0) if math.isfinite(rate) else 0.0
 
     def peers(self) -> frozenset[str]:
         """Whom we have dialled and are connected to."""
