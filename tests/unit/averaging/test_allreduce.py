@@ -31,8 +31,8 @@ async def test_everyone_ends_with_the_same_bits_near_the_weighted_mean(codec, si
     for average in swarm.averages.values():
         assert torch.equal(average, first)
     exact = sum(swarm.vectors[p] * w for p, w in weights.items()) / sum(weights.values())
-    tolerance = {"fp32": 1e-6, "fp16": 4e-3, "bf16": 3e-2, "int8": 6e-2, "int4": 0.9}[codec]
-    assert float((first - exact).abs().max()) < tolerance
+    tolerance = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3, "int8": 2e-2, "int4": 0.25, "int2": 0.55}[codec]
+    assert float((first - exact).norm() / exact.norm()) < tolerance
 
 
 def test_start_may_reach_members_at_different_moments():
