@@ -153,7 +153,10 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
     ingredients = Ingredients(speeds, "int4", 0.0, screening=job.screening)
     swarm = VirtualSwarm(spec, load_corpus(spec, None), ingredients, tamper=tamper)
     while swarm.rounds < job.rounds if job.rounds else swarm.committed_tokens < job.tokens:
+        before = swarm.committed_tokens
         swarm.round()
+        if swarm.committed_tokens == before:  # nobody's update is finite any more: it never ends
+            break
     parts = sum(averaged.parts for averaged in swarm.averaged)
     lost = {peer: sum(averaged.left_out.get(peer, 0) for averaged in swarm.averaged) for peer in swarm.members}
     honest = [peer for peer in swarm.members if peer not in names]
@@ -176,7 +179,10 @@ def main() -> None:
         corpus = Path(folder) / "corpus.txt"
         write_python_corpus(corpus)
         with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            outcomes = dict(zip(jobs, pool.map(run_job, jobs, [str(corpus)] * len(jobs)), strict=True))
+            outcomes = {}
+            for job, outcome in zip(jobs, pool.map(run_job, jobs, [str(corpus)] * len(jobs)), strict=True):
+                outcomes[job] = outcome
+                print(f"{len(outcomes)} of {len(jobs)}: {job} {outcome}", flush=True)
     _tell(report, outcomes)
     report.finish(
         f"nats per byte at equal committed tokens, built-in 'nano' model, {MEMBERS} members, int4, H={INNER_STEPS}, "

@@ -254,6 +254,9 @@ class VirtualSwarm:
                 counted = {peer: values[peer] for peer in values if weights[peer]}
                 factors = self._judge(counted, weights)
                 left_out.update(peer for peer in self.members if weights[peer] and not factors.get(peer))
+                if not counted:  # a zero update, as in a real exchange
+                    average_E[part.start : part.end] = 0.0
+                    continue
                 mean_E = weighted_mean(
                     list(counted.values()), [weights[peer] for peer in counted], [factors[peer] for peer in counted]
                 )

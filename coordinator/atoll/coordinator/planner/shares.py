@@ -6,7 +6,7 @@ shares make that equal for all who reduce; who is too slow even for its own vect
 cannot dial only contributes.
 
 Uplinks are the nodes' own words. Nobody is given more than twice an equal share while enough can be dialled, so that a
-boast gains little; and nobody is believed to be slower than the pace at which exchanges give up on it.
+boast gains little, and nobody counts as slower than 64 KiB/s.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ rounded multiplication. Layout: all scales (little-endian bf16), then all codes;
 nibble first, int2 four, lowest bits first. A last block that is not full is padded with zeros before packing.
 
 `int2` has the four levels that lose least of a normal distribution (Max 1960, Quantizing for minimum distortion), in
-units of the block's root mean square. A third of the length is lost, and what is left points 0.88 as far the same way.
+units of the block's root mean square: of such values an error of 0.34 of their norm stays, and 0.88 of their length.
 There is no zero: in a block with other values zeros become small ones, up and down in turn.
 
 `decode` is also the ingress check: a body of the wrong size, or one that holds a value that is not finite,
