@@ -280,6 +280,35 @@ def test_nobody_meets_under_two_plans_and_members_tell_one_another_the_newer():
     assert all(node.machine.plan.version == 2 for node in w.live())
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_member_that_had_the_new_plan_first_is_not_left_out(size):
+    """Its opener waits for the plan too: it does not go on without it, whose state would have to be fetched then."""
+    for seed in range(20):
+        w = World(size, seed=seed)
+        assert w.run(60, until=committed(w, 3))
+        w.issue(make_plan(w.peers, version=2), to=w.peers[:1])
+        before = w.rounds()
+        assert w.run(60, until=committed(w, before + 3))
+        assert all(head.electorate.members == set(w.peers) for head in w.committed.values())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_member_that_makes_up_a_newer_plan_does_not_stop_the_others(size):
+    w = World(size)
+    assert w.run(60, until=committed(w, 3))
+    liar = w.peers[0]
+
+    def forge(sender, to, message):
+        if sender == liar and message.WhichOneof("body") == "ready" and to != liar:
+            decline = dp.Decline(round=message.ready.round, reason="so I say", plan_version=99)
+            message.decline.CopyFrom(decline)
+        return False
+
+    w.network.drop = forge
+    before = w.rounds()
+    assert w.run(120, until=lambda: w.rounds() >= before + 5)
+
+
 def test_a_recovery_makes_later_rounds_void():
     w = World(3)
     assert w.run(60, until=committed(w, 3))

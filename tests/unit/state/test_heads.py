@@ -224,3 +224,66 @@ async def test_the_manifest_before_counts_only_if_it_is_the_one_that_the_head_na
     reef.serve(EVE, history(FIRST, unrelated, claimed), TWO)
     with pytest.raises(Unreachable):
         await believed(reef, plan_of(ANN, BOB, CLEO, EVE))
+
+
+class GoneOn:
+    """Dan went on with the coordinator's vote, then alone, while the others stood still."""
+
+    def __init__(self, rounds: int = 80) -> None:
+        self.tied = commit(ONE, 2, [DAN], after=FIRST_OF_TWO, present=[DAN], tie_break_by=OPERATOR)
+        self.heads = [GENESIS, FIRST_OF_TWO, self.tied]
+        while self.heads[-1].round < rounds:
+            self.heads.append(commit(TWO, self.heads[-1].round + 1, [DAN], after=self.heads[-1]))
+        self.plan = plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, DAN))
+
+
+FIRST_OF_TWO = commit(ONE, 1, [ANN, DAN], after=GENESIS)
+
+
+async def test_who_holds_the_round_that_a_history_grew_from_needs_nobody_to_agree(reef):
+    """Two that are equally far behind, and only one in front, would otherwise wait for one another for ever."""
+    run = GoneOn()
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST_OF_TWO), ONE)
+    reef.serve(DAN, run.heads, TWO)
+    assert await newest_round(reef.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 80
+    assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+    assert (await believed(reef, run.plan)).hash == FIRST_OF_TWO.hash  # a newcomer goes there first
+
+
+async def test_what_one_member_lacks_of_a_history_another_may_have(reef):
+    run = GoneOn(rounds=40)
+    for member in (ANN, BOB, EVE):
+        reef.serve(member, history(FIRST_OF_TWO), ONE)
+    reef.serve(DAN, [head for head in run.heads if head.round not in range(10, 20)], TWO)
+    plan = plan_of(*ALL, FAY, voters=(ANN, DAN))
+    assert await believed(reef, plan, held=FIRST_OF_TWO) is None
+    reef.serve(FAY, [head for head in run.heads if head.round not in range(20, 30)], TWO)
+    assert (await believed(reef, plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+
+
+@pytest.mark.parametrize("flaw", ["no tie-break", "another's tie-break", "a stranger's votes", "a gap", "another root"])
+async def test_a_history_that_did_not_grow_from_ours_is_not_believed(reef, flaw):
+    run = GoneOn(rounds=5)
+    tie_break_by = {"no tie-break": None, "another's tie-break": EVE}.get(flaw, OPERATOR)
+    voter = EVE if flaw == "a stranger's votes" else DAN
+    root = commit(TWO, 1, [ANN, DAN], after=GENESIS) if flaw == "another root" else FIRST_OF_TWO
+    heads_ = [GENESIS, root, commit(ONE, 2, [DAN], after=root, present=[DAN], tie_break_by=tie_break_by)]
+    while heads_[-1].round < 5:
+        heads_.append(commit(TWO, heads_[-1].round + 1, [voter], after=heads_[-1], present=[voter]))
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST_OF_TWO), ONE)
+    reef.serve(DAN, [head for head in heads_ if flaw != "a gap" or head.round != 3], TWO)
+    assert await believed(reef, run.plan, held=FIRST_OF_TWO) is None
+    assert await newest_round(reef.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 1
+
+
+async def test_a_history_longer_than_can_be_followed_needs_a_majority(reef, monkeypatch):
+    run = GoneOn(rounds=5)
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST_OF_TWO), ONE)
+    reef.serve(DAN, run.heads, TWO)
+    monkeypatch.setattr(heads, "LONGEST_HISTORY", 3)
+    assert await believed(reef, run.plan, held=FIRST_OF_TWO) is None
+    monkeypatch.setattr(heads, "LONGEST_HISTORY", 4)
+    assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash

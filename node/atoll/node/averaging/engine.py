@@ -47,7 +47,7 @@ from atoll.v1 import membership_pb2 as mb
 _TICK_SECONDS = 0.2
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
-_LOOK_TIMEOUT = timedelta(seconds=20)
+_LOOK_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
 _PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
 _LOOK_PAUSE_SECONDS = 1.0

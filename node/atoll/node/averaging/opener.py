@@ -99,6 +99,8 @@ class Opener:
     def collect(self, peer: str, kind: str, message: dp.RoundMessage, now: float) -> None:
         """An answer from a member of the plan."""
         self.now = now
+        if self.done:
+            return
         match kind, self.stage:
             case "ready", Stage.READY:
                 self._take_ready(peer, message.ready)
@@ -114,6 +116,12 @@ class Opener:
         self.now = now
         self.declined[peer] = reason
         self._answered()
+
+    def give_way(self, reason: str, now: float) -> None:
+        """The others will do better in another attempt: go no further, unless this one is under way already."""
+        self.now = now
+        if self.stage is Stage.READY and not self.done:
+            self._abandon(reason)
 
     def tie_broken(self, answer: TieBreak, now: float) -> None:
         """The coordinator's answer."""

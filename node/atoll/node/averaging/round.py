@@ -324,12 +324,18 @@ class RoundMachine:
         elif kind == "open":
             self._opened(peer, round_id, message)
         elif self._opener is not None and self._opener.round_id == round_id and peer in self.plan.members:
-            if kind == "decline" and message.decline.plan_version == self.plan.version:
-                self._turns.declined(self.attempt, message.decline.attempt)
+            if kind == "decline":
+                self._declined(self._opener, peer, message.decline)
             self._opener.collect(peer, kind, message, self._now)
             self._led()
         if self._is_following(round_id) and self._following is not None and peer == self._following.opener:
             self._obey(self._following, kind, message)
+
+    def _declined(self, opener: Opener, peer: str, decline: dp.Decline) -> None:
+        if decline.plan_version == self.plan.version:
+            self._turns.declined(self.attempt, decline.attempt)
+        elif decline.plan_version > self.plan.version and self._turns.awaits_newer_plan(peer):
+            opener.give_way(f"{peer} follows plan {decline.plan_version} already", self._now)
 
     def _obey(self, following: Follower, kind: str, message: dp.RoundMessage) -> None:
         """A word of the opener that we follow."""

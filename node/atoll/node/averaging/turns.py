@@ -60,6 +60,7 @@ class Turns:
         self._failures = 0
         self._not_before = _NEVER
         self._declined_to = 0  # the attempt that others could still follow
+        self._said_newer: set[str] = set()  # members that told of a newer plan
         self._strikes: dict[str, int] = {}  # openers of failed attempts
         self._refused_until: dict[str, float] = {}
 
@@ -154,6 +155,12 @@ class Turns:
     def declined(self, attempt: int, wanted: int) -> None:
         """Somebody declined ours and could follow `wanted`."""
         self._declined_to = max(self._declined_to, min(wanted, attempt + MAX_ATTEMPT_JUMP))
+
+    def awaits_newer_plan(self, peer: str) -> bool:
+        """Whether to wait for the newer plan that `peer` says it follows: it is on its way. Only once, it may lie."""
+        known = peer in self._said_newer
+        self._said_newer.add(peer)
+        return not known
 
     def after(self, attempt: int, failed: int) -> int:
         """The next attempt after one that failed."""

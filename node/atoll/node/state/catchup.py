@@ -44,7 +44,7 @@ async def fetch_manifest(network: Network, peer: str, run_id: str, number: int |
 
 async def newest_round(network: Network, plan: Plan, held: Head, *, operator_key: bytes) -> int:
     """The round of the head that `catch_up` would fetch; that of `held` when no head is believed."""
-    best = await believe(network, plan, operator_key)
+    best = await believe(network, plan, operator_key, held)
     return best.head.round if best is not None else held.round
 
 
@@ -65,7 +65,7 @@ async def catch_up(
     """
     workspace: Workspace | None = None
     for restart in range(policy.restarts):
-        best = await believe(network, plan, operator_key)
+        best = await believe(network, plan, operator_key, held)
         if best is None:
             raise Unreachable("no head was found that enough members of the plan agree on")
         head = best.head

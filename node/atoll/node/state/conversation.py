@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -14,6 +16,7 @@ from atoll.node.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/state/1"
+_AHEAD = 8  # manifests asked for before the first has come; both sides buffer little
 
 
 class Conversation:
@@ -35,15 +38,38 @@ class Conversation:
 
     async def manifest(self, number: int | None) -> Head:
         """The manifest of round `number` (None: the head), its votes verified. Raises `NotFound`."""
+        await self._ask_manifest(number)
+        head = await self._manifest(number)
+        if head is None:
+            raise NotFound(f"{self._stream.peer_id} does not hold that manifest")
+        return head
+
+    async def manifests(self, numbers: Iterable[int]) -> dict[int, Head]:
+        """Those of `numbers` that the member holds, their votes verified; several are asked for at once."""
+        asked: deque[int] = deque()
+        found: dict[int, Head | None] = {}
+        for number in numbers:
+            if len(asked) == _AHEAD:
+                oldest = asked.popleft()
+                found[oldest] = await self._manifest(oldest)
+            await self._ask_manifest(number)
+            asked.append(number)
+        for number in asked:
+            found[number] = await self._manifest(number)
+        return {number: head for number, head in found.items() if head is not None}
+
+    async def _ask_manifest(self, number: int | None) -> None:
         request = dp.StateRequest(run_id=self._run_id)
         if number is None:
             request.head_manifest = True
         else:
             request.manifest_round = number
         await self._stream.send(FrameKind.MESSAGE, request.SerializeToString())
+
+    async def _manifest(self, number: int | None) -> Head | None:
         reply = await self._reply()
         if reply.WhichOneof("what") is None:
-            raise NotFound(f"{self._stream.peer_id} does not hold that manifest")
+            return None
         if reply.WhichOneof("what") != "manifest":
             raise PeerMisbehaved(f"{self._stream.peer_id} answered a request for a manifest with something else")
         head = read_head(reply.manifest, self._run_id)

@@ -2,14 +2,16 @@
 
 A manifest names its own members, so votes alone prove nothing to who has not followed the run: a liar can sign a
 manifest whose only member it is. A head counts when its votes commit it, given who decides its round, *and* more
-than half of the members that hold anything agree that this is what that round decided. Where an operator set the
-base of a run, its hash stands in the plan and needs nobody's agreement.
+than half of the members that hold anything agree that this is what that round decided. Two need nobody's agreement:
+the base that an operator set, whose hash stands in the plan, and, to who holds a head itself, one that grew out of it
+round by round, each decided by those of the round before. So a history that went on with few is found again by many
+who were away.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,6 +25,9 @@ from atoll.node.transport import Network
 
 _ANSWER = timedelta(seconds=10)
 _STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered
+LONGEST_HISTORY = 2048  # rounds that are followed one by one from our own head
+_HISTORY = timedelta(seconds=60)  # to follow them
+_BATCH = 32  # rounds asked for at once
 
 _log = log.get("catchup")
 
@@ -35,20 +40,25 @@ class Believed:
     holders: tuple[str, ...]
 
 
-async def believe(network: Network, plan: Plan, operator_key: bytes) -> Believed | None:
-    """The newest head that counts; None when no head does yet. Ends within a few answers' deadlines."""
+async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
+    """The newest head that counts; None when no head does yet. `held` is our own.
+
+    Ends within a few answers' deadlines, or a minute more where a long history has to be followed.
+    """
     inquiry = _Inquiry(network, plan)
     try:
-        return await _choose(inquiry, plan, operator_key)
+        return await _choose(inquiry, plan, operator_key, held)
     finally:
         await inquiry.close()
 
 
-async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes) -> Believed | None:
+async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
     offers = await _committed(inquiry, plan, await inquiry.heads(), operator_key)
     doubtful: list[tuple[Head, str]] = []
     for head in sorted(_distinct(offers), key=_newest_first):
         doubt = await _doubt(inquiry, plan, head, offers)
+        if doubt and held is not None and await _grew(inquiry, plan, operator_key, held, head, _offering(offers, head)):
+            doubt = ""
         if not doubt:
             for other, reason in doubtful:
                 if other.round > head.round + 1:  # one ahead is what an honest member in front is
@@ -110,6 +120,28 @@ async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, He
     return ""
 
 
+async def _grew(
+    inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head, head: Head, offering: Sequence[str]
+) -> bool:
+    """Whether every round from `held` to `head` was decided by those who had to: what we would have followed live."""
+    if not 0 < head.round - held.round <= LONGEST_HISTORY or not plan.accepts(held):
+        return False
+    before = held
+    try:
+        async with asyncio.timeout(_HISTORY.total_seconds()):
+            for first in range(held.round + 1, head.round + 1, _BATCH):
+                numbers = range(first, min(first + _BATCH, head.round + 1))
+                for found in await inquiry.rounds(offering, numbers):
+                    if found is None or found.manifest.previous_hash != before.hash or not plan.accepts(found):
+                        return False
+                    require_quorum(found, plan.electorate(before), operator_key)
+                    before = found
+    except (TimeoutError, SignatureInvalid) as error:
+        _log.debug("history not followed", after=before.round, to=head.round, reason=str(error))
+        return False
+    return before.hash == head.hash
+
+
 def _distinct(offers: dict[str, Head]) -> Iterable[Head]:
     """One head for every manifest that is offered."""
     return {head.hash: head for head in offers.values()}.values()
@@ -156,6 +188,21 @@ class _Inquiry:
         """What each of `peers` says that round `number` decided, by hash."""
         heads = await asyncio.gather(*(self._stored_at(peer, number) for peer in peers))
         return {peer: head.hash for peer, head in heads if head is not None}
+
+    async def rounds(self, peers: Iterable[str], numbers: range) -> list[Head | None]:
+        """The manifests of `numbers`, each from the first of `peers` that has it."""
+        found: dict[int, Head] = {}
+        for peer in peers:
+            missing = [number for number in numbers if number not in found]
+            conversation = self._open.get(peer)
+            if conversation is None or not missing:
+                continue
+            try:
+                found |= await conversation.manifests(missing)
+            except AtollError as error:
+                _log.debug("no manifests", peer=peer, reason=str(error))
+                await self._open.pop(peer).close()
+        return [found.get(number) for number in numbers]
 
     async def previous(self, head: Head, first: Iterable[str]) -> Head | None:
         """The manifest that `head` builds on, from whoever has it; `first` are asked first."""
