@@ -25,6 +25,7 @@ from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.round_policy import policy_of
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.serve import StateServer
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.trainer import Trainer, TrainerConfig
 from atoll.node.transport_memory import MemoryHub
@@ -66,6 +67,7 @@ class Member:
     async def begin(self, head: Head, plan: Plan, ranges) -> None:
         await self.trainer.load(ranges=ranges, committed_tokens=0)
         await self.trainer.train()
+        manifests = ManifestStore(self.directory / "manifests", self.spec.run.name)
         self.engine = AveragingEngine(
             identity=self.identity,
             operator_key=b"",
@@ -75,7 +77,7 @@ class Member:
             ),
             trainer=self.trainer,
             state=self.state,
-            manifests=ManifestStore(self.directory / "manifests", self.spec.run.name),
+            manifests=manifests,
             votes=fresh_votes(self.directory),
             network=self.network,
             exchanges=ExchangeServer(self.network, timedelta(seconds=5)),
@@ -92,8 +94,12 @@ class Member:
                 plan_shared=lambda _: None,
             ),
         )
+        StateServer(self.network, self.spec.run.name, manifests, self._current, self.engine.staged)
         self.links = RoundLinks(self.network, self.engine.receive, self.engine.lost)
         self.running = asyncio.create_task(self.engine.run(self.links))
+
+    def _current(self):
+        return None if self.engine.moving else (self.engine.head, self.state)
 
     async def rounds(self, count: int) -> None:
         async with asyncio.timeout(TIMEOUT.total_seconds()):
@@ -238,3 +244,37 @@ async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_i
             assert manifest.contributions[mine].weight > manifest.contributions[mine].tokens == 0
         assert bad.counters.left_out >= 3
         assert not any(member.counters.left_out for member in rest)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "cut off"])
+async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothing_stale(tmp_path, frozen, monkeypatch):
+    cut: set[str] = set()
+
+    async def cutting(passage):
+        return None if passage.sender in cut or passage.receiver in cut else passage.frame
+
+    async with members(tmp_path, 3, cutting) as made:
+        *rest, away = made
+        kept: list[str] = []
+        for order in ("load", "rebase", "apply"):
+            carry_out = getattr(away.trainer, order)
+
+            async def told(order=order, carry_out=carry_out, **arguments):
+                kept.append(order)
+                await carry_out(**arguments)
+
+            monkeypatch.setattr(away.trainer, order, told)
+        await asyncio.gather(*(member.rounds(3) for member in made))
+        cut.add(away.identity.peer_id)
+        if frozen:
+            await away.trainer.pause()
+        there = len(rest[0].heads)
+        await asyncio.gather(*(member.rounds(there + 6) for member in rest))
+        kept.clear()
+        cut.clear()
+        await away.trainer.train()
+        there = len(rest[0].heads)
+        await asyncio.gather(*(member.rounds(there + 3) for member in rest))
+        assert kept[0] == ("load" if frozen else "rebase")
+        assert away.heads[-1].round >= rest[0].heads[there - 1].round

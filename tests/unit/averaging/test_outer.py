@@ -1,11 +1,19 @@
 """The outer step and its schedule: what every member must compute alike."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.run_spec import SyncSection
-from atoll.node.averaging.outer import due_tokens, layer_states, outer_schedule, outer_step, weighted_mean
+from atoll.node.averaging.outer import (
+    due_tokens,
+    is_stale,
+    layer_states,
+    outer_schedule,
+    outer_step,
+    weighted_mean,
+)
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum():
@@ -44,6 +52,21 @@ def test_rounds_grow_up_to_round_tokens(round_tokens, committed, first):
     assert 1 <= due <= round_tokens
     assert due_tokens(sync, committed + 1000, first) >= due
     assert due_tokens(sync, 10**9 * 100, first) == round_tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "usual", "rounds", "stale"),
+    [
+        (1000, 1000, 1, False),
+        (1000, 1000, 3, False),
+        (1000, 1000, 4, True),  # frozen at the end of a round
+        (10_000, 1000, 10, False),  # cut off, and trained on
+        (0, 1000, 0, False),  # not a round was missed
+        (500, 0, 9, False),  # a newcomer: nobody knows its pace
+    ],
+)
+def test_progress_is_stale_when_it_is_little_beside_what_was_missed(tokens, usual, rounds, stale):
+    assert is_stale(tokens, usual, rounds) is stale
 
 
 def test_the_weighted_mean_leaves_out_weight_zero():

@@ -30,7 +30,7 @@ from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.outer import outer_schedule
+from atoll.node.averaging.outer import is_stale, outer_schedule
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.averaging.seals import IdentitySeals
 from atoll.node.state.anchor import AnchorState, Staged
@@ -472,7 +472,7 @@ class AveragingEngine:
                 await asyncio.to_thread(self._manifests.keep, head)
                 await self._move(head, self._state.adopt, fetched)
                 self._forget_staged()
-                await self._keep_progress(head, counted)
+                await self._keep_progress(before, head, counted)
                 self._step(rt.HeadMoved(head))
                 if self._machine.finished:
                     self.finished.set()
@@ -496,14 +496,16 @@ class AveragingEngine:
         answers = [head for head in await asyncio.gather(*map(one, others)) if head is not None]
         return self._machine.counts(answers[0].manifest) if answers else None
 
-    async def _keep_progress(self, head: Head, counted: bool | None) -> None:
-        """What was trained and not counted enters the next round, on the new anchor."""
-        ranges = self._ranges(head)
-        if counted is None:
+    async def _keep_progress(self, before: Head, head: Head, counted: bool | None) -> None:
+        """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
+        ranges, usual = self._ranges(head), self._frozen_tokens
+        if counted:
+            self._counted_from += self._frozen_tokens
+        tokens, missed = self._trainer.status.tokens - self._counted_from, head.round - before.round - bool(counted)
+        if counted is None or is_stale(tokens, usual, missed):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
             self._counted_from = self._trainer.status.tokens
         elif counted:
-            self._counted_from += self._frozen_tokens
             await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
         else:
             await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)

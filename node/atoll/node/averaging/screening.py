@@ -8,7 +8,7 @@ A reducer judges each part from the inner products of what the members sent, and
   most are zero.
 - *Direction.* Of everybody's cosines to the others, the median counts: fewer than half can neither raise their own nor
   lower an honest one below the others' lowest. It is compared with the usual one, which those others have among
-  themselves. Noise has 0 of that, a flipped sign less. Who has the lowest share, below 0.4, is left out, and the rest
+  themselves. Noise has 0 of that, a flipped sign less. Who has the lowest share, below 0.3, is left out, and the rest
   are judged again. Less work means more noise: the bar sinks with the square root of the tokens.
 
 Fewer than half can be left out. Directions are not judged where fewer than three contribute, or where the usual cosine
@@ -30,7 +30,7 @@ from torch import Tensor
 
 MOST = 2.0  # of the usual norm, and of what the optimiser can do: more is scaled down to it
 WORK_EXPONENTS = (0.5, 0.75, 1.0)  # of tokens in a norm: at least, usually, at most
-AGREEMENT = 0.4  # of the usual cosine: less is left out
+AGREEMENT = 0.3  # of the usual cosine: less is left out
 CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
 JUDGES = 3  # contributions, at least
 
