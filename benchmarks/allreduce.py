@@ -18,20 +18,17 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from atoll.core.files import make_private_dir
-from atoll.core.identity import Identity
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.lab.wan.network import WanNetwork, wan_network
 from atoll.node.lab.wan.topology import Topology, parse_topology
 from benchmarks.common import Report
-from benchmarks.member_host import OPERATOR_KEY
+from benchmarks.lab_members import JOIN_SECONDS, members, together
 
 METHODS = {  # what each can carry
     "atoll": ("fp32", "fp16", "int8", "int4"),
@@ -42,7 +39,6 @@ METHODS = {  # what each can carry
 OURS = ("atoll", "atoll-p2p")
 CODEC_NAMES = ("fp32", "fp16", "int8", "int4")
 WARM_ROUNDS = 3
-_JOIN_SECONDS = 120
 _ERRORS = {"fp32": 1e-6, "fp16": 0.01, "int8": 0.1, "int4": 2.0}  # of the mean's root mean square, at most
 _SLOWEST = 0.08  # of the link: a round that takes longer is given up
 
@@ -107,73 +103,6 @@ def bound_seconds(encoded_bytes: float, goodput: Sequence[float]) -> float:
         shares = sum(max(0.0, middle * rate / encoded_bytes - 1) / (hosts - 2) for rate in goodput)
         low, high = (low, middle) if shares >= 1 else (middle, high)
     return high
-
-
-class Member:
-    """A member program in one host, spoken to by lines of JSON."""
-
-    def __init__(self, child: asyncio.subprocess.Process, log: Path) -> None:
-        self._child = child
-        self._log = log
-
-    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Raises `RuntimeError` with the member's last words, `TimeoutError`."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps(request).encode() + b"\n")
-        async with asyncio.timeout(seconds):
-            await self._child.stdin.drain()
-            line = await self._child.stdout.readline()
-        if not line:
-            words = [text for text in self._log.read_text(errors="replace").splitlines() if text.strip()]
-            raise RuntimeError(f"a member ended: {words[-1][:200] if words else 'it said nothing'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    async def end(self) -> None:
-        """By closing its input; the lab kills it otherwise."""
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        try:
-            async with asyncio.timeout(15):
-                await self._child.wait()
-        except TimeoutError:
-            self._child.kill()
-            await self._child.wait()
-
-
-@asynccontextmanager
-async def members(network: WanNetwork, method: str, directory: Path) -> AsyncIterator[list[Member]]:
-    """One in every host, connected with all others. Raises as `Member.ask`."""
-    hosts = network.topology.trainers
-    Identity.load_or_create(make_private_dir(directory) / OPERATOR_KEY)
-    started = []
-    try:
-        for index, host in enumerate(hosts):
-            log = directory / f"{index}.log"
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.allreduce_member"]
-            command += [method, str(index), str(len(hosts)), network.address(host.name), str(directory)]
-            with log.open("wb") as file:
-                pipe = asyncio.subprocess.PIPE
-                child = await network.exec(host.name, command, stdin=pipe, stdout=pipe, stderr=file)
-            started.append(Member(child, log))
-        contacts: list[Any] = [None] * len(hosts)
-        for index, member in enumerate(started):  # one after another: the first is whom the others ask
-            contacts[index] = (await member.ask({"contacts": contacts}, _JOIN_SECONDS))["contact"]
-        await together(started, {"contacts": contacts}, _JOIN_SECONDS)
-        yield started
-    finally:
-        await asyncio.gather(*(member.end() for member in started))
-
-
-async def together(asked: Sequence[Member], request: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """Ask all at once."""
-    return await asyncio.gather(*(member.ask(request, seconds) for member in asked))
-
-
-def keep_windows() -> None:
-    """For every method: a connection that was idle between two rounds begins where it stopped (deploy/sysctl.conf)."""
-    Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
 
 
 async def goodput(network: WanNetwork) -> tuple[float, ...]:
@@ -248,10 +177,10 @@ async def measure(
     limit = bound / _SLOWEST + 20
     rates = [min(host.uplink_mbit, host.downlink_mbit) for host in network.topology.trainers]
     done = []
-    async with members(network, method, directory) as joined:
+    async with members(network, "benchmarks.allreduce_member", method, directory) as joined:
         for number in range(rounds):
             request = {"elements": task.elements, "codec": task.codec, "number": number, "mbit": rates}
-            await together(joined, request, _JOIN_SECONDS)
+            await together(joined, request, JOIN_SECONDS)
             answers = await together(joined, {"go": limit}, limit + 30)
             problems = [answer["problem"] for answer in answers if answer.get("problem")]
             if problems:
@@ -265,8 +194,6 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
     for setting in (SETTINGS[name] for name in chosen.setting):
         with tempfile.TemporaryDirectory(prefix="atoll-") as place:
             async with wan_network(setting.topology()) as network:
-                for host in network.topology.trainers:
-                    await network.inside(host.name, keep_windows)
                 links = await goodput(network)
                 for megabytes, codec, method in product(chosen.megabytes, chosen.codec, chosen.method):
                     if codec in METHODS[method]:

@@ -91,7 +91,7 @@ class SyncSection(_Section):
     round_tokens: Positive  # of all members together, since the last round, once rounds have grown to that
     round_growth: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # early rounds: this share of the tokens so far
     round_max_seconds: timedelta = timedelta(seconds=60)
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"] = "int4"
+    codec: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"] = "int4"
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.9
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above

@@ -19,6 +19,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
 from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import PROTOCOL as ROUND
 from atoll.node.averaging.links import RoundLinks
@@ -115,9 +116,9 @@ class Member:
 
 
 @asynccontextmanager
-async def members(tmp_path, count, fault):
+async def members(tmp_path, count, fault, codec="int4"):
     corpus = write_corpus(tmp_path / "corpus.txt")
-    text = SPEC.format(nodes=count, tokens=10**9, corpus=corpus, round_tokens=2000, codec="int4")
+    text = SPEC.format(nodes=count, tokens=10**9, corpus=corpus, round_tokens=2000, codec=codec)
     spec = parse_run_spec(text)
     hub = MemoryHub(fault)
     async with AsyncExitStack() as stack:
@@ -278,3 +279,27 @@ async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothin
         await asyncio.gather(*(member.rounds(there + 3) for member in rest))
         assert kept[0] == ("load" if frozen else "rebase")
         assert away.heads[-1].round >= rest[0].heads[there - 1].round
+
+
+@pytest.mark.timeout(180)
+async def test_an_automatic_codec_follows_the_link(tmp_path):
+    slow = asyncio.Event()
+    slow.set()
+
+    async def link(passage):
+        if slow.is_set() and passage.protocol == AVERAGE and passage.frame.kind is FrameKind.PART:
+            await asyncio.sleep(len(passage.frame.body) / 20e3)
+        return passage.frame
+
+    async with members(tmp_path, 2, link, codec="auto") as made:
+        ann = made[0]
+
+        async def until_codec(wanted: str) -> None:
+            while not ann.heads or ann.heads[-1].manifest.codec != CODECS[wanted].number:
+                await ann.rounds(len(ann.heads) + 1)
+
+        async with asyncio.timeout(TIMEOUT.total_seconds()):
+            await until_codec("int2")
+        slow.clear()
+        async with asyncio.timeout(TIMEOUT.total_seconds()):
+            await until_codec("fp16")

@@ -83,7 +83,7 @@ def test_no_weight_passes_the_plan(tokens: int) -> None:
     plan = make_plan(PEERS)
     ready = {peer: dp.Ready(round=NUMBER.to_proto(), tokens=100, samples=10) for peer in PEERS}
     ready["p1"].tokens = tokens
-    start = build_start(POLICY, plan, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    start = build_start(POLICY, plan, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
     weights = {item.peer_id: item.weight for item in start.contributions}
     assert weights == {"p0": 100, "p1": 10_000, "p2": 100}
     check_start(POLICY, plan, NUMBER, ready["p0"], "p0", start)
@@ -105,7 +105,7 @@ def test_a_declared_bandwidth_gives_nobody_a_larger_share() -> None:
     """Not among members: shares follow the plan, which the operator signs, and which gives little for a boast."""
     plan = make_plan(PEERS)
     ready = {peer: dp.Ready(round=NUMBER.to_proto(), tokens=100, samples=10) for peer in PEERS}
-    start = build_start(POLICY, plan, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    start = build_start(POLICY, plan, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
     sizes = [piece.end - piece.start for piece in start.partition]
     assert max(sizes) - min(sizes) <= 128
     greedy = replace(
@@ -115,7 +115,7 @@ def test_a_declared_bandwidth_gives_nobody_a_larger_share() -> None:
             for item in plan.assignments
         ),
     )
-    forged = build_start(POLICY, greedy, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    forged = build_start(POLICY, greedy, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
     with pytest.raises(PeerMisbehaved, match="cuts the vector"):
         check_start(POLICY, plan, NUMBER, ready["p0"], "p0", forged)
 

@@ -13,6 +13,7 @@ from support.virtual_time import run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.round_id import RoundId
+from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.decide import build_start, check_payload, check_settle, check_verdicts, manifest_payload
 from atoll.node.averaging.outer import weighted_mean
 from atoll.v1 import dataplane_pb2 as dp
@@ -88,7 +89,7 @@ LAYERS = (manifest_pb2.LayerState(layer=0, round=1, anchor_digest=b"a" * 32, mom
 def started() -> dp.Start:
     ready = {peer: dp.Ready(round=NUMBER.to_proto(), tokens=100, samples=10) for peer in PEERS}
     ready["p3"].tokens = 0
-    return build_start(POLICY, PLAN, NUMBER, ready, unix_ms=0, exchange_seconds=5)
+    return build_start(POLICY, PLAN, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
 
 
 def settled(*verdicts: Verdict) -> dp.Settle:

@@ -17,7 +17,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import check_form, counted_tokens, plain
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.codecs import CODECS, Codec
 from atoll.node.averaging.partition import partition
 from atoll.node.averaging.round_types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
@@ -32,6 +32,7 @@ def build_start(
     round_id: RoundId,
     ready: Mapping[str, dp.Ready],
     *,
+    codec: Codec,
     unix_ms: int,
     exchange_seconds: float,
 ) -> dp.Start:
@@ -53,7 +54,7 @@ def build_start(
         round=round_id.to_proto(),
         contributions=contributions,
         partition=_partition(policy, plan, members),
-        codec=CODECS[policy.codec].number,
+        codec=codec.number,
         elements=policy.elements,
         part_elements=policy.part_elements,
         deadline_ms=int(exchange_seconds * 1000),
@@ -76,7 +77,7 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
             raise PeerMisbehaved("Start does not repeat what we reported")
     if not any(item.weight for item in start.contributions):
         raise PeerMisbehaved("Start of a round to which nobody contributes")
-    if start.codec != CODECS[policy.codec].number:
+    if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
     if (start.elements, start.part_elements) != (policy.elements, policy.part_elements):
         raise PeerMisbehaved("Start has other sizes than the run spec")
@@ -146,7 +147,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
     most_parts = -(-policy.elements // policy.part_elements) + len(made)
-    if manifest.codec != CODECS[policy.codec].number or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
+    if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
     due = advance(position_at(head, plan), plan.members, samples, policy.minimum_lease)
@@ -219,6 +220,10 @@ def position_at(head: Head, plan: Plan) -> DataPosition:
 
 def _parts_in(piece: dp.PartRange, part_elements: int) -> int:
     return -(-(piece.end - piece.start) // part_elements)
+
+
+def _may_use(policy: RoundPolicy, codec: int) -> bool:
+    return codec in {CODECS[name].number for name in policy.codecs}
 
 
 def _cap(plan: Plan, peer: str) -> int:

@@ -19,6 +19,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import plain
+from atoll.node.averaging.codec_choice import CodecChoice
 from atoll.node.averaging.decide import build_start, check_payload, check_verdicts, parts_total
 from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
@@ -40,17 +41,19 @@ class Stage(Enum):
 
 @dataclass
 class Paces:
-    """How long each stage took lately."""
+    """How long each stage took lately, and which codec that is good for."""
 
     ready: Pace
     exchange: Pace
     decision: Pace
+    codec: CodecChoice
 
     @classmethod
     def of(cls, policy: RoundPolicy) -> Paces:
         """Nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
-        return cls(*(Pace(1.0, timeout.total_seconds()) for timeout in timeouts))
+        ready, exchange, decision = (Pace(1.0, timeout.total_seconds()) for timeout in timeouts)
+        return cls(ready, exchange, decision, CodecChoice(policy.codecs, policy.elements))
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Opener:
     now: float
     unix_ms: int = 0  # dates a Start
     slowest_step: float = 0.0  # seconds, of those worth waiting for
+    interval: float = 0.0  # seconds since the head was committed: what the round was trained for
     done: bool = False
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     stage: Stage = Stage.READY
@@ -211,9 +215,16 @@ class Opener:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        seconds = self.paces.exchange.patience
+        codec = self.paces.codec.choose(self.interval)
+        seconds = self.paces.exchange.patience_for(self.paces.codec.weight(codec.number))
         self._start = build_start(
-            self.policy, self.plan, self.round_id, self._ready, unix_ms=self.unix_ms, exchange_seconds=seconds
+            self.policy,
+            self.plan,
+            self.round_id,
+            self._ready,
+            codec=codec,
+            unix_ms=self.unix_ms,
+            exchange_seconds=seconds,
         )
         self._enter(Stage.PARTS, seconds + self.paces.decision.floor)
         self._tell(self._ready, dp.RoundMessage(start=self._start))
@@ -254,10 +265,12 @@ class Opener:
             Stage.PARTS: self.paces.exchange,
             Stage.VOTES: self.paces.decision,
         }[self.stage]
+        exchanged = self._start if self.stage is Stage.PARTS else None
+        weight = self.paces.codec.weight(exchanged.codec) if exchanged is not None else 1.0
         if self._waiting_for() or not far:
-            pace.miss(took, failed=failed)
+            pace.miss(took, failed=failed, weight=weight)
         else:
-            pace.observe(took)
+            pace.observe(took, weight)
 
     def _take_ready(self, peer: str, ready: dp.Ready) -> None:
         """Count an answer; an earlier vote in it must be proven, because it may bind this attempt."""

@@ -279,6 +279,7 @@ class RoundMachine:
             self._now,
             self._unix_ms,
             slowest_step=self._turns.slowest_step(self._now),
+            interval=self._turns.since_commit(self._now),
         )
         self._led()
 

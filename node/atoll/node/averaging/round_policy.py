@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.codec_choice import allowed
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.outer import due_tokens
 from atoll.node.averaging.round_types import RoundPolicy
@@ -18,9 +19,10 @@ _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
     """The round policy of a run; `elements` of the flat vector."""
-    codec = CODECS[spec.sync.codec]
+    codecs = allowed(spec.sync.codec)
     vector, part = (
-        timedelta(seconds=codec.encoded_bytes(count) / _SLOWEST_LINK) for count in (elements, spec.sync.part_elements)
+        timedelta(seconds=CODECS[codecs[0]].encoded_bytes(count) / _SLOWEST_LINK)
+        for count in (elements, spec.sync.part_elements)
     )
     return RoundPolicy(
         run_id=spec.run.name,
@@ -28,7 +30,7 @@ def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
         layers=layers,
         elements=elements,
         part_elements=spec.sync.part_elements,
-        codec=spec.sync.codec,
+        codecs=codecs,
         screening=spec.sync.screening,
         change_per_token=spec.optimizer.learning_rate / spec.tokens_per_step,
         due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),

@@ -41,7 +41,7 @@ class RoundPolicy:
     layers: int
     elements: int  # of the flat vector
     part_elements: int
-    codec: str
+    codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screening: bool
     change_per_token: float  # of one element, by the optimiser at its full rate
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due

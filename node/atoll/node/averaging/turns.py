@@ -64,6 +64,10 @@ class Turns:
         self._strikes: dict[str, int] = {}  # openers of failed attempts
         self._refused_until: dict[str, float] = {}
 
+    def since_commit(self, now: float) -> float:
+        """Seconds."""
+        return now - self._last_commit
+
     def serve_leaving(self) -> None:
         """Whoever waited to leave had a round."""
         self._left |= {peer for peer, said in self._heard.items() if said.leaving}

@@ -29,7 +29,7 @@ def demo(
     ] = DEFAULT_TOKENS,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of initialisation and data order.")] = 0,
     data: Annotated[Path | None, typer.Option("--data", help="Your own text: a file or a directory.")] = None,
-    codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8, int4 or int2.")] = "int4",
+    codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8, int4, int2, or auto.")] = "int4",
     inner_steps: Annotated[
         int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
     ] = 20,

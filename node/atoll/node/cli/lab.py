@@ -74,7 +74,7 @@ def run(
     spec: Annotated[Path | None, typer.Option("--run", help="Your run spec; none: the demo's model and text.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the demo's run: when it stops.")] = 200_000,
     codec: Annotated[
-        str, typer.Option("--codec", help="Of the demo's run: fp32, bf16, fp16, int8, int4 or int2.")
+        str, typer.Option("--codec", help="Of the demo's run: fp32, bf16, fp16, int8, int4, int2, or auto.")
     ] = "int8",
     step_seconds: Annotated[
         float, typer.Option("--step-seconds", min=0, help="An inner step at full speed; 0: what this machine can.")

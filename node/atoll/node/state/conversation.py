@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
@@ -72,7 +73,7 @@ class Conversation:
             return None
         if reply.WhichOneof("what") != "manifest":
             raise PeerMisbehaved(f"{self._stream.peer_id} answered a request for a manifest with something else")
-        head = read_head(reply.manifest, self._run_id)
+        head = await asyncio.to_thread(read_head, reply.manifest, self._run_id)  # it may carry thousands of votes
         if number is not None and head.round != number:
             raise PeerMisbehaved(f"{self._stream.peer_id} answered with round {head.round} when asked for {number}")
         return head

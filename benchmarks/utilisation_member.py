@@ -1,0 +1,322 @@
+"""One member of the utilisation benchmark, in a lab's host: the engine that nodes run, around a device that pretends.
+
+{"contacts": [...]}   where the others are, as far as known        →  {"contact": ...}
+{"begin": {...}}      elements, step_seconds, inner_steps, codec   →  {"begun": true}
+{"look": true}        →  {"at": …, "steps": …, "rounds": …, "abandoned": …, "codec": …, "sent": …, "cpu_seconds": …}
+
+The device takes `step_seconds` a step whatever this machine's cores do, as a GPU does with its queue, and stands still
+while it copies: a vector out for a snapshot, one in for a new anchor, at `COPY` bytes per second. Everything else is
+real: codecs, sums, outer step, digests, votes, disk, network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import torch
+
+from atoll.core import protocol
+from atoll.core.clock import SystemClock
+from atoll.core.data_position import Range
+from atoll.core.files import make_private_dir
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head
+from atoll.core.plan import Assignment, Base, Plan
+from atoll.core.round_id import RoundId
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.codecs import BY_NUMBER
+from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.averaging.links import RoundLinks
+from atoll.node.averaging.round_policy import policy_of
+from atoll.node.direct.path import DirectConfig
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.serve import StateServer
+from atoll.node.state.votes import VoteStore
+from atoll.node.swarm.host import SwarmHost
+from atoll.node.training.messages import TrainerStatus
+from atoll.node.training.progress import Progress, Snapshot
+from atoll.node.training.trainer import Trainer
+from atoll.v1 import manifest_pb2
+from benchmarks.member_host import OPERATOR_KEY, start_host
+
+STEP_TOKENS = 512
+COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
+_RUN = "utilisation"
+_START = timedelta(seconds=60)
+
+SPEC = """
+version = 1
+[run]
+name = "utilisation"
+min_nodes = {members}
+stop_tokens = 1000000000000
+[model]
+preset = "nano"
+[data]
+path = "nowhere.txt"
+sequence_length = 64
+[optimizer]
+micro_batch_samples = 8
+[sync]
+round_tokens = {round_tokens}
+round_growth = 1000000.0
+round_max_seconds = 600
+codec = "{codec}"
+"""
+
+
+class Device:
+    """Stands in for a trainer process and its GPU."""
+
+    def __init__(self, elements: int, step_seconds: float, seed: int) -> None:
+        self.anchor = torch.zeros(elements)
+        self.pseudo_gradient = torch.randn(elements, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
+        self.pseudo_gradient.add_(1e-3)  # members agree in part, as when they train
+        self._step_seconds = step_seconds
+        self._copy_seconds = 4 * elements / COPY
+        self._progress = Progress()
+        self._lock = threading.Lock()
+        self._busy_until = 0.0  # when the step under way ends
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def begin(self) -> None:
+        """Train from now on."""
+        self._busy_until = time.monotonic() + self._step_seconds
+        self._thread.start()
+
+    @property
+    def status(self) -> TrainerStatus:
+        """As a trainer pushes it."""
+        with self._lock:
+            return TrainerStatus(
+                steps=self._progress.steps_total,
+                tokens=self._progress.tokens_total,
+                step_seconds=self._step_seconds,
+                training=True,
+                progress_tokens=self._progress.tokens,
+            )
+
+    async def snapshot(self) -> Snapshot:
+        """At the end of the step under way; the device then copies out."""
+        await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
+        with self._lock:
+            self._busy_until += self._copy_seconds
+            return self._progress.freeze()
+
+    async def apply(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
+        """The device copies in."""
+        with self._lock:
+            self._progress.commit()
+            self._busy_until += self._copy_seconds
+
+    async def rebase(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
+        """The device copies in."""
+        with self._lock:
+            self._progress.thaw()
+            self._busy_until += self._copy_seconds
+
+    async def load(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
+        """The device copies in."""
+        with self._lock:
+            self._progress.reset()
+            self._busy_until += self._copy_seconds
+
+    async def discard(self) -> None:
+        """Nothing to copy."""
+        with self._lock:
+            self._progress.thaw()
+
+    async def evaluate(self) -> float:
+        """Nothing is learnt here."""
+        return 0.0
+
+    def _run(self) -> None:
+        while not self._over.wait(max(0.0, self._busy_until - time.monotonic())):
+            with self._lock:
+                now = time.monotonic()
+                while self._busy_until <= now:  # the next step was queued while this one ran
+                    self._busy_until = max(self._busy_until, now - self._step_seconds) + self._step_seconds
+                    self._progress.steps += 1
+                    self._progress.steps_total += 1
+                    self._progress.tokens += STEP_TOKENS
+                    self._progress.tokens_total += STEP_TOKENS
+
+
+class Member:
+    """What answers the benchmark."""
+
+    def __init__(self, index: int, address: str, directory: Path) -> None:
+        self._index, self._address, self._directory = index, address, directory
+        self._host: SwarmHost | None = None
+        self._contacts: list[Any] = []
+        self._counters = RoundCounters()
+        self._last: Head | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def meet(self, contacts: list[Any]) -> Any:
+        """Start, or learn where the others are; returns where we are."""
+        if self._host is None:
+            self._host = await start_host(
+                self._directory,
+                f"member-{self._index}",
+                tuple(contacts[0] or ()),
+                run_id=_RUN,
+                relay_service=self._index == 0,
+                address=self._address,
+                direct=DirectConfig((self._address,)),
+            )
+            await self._host.ready()
+            return self._host.multiaddrs()
+        self._contacts = contacts
+        for addresses in contacts:
+            peer = _peer_of(addresses)
+            if peer != self._host.peer_id:
+                self._host.learn_addresses(peer, addresses)
+        return None
+
+    def begin(self, elements: int, step_seconds: float, inner_steps: int, codec: str) -> None:
+        """Train, in rounds of `inner_steps` of every member."""
+        assert self._host is not None
+        count = len(self._contacts)
+        text = SPEC.format(members=count, round_tokens=inner_steps * count * STEP_TOKENS, codec=codec)
+        spec = parse_run_spec(text)
+        self._device = Device(elements, step_seconds, self._index)
+        state = AnchorState(self._device.anchor, (0, elements))
+        head = genesis(state)
+        plan = plan_of(sorted(map(_peer_of, self._contacts)), head, spec)
+        place = make_private_dir(self._directory / f"state-{self._index}")
+        manifests, votes = ManifestStore(place / "manifests", _RUN), VoteStore(place)
+        votes.begin()
+        operator = Identity.load_or_create(self._directory / OPERATOR_KEY)
+        engine = AveragingEngine(
+            identity=Identity.load_or_create(self._directory / f"member-{self._index}.key"),
+            operator_key=operator.public_key,
+            spec=spec,
+            policy=policy_of(spec, layers=1, elements=elements),
+            trainer=cast("Trainer", self._device),
+            state=state,
+            manifests=manifests,
+            votes=votes,
+            network=self._host,
+            exchanges=ExchangeServer(self._host, _START),
+            head=head,
+            plan=plan,
+            clock=SystemClock(),
+            counters=self._counters,
+            listener=Listener(
+                committed=self._moved,
+                report=lambda report: None,
+                evaluated=lambda report: None,
+                ask_coordinator=_nobody,
+                plan_for=lambda version: None,
+                plan_shared=lambda sealed: None,
+            ),
+        )
+        StateServer(self._host, _RUN, manifests, lambda: None if engine.moving else (engine.head, state), engine.staged)
+        self._running = asyncio.create_task(engine.run(RoundLinks(self._host, engine.receive, engine.lost)))
+        self._device.begin()
+
+    def look(self) -> dict[str, Any]:
+        """Where this member stands. Raises what ended its engine."""
+        assert self._host is not None
+        if self._running is not None and self._running.done():
+            self._running.result()
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        times = [process.cpu_times() for process in family]
+        return {
+            "at": time.monotonic(),
+            "steps": self._device.status.steps,
+            "rounds": self._counters.committed,
+            "abandoned": self._counters.abandoned,
+            "codec": BY_NUMBER[self._last.manifest.codec].name if self._last is not None else "",
+            "sent": psutil.net_io_counters(pernic=False).bytes_sent,
+            "cpu_seconds": sum(it.user + it.system for it in times),
+        }
+
+    async def close(self) -> None:
+        """Leave nothing."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._host is not None:
+            await self._host.close(timedelta(seconds=5))
+
+    def _moved(self, head: Head) -> None:
+        self._last = head
+
+
+def genesis(state: AnchorState) -> Head:
+    """Round 0: everybody's anchor is zero."""
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(), round=RoundId(_RUN, 0, 0, 0, 0).to_proto(), layers=state.layer_states(0)
+    )
+    return Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString(deterministic=True)))
+
+
+def plan_of(peers: Sequence[str], head: Head, spec: RunSpec) -> Plan:
+    """All members hold the one layer and reduce alike."""
+    lease = 10**6
+    assignments = tuple(
+        Assignment(peer, 0, 0, ((i * lease, (i + 1) * lease),), spec.sync.round_tokens, 1)
+        for i, peer in enumerate(peers)
+    )
+    return Plan(_RUN, 1, assignments, tuple((peer,) for peer in peers), Base(head.hash, tuple(peers)))
+
+
+async def _nobody(round_id: RoundId, payload: bytes) -> rt.TieBreak:
+    return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason="there is no coordinator")
+
+
+def _peer_of(addresses: list[str]) -> str:
+    return addresses[0].rpartition("/p2p/")[2]
+
+
+async def serve(index: int, address: str, directory: Path) -> None:
+    """Answer requests until the input ends."""
+    member = Member(index, address, directory)
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, "")
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        while line := await lines.get():
+            request = json.loads(line)
+            if "contacts" in request:
+                tell({"contact": await member.meet(request["contacts"])})
+            elif "begin" in request:
+                member.begin(**request["begin"])
+                tell({"begun": True})
+            else:
+                tell(member.look())
+    finally:
+        await member.close()
+
+
+def tell(answer: dict[str, Any]) -> None:
+    """To the benchmark; whatever else a library prints goes to the log."""
+    OUT.write(json.dumps(answer) + "\n")
+    OUT.flush()
+
+
+if __name__ == "__main__":
+    OUT, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(1)
+    asyncio.run(serve(int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))
