@@ -19,17 +19,14 @@ from atoll.node.averaging.partition import partition
 from atoll.node.direct.path import DirectConfig
 from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
-from benchmarks.member_host import start_host
+from benchmarks.member_host import greet_all, peer_of, start_host
 
 _RUN = "bench"
-_HELLO = "/bench/hello/1"
 _START = timedelta(seconds=30)
 _STALL = timedelta(seconds=15)
 _PART_BYTES = 512 * 1024  # of an encoded part
-_TRIES = 10  # to meet somebody: two that dial each other at once may both fail
 
 
 class Atoll:
@@ -59,15 +56,10 @@ class Atoll:
                 direct=DirectConfig((self._address,)) if self._direct else None,
             )
             self._server = ExchangeServer(self._host, _START)
-            self._host.handle(_HELLO, _nothing)
             await self._host.ready()
             return self._host.multiaddrs()
-        self._peers = [address[0].rpartition("/p2p/")[2] for address in contacts]
-        for index, (peer, addresses) in enumerate(zip(self._peers, contacts, strict=True)):
-            if peer != self._host.peer_id:
-                self._host.learn_addresses(peer, addresses)
-                if index < self._index:
-                    await self._greet(peer)
+        self._peers = [peer_of(addresses) for addresses in contacts]
+        await greet_all(self._host, contacts)
         return None
 
     async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
@@ -107,23 +99,6 @@ class Atoll:
         self._executor.shutdown()
         if self._host is not None:
             await self._host.close(timedelta(seconds=5))
-
-    async def _greet(self, peer: str) -> None:
-        """Connect; what rounds do long before they exchange anything."""
-        assert self._host is not None
-        for attempt in range(_TRIES):
-            try:
-                stream = await self._host.open(peer, _HELLO, _START)
-                await stream.close()
-                return
-            except Exception:
-                if attempt == _TRIES - 1:
-                    raise
-                await asyncio.sleep(0.3 * (attempt + 1))
-
-
-async def _nothing(stream: Stream) -> None:
-    """Who opens this only wants to be connected."""
 
 
 class Gloo:

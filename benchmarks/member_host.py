@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from atoll.core.clock import SystemClock
+from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
 from atoll.node.direct.path import DirectConfig
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.transport import Stream
 
 OPERATOR_KEY = "operator.key"
+_HELLO = "/bench/hello/1"
+_GREETING = timedelta(seconds=30)
+_TRIES = 10  # to meet somebody: two that dial each other at once may both fail
 
 
 async def start_host(
@@ -37,7 +44,7 @@ async def start_host(
         now=clock.unix(),
         node_name=name,
     )
-    return await SwarmHost.start(
+    host = await SwarmHost.start(
         SwarmConfig(
             identity_path=folder / f"{name}.key",
             runtime_dir=folder / name,
@@ -54,3 +61,37 @@ async def start_host(
         clock=clock,
         timeout=timeout,
     )
+    host.handle(_HELLO, _nothing)
+    return host
+
+
+async def greet_all(host: SwarmHost, contacts: Sequence[list[str]]) -> None:
+    """Connect with the members at these addresses, as rounds do long before they exchange anything.
+
+    Those before us in the list are dialled; the others dial us.
+    """
+    before_us = True
+    for addresses in contacts:
+        peer = peer_of(addresses)
+        if peer == host.peer_id:
+            before_us = False
+            continue
+        host.learn_addresses(peer, addresses)
+        for attempt in range(_TRIES if before_us else 0):
+            try:
+                stream = await host.open(peer, _HELLO, _GREETING)
+                await stream.close()
+                break
+            except AtollError:
+                if attempt == _TRIES - 1:
+                    raise
+                await asyncio.sleep(0.3 * (attempt + 1))
+
+
+def peer_of(addresses: list[str]) -> str:
+    """Whose addresses these are."""
+    return addresses[0].rpartition("/p2p/")[2]
+
+
+async def _nothing(stream: Stream) -> None:
+    """Who opens this only wants to be connected."""

@@ -5,8 +5,8 @@
 {"look": true}        →  {"at": …, "steps": …, "rounds": …, "abandoned": …, "codec": …, "sent": …, "cpu_seconds": …}
 
 The device takes `step_seconds` a step whatever this machine's cores do, as a GPU does with its queue, and stands still
-while it copies: a vector out for a snapshot, one in for a new anchor, at `COPY` bytes per second. Everything else is
-real: codecs, sums, outer step, digests, votes, disk, network.
+while it copies: a vector out for a snapshot, one in for a new anchor, at `COPY` bytes per second (assumed). It does not
+evaluate. Codecs, sums, outer step, digests, votes, disk and network are the shipped ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from atoll.node.training.messages import TrainerStatus
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.trainer import Trainer
 from atoll.v1 import manifest_pb2
-from benchmarks.member_host import OPERATOR_KEY, start_host
+from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_host
 
 STEP_TOKENS = 512
 COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
@@ -181,10 +181,7 @@ class Member:
             await self._host.ready()
             return self._host.multiaddrs()
         self._contacts = contacts
-        for addresses in contacts:
-            peer = _peer_of(addresses)
-            if peer != self._host.peer_id:
-                self._host.learn_addresses(peer, addresses)
+        await greet_all(self._host, contacts)
         return None
 
     def begin(self, elements: int, step_seconds: float, inner_steps: int, codec: str) -> None:
@@ -196,7 +193,7 @@ class Member:
         self._device = Device(elements, step_seconds, self._index)
         state = AnchorState(self._device.anchor, (0, elements))
         head = genesis(state)
-        plan = plan_of(sorted(map(_peer_of, self._contacts)), head, spec)
+        plan = plan_of(sorted(map(peer_of, self._contacts)), head, spec)
         place = make_private_dir(self._directory / f"state-{self._index}")
         manifests, votes = ManifestStore(place / "manifests", _RUN), VoteStore(place)
         votes.begin()
@@ -278,10 +275,6 @@ def plan_of(peers: Sequence[str], head: Head, spec: RunSpec) -> Plan:
 
 async def _nobody(round_id: RoundId, payload: bytes) -> rt.TieBreak:
     return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason="there is no coordinator")
-
-
-def _peer_of(addresses: list[str]) -> str:
-    return addresses[0].rpartition("/p2p/")[2]
 
 
 async def serve(index: int, address: str, directory: Path) -> None:

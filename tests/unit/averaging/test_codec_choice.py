@@ -12,53 +12,77 @@ from atoll.node.averaging.codec_choice import AUTO, CodecChoice, allowed
 from atoll.node.averaging.codecs import CODECS
 
 ELEMENTS = 1_000_000
-SHARE = 0.25
+SHARE, SPARE = 0.25, 0.8
 
 
 def seconds_of(name: str, bytes_per_second: float) -> float:
     return CODECS[name].encoded_bytes(ELEMENTS) / bytes_per_second
 
 
-def choice_that_saw(bytes_per_second: float, name: str = "int4", times: int = 5) -> CodecChoice:
-    choice = CodecChoice(AUTO, ELEMENTS)
-    for _ in range(times):
-        choice.observe(CODECS[name].number, seconds_of(name, bytes_per_second))
-    return choice
+class Link:
+    """A choice that saw exchanges over a link of so many bytes per second."""
+
+    def __init__(self, bytes_per_second: float, name: str = "int4", times: int = 5) -> None:
+        self.choice, self.now = CodecChoice(AUTO, ELEMENTS), 0.0
+        self.exchange(bytes_per_second, name, times)
+
+    def exchange(self, bytes_per_second: float, name: str, times: int = 1, *, complete: bool = True) -> None:
+        for _ in range(times):
+            self.choice.begin(CODECS[name].number, self.now)
+            self.now += seconds_of(name, bytes_per_second)
+            self.choice.end(self.now, complete=complete)
+
+    def choose(self, round_seconds: float) -> str:
+        """At the end of a round that began with an exchange of the codec used last."""
+        return self.choice.choose(self.choice._began + round_seconds).name
 
 
 @given(st.floats(1e3, 1e9), st.floats(0.01, 1e4), st.sampled_from(AUTO))
-def test_the_most_precise_that_fits_into_a_quarter_of_the_time_is_chosen(bytes_per_second, interval, seen):
-    chosen = choice_that_saw(bytes_per_second, seen).choose(interval).name
-    fitting = [name for name in AUTO if seconds_of(name, bytes_per_second) <= SHARE * interval * (1 + 1e-9)]
-    borderline = [name for name in AUTO if seconds_of(name, bytes_per_second) == pytest.approx(SHARE * interval)]
-    assert chosen in [*fitting[:1], *borderline, *([AUTO[-1]] if not fitting else [])]
+def test_the_most_precise_that_fits_into_a_quarter_of_a_round_is_chosen(bytes_per_second, round_seconds, used):
+    chosen = Link(bytes_per_second, used).choose(round_seconds)
+    needs = {name: seconds_of(name, bytes_per_second) / (SHARE * round_seconds) for name in AUTO}
+    finest = next((name for name in AUTO if needs[name] <= 1), AUTO[-1])
+    if chosen != finest:  # there is no time to spare, or it is a matter of rounding
+        assert needs[finest] >= SPARE * (1 - 1e-6)
+        assert AUTO.index(chosen) > AUTO.index(finest)
+        assert AUTO.index(finest) < AUTO.index(used) or needs[finest] == pytest.approx(1)
+
+
+def test_a_round_at_the_edge_does_not_swing_between_two_codecs():
+    link = Link(1e6)
+    edge = seconds_of("int8", 1e6) / SHARE
+    assert link.choose(0.99 * edge) == link.choose(1.01 * edge) == "int4"
+    link.exchange(1e6, "int8")
+    assert link.choose(1.01 * edge) == "int8"
 
 
 def test_one_slow_exchange_changes_nothing_and_a_slow_link_is_found_after_three():
-    choice = choice_that_saw(1e6)
-    interval = 4 * seconds_of("int8", 1e6) * 1.01
-    assert choice.choose(interval).name == "int8"
+    link = Link(1e6, "int8")
+    round_seconds = 1.01 * seconds_of("int8", 1e6) / SHARE
+    assert link.choose(round_seconds) == "int8"
     for seen in range(1, 4):
-        choice.observe(CODECS["int8"].number, seconds_of("int8", 1e5))
-        assert choice.choose(interval).name == ("int8" if seen < 3 else "int2")
+        link.exchange(1e5, "int8")
+        assert link.choose(round_seconds) == ("int8" if seen < 3 else "int2")
 
 
 def test_an_exchange_that_was_cut_off_counts_only_as_a_lower_bound():
-    choice = choice_that_saw(1e6)
-    interval = 4 * seconds_of("int8", 1e6) * 1.01
-    for _ in range(5):
-        choice.observe(CODECS["int8"].number, 0.0, complete=False)
-    assert choice.choose(interval).name == "int8"
-    for _ in range(5):
-        choice.observe(CODECS["int8"].number, seconds_of("int8", 1e5), complete=False)
-    assert choice.choose(interval).name == "int2"
+    link = Link(1e6, "int8")
+    round_seconds = 1.01 * seconds_of("int8", 1e6) / SHARE
+    link.exchange(1e9, "int8", 5, complete=False)
+    assert link.choose(round_seconds) == "int8"
+    link.exchange(1e5, "int8", 5, complete=False)
+    assert link.choose(round_seconds) == "int2"
+    cut_off = Link(1e9, "int8", 0)
+    cut_off.exchange(1e9, "int8", complete=False)
+    assert cut_off.choose(1e9) == "int4"  # nothing was measured yet
 
 
 def test_a_spec_that_names_a_codec_has_that_one():
     assert allowed("int8") == ("int8",)
     choice = CodecChoice(allowed("int8"), ELEMENTS)
-    choice.observe(CODECS["int8"].number, 1e9)
-    assert choice.choose(0.001).name == "int8"
+    choice.begin(CODECS["int8"].number, 0.0)
+    choice.end(1e9, complete=True)
+    assert choice.choose(1e9 + 0.001).name == "int8"
 
 
 def test_rounds_name_the_codec_that_their_links_are_good_for():

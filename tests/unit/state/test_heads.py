@@ -23,10 +23,12 @@ from support.donors import (
 )
 
 from atoll.core.errors import Unreachable
+from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head
 from atoll.node.state import heads
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.conversation import PROTOCOL
+from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 ALL = (ANN, BOB, CLEO, DAN, EVE)
@@ -287,3 +289,51 @@ async def test_a_history_longer_than_can_be_followed_needs_a_majority(reef, monk
     assert await believed(reef, run.plan, held=FIRST_OF_TWO) is None
     monkeypatch.setattr(heads, "LONGEST_HISTORY", 4)
     assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+
+
+class Stalling:
+    """Offers a head that nobody else has, and answers no question about what came before it."""
+
+    def __init__(self, reef, member, head):
+        self.head = head
+        reef.hub.join(member.peer_id).handle(PROTOCOL, self.answer)
+
+    async def answer(self, stream):
+        await stream.receive(timedelta(seconds=5))
+        reply = dp.StateReply(manifest=self.head.committed).SerializeToString()
+        await stream.send(FrameKind.MESSAGE, reply)
+        await asyncio.Event().wait()
+
+
+async def test_who_stalls_about_its_history_does_not_keep_a_member_from_what_most_agree_on(reef, monkeypatch):
+    monkeypatch.setattr(heads, "_ANSWER", timedelta(seconds=1))
+    for member in (ANN, BOB, DAN):
+        reef.serve(member, history(FIRST, SECOND), TWO)
+    Stalling(reef, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND))
+    async with asyncio.timeout(5):  # an answer's deadline, for the manifest before Eve's
+        assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
+
+
+async def test_who_stalls_about_its_history_costs_others_with_one_their_part_of_the_time(reef, monkeypatch):
+    monkeypatch.setattr(heads, "_ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr(heads, "_HISTORY", timedelta(seconds=2))
+    run = GoneOn(rounds=20)
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST_OF_TWO), ONE)
+    reef.serve(DAN, run.heads, TWO)
+    Stalling(reef, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND))
+    plan = plan_of(*ALL, voters=(ANN, DAN))
+    assert (await believed(reef, plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+
+
+async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_another(reef):
+    """Whoever has manifests of a void history, or a forged one, is passed over."""
+    run = GoneOn(rounds=6)
+    wrong = commit(TWO, 3, [EVE], after=SECOND)
+    for member in (ANN, BOB):
+        reef.serve(member, history(FIRST_OF_TWO), ONE)
+    for member in (EVE, DAN, FAY):
+        heads_ = [wrong if head.round == 3 and member is not DAN else head for head in run.heads]
+        reef.serve(member, heads_, TWO)
+    plan = plan_of(*ALL, FAY, voters=(ANN, DAN))
+    assert await newest_round(reef.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 6

@@ -1,9 +1,10 @@
 """Which codec the next exchange uses, where a run leaves that to the swarm (`codec = "auto"`). Pure.
 
-The most precise one whose exchange takes at most a quarter of the time that the round is trained for: what is trained
+The most precise one whose exchange takes at most a quarter of a round, from the last Start to this one: what is trained
 meanwhile enters one round later, so a long exchange costs more than coarse codes (docs/adr/0001 has what carry costs).
-How long an exchange takes is learnt from the last ones, as every member sees them, in proportion to the bytes. Start
-names the codec, and so does the manifest. An opener may be wrong about it, or lie: the round is as good as its codec.
+How long an exchange takes is learnt from the last ones, as every member sees them, in proportion to the bytes. A finer
+codec than the last needs some time to spare. Start names the codec, and so does the manifest. An opener may be wrong
+about it, or lie: the round is as good as its codec.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from atoll.node.averaging.codecs import CODECS, Codec
 
 AUTO = ("fp16", "int8", "int4", "int2")  # by precision
 _FIRST = "int4"  # before anything was seen
-_SHARE = 0.25  # of the round's time
+_SHARE = 0.25  # of a round's time
+_SPARE = 0.8  # of that, for a finer codec than the last: else the choice would swing
 _LAST = 5  # exchanges that count
 
 
@@ -33,6 +35,8 @@ class CodecChoice:
     names: Sequence[str]
     elements: int
     _seen: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))  # seconds, had it been the first codec
+    _began: float | None = None  # the last exchange
+    _used: int = 0  # the number of its codec
 
     def weight(self, number: int) -> float:
         """The bytes of codec `number` as a part of the most precise one's; 1 when it is unknown."""
@@ -40,18 +44,27 @@ class CodecChoice:
         most = max(sizes.values())
         return sizes.get(number, most) / most
 
-    def observe(self, number: int, seconds: float, *, complete: bool = True) -> None:
-        """How long an exchange took; one that is not complete took at least that."""
-        whole = seconds / self.weight(number)
-        if complete or not self._seen or whole > median(self._seen):
+    def begin(self, number: int, now: float) -> None:
+        """An exchange begins."""
+        self._began, self._used = now, number
+
+    def end(self, now: float, *, complete: bool) -> None:
+        """It is over; one that is not complete took at least that long."""
+        assert self._began is not None
+        whole = (now - self._began) / self.weight(self._used)
+        if complete or (self._seen and whole > median(self._seen)):
             self._seen.append(whole)
 
-    def choose(self, interval: float) -> Codec:
-        """For an exchange after `interval` seconds of training."""
+    def choose(self, now: float) -> Codec:
+        """For an exchange that begins now."""
         codecs = [CODECS[name] for name in self.names]
         if len(codecs) == 1:
             return codecs[0]
-        if not self._seen:
+        if not self._seen or self._began is None:
             return CODECS[_FIRST]
-        whole = median(self._seen)
-        return next((it for it in codecs if whole * self.weight(it.number) <= _SHARE * interval), codecs[-1])
+        whole, available, used = median(self._seen), _SHARE * (now - self._began), self.weight(self._used)
+        for codec in codecs:
+            weight = self.weight(codec.number)
+            if whole * weight <= available * (_SPARE if weight > used else 1.0):
+                return codec
+        return codecs[-1]

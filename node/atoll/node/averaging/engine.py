@@ -9,6 +9,7 @@ never waits for any of it.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ class AveragingEngine:
         self._catching_up = False
         self._counted_from = trainer.status.tokens
         self._frozen_tokens = 0
+        self._usual_tokens: deque[int] = deque(maxlen=2)  # what rounds counted of ours; the first after long is more
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._looking = False
@@ -299,7 +301,7 @@ class AveragingEngine:
         self._counters.committed += 1
         ranges = self._ranges(head)
         if counted:
-            self._counted_from += self._frozen_tokens
+            self._count_frozen()
             await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
         else:
             await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
@@ -498,9 +500,9 @@ class AveragingEngine:
 
     async def _keep_progress(self, before: Head, head: Head, counted: bool | None) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        ranges, usual = self._ranges(head), self._frozen_tokens
+        ranges, usual = self._ranges(head), min(self._usual_tokens, default=0)
         if counted:
-            self._counted_from += self._frozen_tokens
+            self._count_frozen()
         tokens, missed = self._trainer.status.tokens - self._counted_from, head.round - before.round - bool(counted)
         if counted is None or is_stale(tokens, usual, missed):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
@@ -509,6 +511,11 @@ class AveragingEngine:
             await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
         else:
             await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
+
+    def _count_frozen(self) -> None:
+        """A round holds our snapshot."""
+        self._counted_from += self._frozen_tokens
+        self._usual_tokens.append(self._frozen_tokens)
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(

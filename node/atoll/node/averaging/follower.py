@@ -56,7 +56,6 @@ class Follower:
     _parts: tuple[bytes, ...] = ()  # what we reported to hold
     _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
     _start: dp.Start | None = None
-    _began: float = 0.0  # the exchange
     _settle: dp.Settle | None = None
 
     def freeze(self) -> None:
@@ -101,14 +100,15 @@ class Follower:
         self._start = message
         self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor
         self.phase = Phase.EXCHANGING
-        self._began = now
+        self.paces.codec.begin(message.codec, now)
         self.out.append(RunExchange(self.round_id, message, seconds))
 
     def parted(self, event: Parted, now: float) -> None:
         """Our exchange is over: report the parts."""
         assert self._start is not None
         self.phase = Phase.PARTED
-        self.paces.codec.observe(self._start.codec, now - self._began, complete=all(event.digests))
+        if len(self._start.contributions) > 1:
+            self.paces.codec.end(now, complete=all(event.digests))
         self._parts, self._verdicts = event.digests, event.verdicts
         parts = dp.Parts(
             round=self.round_id.to_proto(), digests=event.digests, partial=event.partial, verdicts=event.verdicts

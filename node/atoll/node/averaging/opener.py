@@ -29,6 +29,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TIE_SECONDS = 10.0  # for the coordinator's answer
+_LEAST_WEIGHT = 0.25  # of an exchange in its time: not all of it is in proportion to the bytes
 
 
 class Stage(Enum):
@@ -71,7 +72,6 @@ class Opener:
     now: float
     unix_ms: int = 0  # dates a Start
     slowest_step: float = 0.0  # seconds, of those worth waiting for
-    interval: float = 0.0  # seconds since the head was committed: what the round was trained for
     done: bool = False
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     stage: Stage = Stage.READY
@@ -122,10 +122,13 @@ class Opener:
         self._answered()
 
     def give_way(self, reason: str, now: float) -> None:
-        """The others will do better in another attempt: go no further, unless this one is under way already."""
+        """The others will do better in another attempt."""
         self.now = now
-        if self.stage is Stage.READY and not self.done:
-            self._abandon(reason)
+        self._abandon(reason)
+
+    def may_give_way_to(self, peer: str) -> bool:
+        """Whether the attempt is not under way yet, and `peer` somebody who matters to it."""
+        return self.stage is Stage.READY and not self.done and peer in self.electorate.members | self.expected
 
     def tie_broken(self, answer: TieBreak, now: float) -> None:
         """The coordinator's answer."""
@@ -215,8 +218,8 @@ class Opener:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        codec = self.paces.codec.choose(self.interval)
-        seconds = self.paces.exchange.patience_for(self.paces.codec.weight(codec.number))
+        codec = self.paces.codec.choose(self.now)
+        seconds = self.paces.exchange.patience_for(max(_LEAST_WEIGHT, self.paces.codec.weight(codec.number)))
         self._start = build_start(
             self.policy,
             self.plan,

@@ -45,7 +45,7 @@ def due_tokens(sync: SyncSection, committed_tokens: int, first_tokens: int) -> i
 def is_stale(tokens: int, usual_tokens: int, rounds: int) -> bool:
     """Whether progress is little beside what this node would have trained in the `rounds` committed without it.
 
-    `usual_tokens` is what it brought to a round before. A node that was frozen brings little, in a direction of long
+    `usual_tokens` is what rounds counted of it before. A node that was frozen brings little, in a direction of long
     ago; one that trained on while it was cut off brings its usual share, whatever its pace, and keeps it. Measured in
     virtual time (8 members, 3 of them frozen for up to 12 rounds, 2 seeds): dropping such progress made the loss 0.3 %
     and 1.1 % lower than rebasing it.

@@ -279,7 +279,6 @@ class RoundMachine:
             self._now,
             self._unix_ms,
             slowest_step=self._turns.slowest_step(self._now),
-            interval=self._turns.since_commit(self._now),
         )
         self._led()
 
@@ -335,7 +334,9 @@ class RoundMachine:
     def _declined(self, opener: Opener, peer: str, decline: dp.Decline) -> None:
         if decline.plan_version == self.plan.version:
             self._turns.declined(self.attempt, decline.attempt)
-        elif decline.plan_version > self.plan.version and self._turns.awaits_newer_plan(peer):
+            return
+        newer = decline.plan_version > self.plan.version
+        if newer and opener.may_give_way_to(peer) and self._turns.awaits_newer_plan(peer):
             opener.give_way(f"{peer} follows plan {decline.plan_version} already", self._now)
 
     def _obey(self, following: Follower, kind: str, message: dp.RoundMessage) -> None:

@@ -43,6 +43,8 @@ class Turns:
         self._interval = policy.report_interval.total_seconds()
         self._reached = _NEVER
         self._left: set[str] = set()  # members for whose leaving a round was opened before
+        self._said_newer: set[str] = set()  # members that told of a newer plan than this one
+        self._plan = plan
         self.move(head, plan, now)
 
     def move(self, head: Head, plan: Plan, now: float) -> None:
@@ -52,6 +54,8 @@ class Turns:
 
     def begin(self, head: Head, plan: Plan, now: float) -> None:
         """A new head or a new plan: nobody was heard from, nobody failed."""
+        if plan.version != self._plan.version:
+            self._said_newer.clear()
         self._head, self._plan = head, plan
         self._heard: dict[str, _Heard] = {}
         self._reported = _NEVER
@@ -60,13 +64,8 @@ class Turns:
         self._failures = 0
         self._not_before = _NEVER
         self._declined_to = 0  # the attempt that others could still follow
-        self._said_newer: set[str] = set()  # members that told of a newer plan
         self._strikes: dict[str, int] = {}  # openers of failed attempts
         self._refused_until: dict[str, float] = {}
-
-    def since_commit(self, now: float) -> float:
-        """Seconds."""
-        return now - self._last_commit
 
     def serve_leaving(self) -> None:
         """Whoever waited to leave had a round."""
@@ -161,7 +160,7 @@ class Turns:
         self._declined_to = max(self._declined_to, min(wanted, attempt + MAX_ATTEMPT_JUMP))
 
     def awaits_newer_plan(self, peer: str) -> bool:
-        """Whether to wait for the newer plan that `peer` says it follows: it is on its way. Only once, it may lie."""
+        """Whether to wait for the newer plan that `peer` says it follows. Only once a plan: it may lie."""
         known = peer in self._said_newer
         self._said_newer.add(peer)
         return not known

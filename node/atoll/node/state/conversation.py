@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -45,19 +44,16 @@ class Conversation:
             raise NotFound(f"{self._stream.peer_id} does not hold that manifest")
         return head
 
-    async def manifests(self, numbers: Iterable[int]) -> dict[int, Head]:
+    async def manifests(self, numbers: Sequence[int]) -> AsyncIterator[Head]:
         """Those of `numbers` that the member holds, their votes verified; several are asked for at once."""
-        asked: deque[int] = deque()
-        found: dict[int, Head | None] = {}
-        for number in numbers:
-            if len(asked) == _AHEAD:
-                oldest = asked.popleft()
-                found[oldest] = await self._manifest(oldest)
+        for number in numbers[:_AHEAD]:
             await self._ask_manifest(number)
-            asked.append(number)
-        for number in asked:
-            found[number] = await self._manifest(number)
-        return {number: head for number, head in found.items() if head is not None}
+        for place, number in enumerate(numbers):
+            head = await self._manifest(number)
+            if head is not None:
+                yield head
+            if place + _AHEAD < len(numbers):
+                await self._ask_manifest(numbers[place + _AHEAD])
 
     async def _ask_manifest(self, number: int | None) -> None:
         request = dp.StateRequest(run_id=self._run_id)

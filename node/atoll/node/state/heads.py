@@ -11,7 +11,9 @@ who were away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,7 +28,7 @@ from atoll.node.transport import Network
 _ANSWER = timedelta(seconds=10)
 _STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered
 LONGEST_HISTORY = 2048  # rounds that are followed one by one from our own head
-_HISTORY = timedelta(seconds=60)  # to follow them
+_HISTORY = timedelta(seconds=60)  # to follow them, of all heads together
 _BATCH = 32  # rounds asked for at once
 
 _log = log.get("catchup")
@@ -43,7 +45,8 @@ class Believed:
 async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
     """The newest head that counts; None when no head does yet. `held` is our own.
 
-    Ends within a few answers' deadlines, or a minute more where a long history has to be followed.
+    Where enough agree on a newer head than that, it is taken; only otherwise histories are followed. Ends within a few
+    answers' deadlines, and a minute more for histories.
     """
     inquiry = _Inquiry(network, plan)
     try:
@@ -55,19 +58,32 @@ async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head 
 async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
     offers = await _committed(inquiry, plan, await inquiry.heads(), operator_key)
     doubtful: list[tuple[Head, str]] = []
+    believed = None
     for head in sorted(_distinct(offers), key=_newest_first):
         doubt = await _doubt(inquiry, plan, head, offers)
-        if doubt and held is not None and await _grew(inquiry, plan, operator_key, held, head, _offering(offers, head)):
-            doubt = ""
         if not doubt:
-            for other, reason in doubtful:
-                if other.round > head.round + 1:  # one ahead is what an honest member in front is
-                    _refuse(_offering(offers, other), other, reason)
-            return Believed(head, _offering(offers, head))
+            believed = head
+            break
         doubtful.append((head, doubt))
+    if held is not None and plan.accepts(held) and (believed is None or believed.round <= held.round):
+        ahead = [head for head, _ in doubtful if head.round > held.round or head.hash == held.hash]
+        for head in ahead:
+            async with _patience(_HISTORY / len(ahead)):
+                if await _grew(inquiry, plan, operator_key, held, head, _offering(offers, head)):
+                    believed = head
+                    break
     for head, reason in doubtful:
-        _refuse(_offering(offers, head), head, reason)
-    return None
+        # one ahead is what an honest member in front is
+        if believed is None or head.round > believed.round + 1:
+            _refuse(_offering(offers, head), head, reason)
+    return Believed(believed, _offering(offers, believed)) if believed is not None else None
+
+
+@asynccontextmanager
+async def _patience(limit: timedelta) -> AsyncIterator[None]:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit.total_seconds()):
+            yield
 
 
 async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
@@ -123,23 +139,29 @@ async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, He
 async def _grew(
     inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head, head: Head, offering: Sequence[str]
 ) -> bool:
-    """Whether every round from `held` to `head` was decided by those who had to: what we would have followed live."""
-    if not 0 < head.round - held.round <= LONGEST_HISTORY or not plan.accepts(held):
-        return False
-    before = held
-    try:
-        async with asyncio.timeout(_HISTORY.total_seconds()):
-            for first in range(held.round + 1, head.round + 1, _BATCH):
-                numbers = range(first, min(first + _BATCH, head.round + 1))
-                for found in await inquiry.rounds(offering, numbers):
-                    if found is None or found.manifest.previous_hash != before.hash or not plan.accepts(found):
-                        return False
-                    require_quorum(found, plan.electorate(before), operator_key)
+    """Whether every round from `held` to `head` was decided by those who had to: what we would have followed live.
+
+    Whoever does not have a manifest, or another one, is passed over: others may have the true one.
+    """
+    before, there = held, -1
+    while there < before.round < head.round <= held.round + LONGEST_HISTORY:
+        there = before.round
+        for peer in inquiry.reachable(offering):
+            numbers = range(before.round + 1, min(there + _BATCH, head.round) + 1)
+            for found in await inquiry.stored(peer, numbers):
+                if _follows(plan, operator_key, before, found):
                     before = found
-    except (TimeoutError, SignatureInvalid) as error:
-        _log.debug("history not followed", after=before.round, to=head.round, reason=str(error))
-        return False
     return before.hash == head.hash
+
+
+def _follows(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
+    if found.manifest.previous_hash != before.hash or not plan.accepts(found):
+        return False
+    try:
+        require_quorum(found, plan.electorate(before), operator_key)
+    except SignatureInvalid:
+        return False
+    return True
 
 
 def _distinct(offers: dict[str, Head]) -> Iterable[Head]:
@@ -189,25 +211,29 @@ class _Inquiry:
         heads = await asyncio.gather(*(self._stored_at(peer, number) for peer in peers))
         return {peer: head.hash for peer, head in heads if head is not None}
 
-    async def rounds(self, peers: Iterable[str], numbers: range) -> list[Head | None]:
-        """The manifests of `numbers`, each from the first of `peers` that has it."""
-        found: dict[int, Head] = {}
-        for peer in peers:
-            missing = [number for number in numbers if number not in found]
-            conversation = self._open.get(peer)
-            if conversation is None or not missing:
-                continue
-            try:
-                found |= await conversation.manifests(missing)
-            except AtollError as error:
-                _log.debug("no manifests", peer=peer, reason=str(error))
-                await self._open.pop(peer).close()
-        return [found.get(number) for number in numbers]
+    def reachable(self, first: Iterable[str]) -> list[str]:
+        """Everybody who still answers, `first` first."""
+        return [peer for peer in dict.fromkeys([*first, *self._open]) if peer in self._open]
+
+    async def stored(self, peer: str, numbers: Sequence[int]) -> list[Head]:
+        """The manifests of `numbers` that `peer` has, in their order, as far as it answers."""
+        found: list[Head] = []
+        conversation = self._open.get(peer)
+        if conversation is None:
+            return found
+        try:
+            async for head in conversation.manifests(numbers):
+                found.append(head)
+        except BaseException as error:  # answers would be out of step from here on
+            await self._open.pop(peer).close()
+            if not isinstance(error, AtollError):
+                raise
+            _log.debug("no manifests", peer=peer, reason=str(error))
+        return found
 
     async def previous(self, head: Head, first: Iterable[str]) -> Head | None:
         """The manifest that `head` builds on, from whoever has it; `first` are asked first."""
-        order = dict.fromkeys([*first, *self._open])
-        for peer in order:
+        for peer in self.reachable(first):
             _, found = await self._stored_at(peer, head.round - 1)
             if found is not None and found.hash == head.manifest.previous_hash and self._plan.accepts(found):
                 return found
