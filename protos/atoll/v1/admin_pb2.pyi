@@ -284,7 +284,7 @@ class ListRoundsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., after_round: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class RoundView(_message.Message):
-    __slots__ = ("round", "committed", "reason", "tokens", "members", "seconds", "unix_ms", "parts_zeroed", "opener", "present", "partial", "void", "screened")
+    __slots__ = ("round", "committed", "reason", "tokens", "members", "seconds", "unix_ms", "parts_zeroed", "opener", "present", "partial", "void", "screened", "codec")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +298,7 @@ class RoundView(_message.Message):
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     VOID_FIELD_NUMBER: _ClassVar[int]
     SCREENED_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     committed: bool
     reason: str
@@ -311,7 +312,8 @@ class RoundView(_message.Message):
     partial: int
     void: bool
     screened: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., tokens: _Optional[int] = ..., members: _Optional[int] = ..., seconds: _Optional[float] = ..., unix_ms: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., opener: _Optional[str] = ..., present: _Optional[int] = ..., partial: _Optional[int] = ..., void: _Optional[bool] = ..., screened: _Optional[_Iterable[str]] = ...) -> None: ...
+    codec: str
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., tokens: _Optional[int] = ..., members: _Optional[int] = ..., seconds: _Optional[float] = ..., unix_ms: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., opener: _Optional[str] = ..., present: _Optional[int] = ..., partial: _Optional[int] = ..., void: _Optional[bool] = ..., screened: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class ListRoundsResponse(_message.Message):
     __slots__ = ("rounds",)

@@ -97,6 +97,7 @@ ROUNDS = [
         present=4,
         partial=1,
         screened=[NODE.peer_id],
+        codec="int4",
         parts_zeroed=2,
         seconds=3.25,
         unix_ms=1_700_000_000_000,

@@ -312,6 +312,16 @@ def test_what_is_only_in_some_sums_does_not_count(five: World) -> None:
     assert (rounds(five)[0].partial, five.run.committed_tokens) == (1, 1000)
 
 
+@pytest.mark.parametrize(("codec", "name"), [(pb.CODEC_INT4, "int4"), (99, "99")])
+def test_the_codec_of_a_round_is_in_the_log(five: World, codec: int, name: str) -> None:
+    report = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    manifest.codec = codec
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), named(five, "ann", "bob", "dan")))
+    five.say("ann", rounds=[report])
+    assert rounds(five)[0].codec == name
+
+
 def screened_report(world: World, tokens: int, *verdicts: manifest_pb2.Verdict) -> mb.RoundReport:
     """Round 1 of ann, bob and cid with 4 parts; cid's tokens as they say."""
     report = round_report(1, genesis_hash(world), named(world, "ann", "bob", "cid"))

@@ -111,6 +111,7 @@ class Round:
     present: tuple[str, ...] = ()  # peer ids of those that decide the next round
     partial: int = 0  # members that are missing from some of the sums
     screened: tuple[str, ...] = ()  # peer ids: screening left them out of more than half of all parts
+    codec: str = ""  # that its exchange used
 
 
 @dataclass(frozen=True)

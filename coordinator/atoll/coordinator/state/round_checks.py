@@ -25,6 +25,7 @@ from atoll.core.manifest import Head, parse_head, require_quorum, stored_form
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import check_form, counted_tokens, unheard
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -108,7 +109,14 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
         present=tuple(sorted(head.electorate.members)),
         partial=sum(item.partial for item in contributions),
         screened=tuple(sorted(contributions[place].peer_id for place in unheard(head.manifest))),
+        codec=_codec_name(head.manifest.codec),
     )
+
+
+def _codec_name(codec: int) -> str:
+    """Its name in run specs; a number where it is none that we know."""
+    known = pb.Codec.keys()[pb.Codec.values().index(codec)] if codec in pb.Codec.values() else str(codec)
+    return known.removeprefix("CODEC_").lower()
 
 
 def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:

@@ -101,6 +101,7 @@ def round_view(state: State, row: Round) -> admin.RoundView:
         present=len(row.present),
         partial=row.partial,
         screened=row.screened,
+        codec=row.codec,
         void=row.committed and is_void(state.memory[row.run_id].bases, row.number, row.made_under),
     )
 

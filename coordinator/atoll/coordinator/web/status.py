@@ -92,6 +92,7 @@ def _round(state: State, row: Round) -> dict[str, object]:
         "present": view.present,
         "partial": view.partial,
         "screened": list(view.screened),
+        "codec": view.codec,
         "void": view.void,
         "seconds": row.seconds,
         "unix_ms": row.reported_ms,
