@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from atoll.node.lab.trouble import frozen, kill
 from benchmarks.attempts import Accounts, Row, Strike, account, parse_attempt
 from benchmarks.common import Report
 from benchmarks.outcome import Outcome, compare
-from benchmarks.swarm_lab import Chain, LabSwarm, first_commits, longest_round_seconds, reported, start
+from benchmarks.swarm_lab import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, reported, start
 
 VICTIMS = 3
 STRIKE_EVERY = 30.0  # seconds
@@ -53,16 +54,19 @@ class Fire:
     down: set[str] = field(default_factory=set)
 
 
+Attack = Callable[[LabSwarm, Fire], Awaitable[None]]
+
+
 # --- one swarm ----------------------------------------------------------------------------------------------
 
 
-async def under_fire(root: Path, corpus: Path, nodes: int, minutes: float, kind: str) -> Outcome:
-    """Start a swarm, strike it for so long, wait until all are back, stop it, and look at what it left."""
-    swarm = await start(root, nodes, corpus)
+async def under_fire(swarm: LabSwarm, kind: str, attack: Attack) -> Outcome:
+    """Attack a swarm, wait until all are back, stop it, and look at what it left. Ends it, whatever happens."""
+    nodes = len(swarm.names)
+    fire = Fire()
     try:
         first, began = swarm.newest(), time.time()
-        fire = Fire()
-        await _strike_for(swarm, fire, kind, 60 * minutes)
+        await attack(swarm, fire)
         struck_until, back = time.time(), frozenset[str]()
 
         def all_back() -> bool:
@@ -95,16 +99,20 @@ async def under_fire(root: Path, corpus: Path, nodes: int, minutes: float, kind:
         await swarm.local.close()
 
 
-async def _strike_for(swarm: LabSwarm, fire: Fire, kind: str, seconds: float) -> None:
-    """Returns when the time is over and every victim runs again."""
-    rng = random.Random(11)
-    end = time.monotonic() + seconds
-    async with asyncio.TaskGroup() as tasks:
-        while time.monotonic() < end:
-            for victim in rng.sample(swarm.names, VICTIMS) if kind != KINDS[0] else ():
-                delay, frozen_for = rng.uniform(0, SPREAD_SECONDS), rng.uniform(*FREEZE_SECONDS)
-                tasks.create_task(_strike(swarm, fire, victim, kind, delay, frozen_for))
-            await asyncio.sleep(min(STRIKE_EVERY, max(0.0, end - time.monotonic())))
+def strikes(kind: str, seconds: float) -> Attack:
+    """For so long: three victims every 30 s, killed or frozen; nobody in peace. Over when every victim runs again."""
+
+    async def attack(swarm: LabSwarm, fire: Fire) -> None:
+        rng = random.Random(11)
+        end = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as tasks:
+            while time.monotonic() < end:
+                for victim in rng.sample(swarm.names, VICTIMS) if kind != KINDS[0] else ():
+                    delay, frozen_for = rng.uniform(0, SPREAD_SECONDS), rng.uniform(*FREEZE_SECONDS)
+                    tasks.create_task(_strike(swarm, fire, victim, kind, delay, frozen_for))
+                await asyncio.sleep(min(STRIKE_EVERY, max(0.0, end - time.monotonic())))
+
+    return attack
 
 
 async def _strike(swarm: LabSwarm, fire: Fire, victim: str, kind: str, delay: float, frozen_for: float) -> None:
@@ -269,7 +277,8 @@ async def main() -> None:
         write_python_corpus(corpus)
         peace: Outcome | None = None
         for kind in KINDS:
-            outcome = await under_fire(Path(scratch) / kind, corpus, options.nodes, options.minutes, kind)
+            swarm = await start(Path(scratch) / kind, node_names(options.nodes), corpus)
+            outcome = await under_fire(swarm, kind, strikes(kind, 60 * options.minutes))
             tell(report, outcome)
             if peace is not None:
                 tell_loss(report, outcome, peace)

@@ -22,7 +22,7 @@ from pathlib import Path
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.lab.trouble import frozen, kill
 from benchmarks.common import Report
-from benchmarks.swarm_lab import LabSwarm, reported, start
+from benchmarks.swarm_lab import LabSwarm, node_names, reported, start
 
 NODES = 4
 PEACEFUL_ROUNDS = 5  # whose times make the usual one
@@ -54,7 +54,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, NOTES):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
-        swarm = await start(Path(scratch) / "swarm", NODES, corpus)
+        swarm = await start(Path(scratch) / "swarm", node_names(NODES), corpus)
         try:
             for kind in ("SIGSTOP", "SIGKILL"):
                 _tell(report, kind, [await _strike(swarm, rng, kind) for _ in range(options.strikes)])

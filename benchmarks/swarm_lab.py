@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -24,7 +24,7 @@ from atoll.node import processes
 from atoll.node.averaging.opener import TIE_SECONDS, Paces
 from atoll.node.averaging.round_policy import policy_of
 from atoll.node.lab.demo import RUN, spec_toml
-from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.lab.launcher import LocalSwarm, Loopback, Places
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
 from benchmarks.common import Report
@@ -56,6 +56,7 @@ class LabSwarm:
     names: list[str]
     spec: RunSpec
     peers: dict[str, str] = field(default_factory=dict)  # name → peer id
+    endpoints: dict[str, Any] = field(default_factory=dict)  # of the coordinator
     _read: dict[tuple[Path, int], Head] = field(default_factory=dict)  # by file and when it was written
 
     # --- the chain -----------------------------------------------------------------------------------
@@ -166,14 +167,21 @@ def first_commits(chains: Iterable[Chain]) -> Chain:
     return merged
 
 
-async def start(root: Path, nodes: int, corpus: Path) -> LabSwarm:
-    """Coordinator, seed and nodes below `root`, some rounds after the first. The caller closes `local`, always."""
-    local = LocalSwarm(make_private_dir(root))
-    names = [f"node-{i + 1}" for i in range(nodes)]
-    toml = _spec_toml(nodes, corpus)
-    swarm = LabSwarm(local, names, parse_run_spec(toml))
+def node_names(count: int) -> list[str]:
+    """What nodes on this machine are called."""
+    return [f"node-{i + 1}" for i in range(count)]
+
+
+async def start(root: Path, names: Sequence[str], corpus: Path, places: Places | None = None) -> LabSwarm:
+    """Coordinator, seed and nodes below `root`, some rounds after the first. The caller closes `local`, always.
+
+    `places` is where they run: this machine as it is, or the hosts of a WAN.
+    """
+    local = LocalSwarm(make_private_dir(root), places or Loopback())
+    toml = _spec_toml(len(names), corpus)
+    swarm = LabSwarm(local, list(names), parse_run_spec(toml))
     try:
-        await local.start_coordinator("--lost-after-seconds", str(_LOST_AFTER_SECONDS))
+        swarm.endpoints = await local.start_coordinator("--lost-after-seconds", str(_LOST_AFTER_SECONDS))
         await local.create_run(toml)
         await local.start_member("seed", "seed")
         await swarm.until(lambda: local.in_state("seed", "ready"), "the seed did not become ready")

@@ -25,37 +25,12 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
+from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.decide import check_payload
+from atoll.node.averaging.early import EarlyOpen
 from atoll.node.averaging.follower import Follower
 from atoll.node.averaging.memory import VoteMemory
 from atoll.node.averaging.opener import TIE_SECONDS, Opener, Paces
-from atoll.node.averaging.round_types import (
-    Action,
-    CatchUp,
-    Event,
-    Failed,
-    Frozen,
-    HeadMoved,
-    Install,
-    Leave,
-    Lost,
-    Obtained,
-    Parted,
-    Phase,
-    PlanReceived,
-    Progress,
-    Received,
-    Release,
-    RoundPolicy,
-    Seals,
-    Send,
-    SharePlan,
-    Staged,
-    Tick,
-    TieBreak,
-    Unkept,
-    VoteRecord,
-)
 from atoll.node.averaging.turns import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -70,19 +45,19 @@ class RoundMachine:
     # what belongs to the head; `_reset` begins it anew
     _following: Follower | None
     _opener: Opener | None
-    _frozen: Frozen | None  # the snapshot
+    _frozen: rt.Frozen | None  # the snapshot
     _exposed_in: set[RoundId]  # attempts in which the snapshot left this node
     _told: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
         self,
         me: str,
-        policy: RoundPolicy,
-        seals: Seals,
+        policy: rt.RoundPolicy,
+        seals: rt.Seals,
         head: Head,
         plan: Plan,
         now: float,
-        record: VoteRecord | None = None,
+        record: rt.VoteRecord | None = None,
         known: Head | None = None,
     ) -> None:
         self.me = me
@@ -99,17 +74,17 @@ class RoundMachine:
         self._next_plan: Plan | None = None
         self._leaving = False
         self._paces = Paces.of(policy)
-        self._inbox: deque[Received] = deque()  # to ourselves
-        self._waiting: tuple[float, Received] | None = None  # an Open that came too early, and until when it is good
-        self._actions: list[Action] = []
+        self._inbox: deque[rt.Received] = deque()  # to ourselves
+        self._early = EarlyOpen()
+        self._actions: list[rt.Action] = []
         self._now = now
         self._unix_ms = 0
         self._reset(head)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> rt.Phase:
         """Where this node stands in a round."""
-        return self._following.phase if self._following is not None else Phase.IDLE
+        return self._following.phase if self._following is not None else rt.Phase.IDLE
 
     @property
     def finished(self) -> bool:
@@ -133,7 +108,7 @@ class RoundMachine:
 
     def is_freezing(self, round_id: RoundId) -> bool:
         """Whether a snapshot for that attempt is still wanted."""
-        return self.phase is Phase.FREEZING and self._is_following(round_id)
+        return self.phase is rt.Phase.FREEZING and self._is_following(round_id)
 
     @property
     def held(self) -> tuple[bytes, ...]:
@@ -160,7 +135,7 @@ class RoundMachine:
         """What the opener may need to hear the coordinator, where there can be a tie."""
         return 1.0 if len(self.electorate.members) % 2 else TIE_SECONDS
 
-    def step(self, event: Event, now: float, unix_ms: int = 0) -> list[Action]:
+    def step(self, event: rt.Event, now: float, unix_ms: int = 0) -> list[rt.Action]:
         """Take one event at monotonic time `now`; `unix_ms` only dates a Start that this step may send."""
         self._now, self._unix_ms = now, unix_ms
         self._take(event)
@@ -171,38 +146,38 @@ class RoundMachine:
 
     # --- events ------------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: rt.Event) -> None:
         match event:
-            case Tick():
+            case rt.Tick():
                 self._tick()
-            case Progress(tokens, step_seconds):
+            case rt.Progress(tokens, step_seconds):
                 self._tokens, self._step_seconds = tokens, step_seconds
-            case Received(peer, message):
+            case rt.Received(peer, message):
                 self._receive(peer, message)
-            case Frozen():
+            case rt.Frozen():
                 self._froze(event)
-            case Parted():
+            case rt.Parted():
                 self._parted(event)
-            case Staged(round_id, layers):
+            case rt.Staged(round_id, layers):
                 self._staged(round_id, layers)
-            case Obtained(round_id, payload):
+            case rt.Obtained(round_id, payload):
                 self._obtained(round_id, payload)
-            case Failed(round_id, reason):
+            case rt.Failed(round_id, reason):
                 if self._is_following(round_id):
                     self._give_up(reason)
-            case Unkept(message):
+            case rt.Unkept(message):
                 self._unkept(message)
-            case TieBreak():
+            case rt.TieBreak():
                 if self._opener is not None:
                     self._opener.tie_broken(event, self._now)
                     self._led()
-            case PlanReceived(plan):
+            case rt.PlanReceived(plan):
                 self._plan_received(plan)
-            case HeadMoved(head):
+            case rt.HeadMoved(head):
                 self._head_moved(head)
-            case Lost(peer):
+            case rt.Lost(peer):
                 self._lost(peer)
-            case Leave():
+            case rt.Leave():
                 self._leaving = True
 
     def _lost(self, peer: str) -> None:
@@ -221,7 +196,7 @@ class RoundMachine:
 
     def _head_moved(self, head: Head) -> None:
         if self._following is not None:
-            self._actions.append(Release(self._following.round_id, thaw=False))
+            self._actions.append(rt.Release(self._following.round_id, thaw=False))
         self._supersede(f"this node moved to round {head.round}")
         self._reset(head)
         self._adopt_plan()
@@ -233,7 +208,7 @@ class RoundMachine:
         if self._following is not None and self._now >= self._following.deadline:
             self._overdue(self._following)
         self._adopt_plan()
-        if self.phase is not Phase.IDLE or self.finished or self.me not in self.plan.members:
+        if self.phase is not rt.Phase.IDLE or self.finished or self.me not in self.plan.members:
             return
         self._report_tokens()  # those who are ahead answer with their head
         if not self.lagging:
@@ -342,11 +317,11 @@ class RoundMachine:
     def _obey(self, following: Follower, kind: str, message: dp.RoundMessage) -> None:
         """A word of the opener that we follow."""
         match kind, self.phase:
-            case "start", Phase.READY:
+            case "start", rt.Phase.READY:
                 self._try(following, lambda: self._start(following, message.start))
-            case "settle", Phase.EXCHANGING | Phase.PARTED:
+            case "settle", rt.Phase.EXCHANGING | rt.Phase.PARTED:
                 self._try(following, lambda: following.settle(message.settle, self._now))
-            case "adopt", Phase.READY:
+            case "adopt", rt.Phase.READY:
                 self._try(following, lambda: self._adopt(following, message.adopt))
             case "abandon", _:
                 self._release(said_so=True)
@@ -355,8 +330,8 @@ class RoundMachine:
         if peer not in self.plan.members:
             return
         if round_id.plan_version < self.plan.version:
-            self._actions.append(SharePlan(peer))
-        if round_id.plan_version == self.plan.version and self.phase is Phase.IDLE and self._opener is None:
+            self._actions.append(rt.SharePlan(peer))
+        if round_id.plan_version == self.plan.version and self.phase is rt.Phase.IDLE and self._opener is None:
             self.attempt = self._turns.reach(self.attempt, round_id.attempt, self._now)
         self._turns.hear(peer, report, self._now)
 
@@ -373,7 +348,7 @@ class RoundMachine:
             self._wait_with(peer, message)
             return
         if round_id.plan_version < self.plan.version:
-            self._actions.append(SharePlan(peer))
+            self._actions.append(rt.SharePlan(peer))
         refusal = self._refusal(peer, round_id)
         if refusal:
             self._decline(peer, round_id, refusal)
@@ -410,20 +385,14 @@ class RoundMachine:
         return ""
 
     def _wait_with(self, peer: str, message: dp.RoundMessage) -> None:
-        """Keep an Open that cannot be followed yet, the highest one, as long as its opener waits."""
-        ballot = RoundId.from_proto(message.open.round).ballot
-        if self._waiting is not None:
-            until, known = self._waiting
-            if self._now <= until and RoundId.from_proto(known.message.open.round).ballot >= ballot:
-                return
         seconds = min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
-        self._waiting = (self._now + seconds, Received(peer, message))
+        self._early.keep(rt.Received(peer, message), self._now, seconds)
 
     def _heard_from_ahead(self, peer: str, number: int) -> None:
         if peer not in self.plan.members:
             return
         one_ahead = number == self.head.round + 2
-        if one_ahead and self.phase in (Phase.EXCHANGING, Phase.PARTED, Phase.STAGING):
+        if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.PARTED, rt.Phase.STAGING):
             return  # a majority was quicker than we are: our own result is on its way
         if one_ahead and self._memory.held:
             self._send_report(peer)  # most likely what we hold was committed: the answer is that manifest
@@ -450,7 +419,7 @@ class RoundMachine:
             if message.manifest.payload in self._memory.held:
                 self._install(message.manifest)
                 return
-            staging = self.phase in (Phase.EXCHANGING, Phase.PARTED, Phase.STAGING)
+            staging = self.phase in (rt.Phase.EXCHANGING, rt.Phase.PARTED, rt.Phase.STAGING)
             if staging and following is not None and message.round == following.round_id.to_proto():
                 following.commit = message.manifest  # most likely it is what we are about to compute
                 return
@@ -466,7 +435,7 @@ class RoundMachine:
             return False
         opened_here = self._following is not None and self._following.opener == self.me
         counted = self.counts(head.manifest)
-        self._actions.append(Install(head, opened_here, counted))
+        self._actions.append(rt.Install(head, opened_here, counted))
         if counted and self.me in head.electorate.members:
             self._memory.took_part()
         self._turns.serve_leaving()
@@ -477,8 +446,8 @@ class RoundMachine:
 
     # --- following ---------------------------------------------------------------------------------
 
-    def _froze(self, event: Frozen) -> None:
-        following = self._followed_in(event.round_id, Phase.FREEZING)
+    def _froze(self, event: rt.Frozen) -> None:
+        following = self._followed_in(event.round_id, rt.Phase.FREEZING)
         if following is not None:
             self._frozen = event
             following.promise(event, leaving=self._leaving)
@@ -488,13 +457,13 @@ class RoundMachine:
         following.start(message, self._now)
         self._exposed_in.add(following.round_id)
 
-    def _parted(self, event: Parted) -> None:
-        following = self._followed_in(event.round_id, Phase.EXCHANGING)
+    def _parted(self, event: rt.Parted) -> None:
+        following = self._followed_in(event.round_id, rt.Phase.EXCHANGING)
         if following is not None:
             self._try(following, lambda: following.parted(event, self._now))
 
     def _staged(self, round_id: RoundId, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
-        following = self._followed_in(round_id, Phase.STAGING)
+        following = self._followed_in(round_id, rt.Phase.STAGING)
         if following is not None:
             self._try(following, lambda: self._hold(following, following.staged(layers)))
 
@@ -509,7 +478,7 @@ class RoundMachine:
         except PeerMisbehaved:
             return  # the head moved meanwhile
         self._memory.keep(payload)
-        following = self._followed_in(round_id, Phase.STAGING)
+        following = self._followed_in(round_id, rt.Phase.STAGING)
         if following is not None:
             self._try(following, lambda: self._hold(following, payload))
 
@@ -560,7 +529,7 @@ class RoundMachine:
             return
         if not self._exposed_in:
             self._frozen = None
-        self._actions.append(Release(following.round_id, thaw=not self._exposed_in))
+        self._actions.append(rt.Release(following.round_id, thaw=not self._exposed_in))
         self._turns.failed(following.opener, self._now, said_so=said_so)
         if following.round_id.number == self.head.round + 1 and following.plan.version == self.plan.version:
             self.attempt = self._turns.after(self.attempt, following.round_id.attempt)
@@ -598,18 +567,13 @@ class RoundMachine:
 
     def _try_waiting(self) -> None:
         """An Open that came too early may be followed now."""
-        if self._waiting is None:
-            return
-        until, received = self._waiting
-        if received.message.open.round.plan_version > self.plan.version and self._now <= until:
-            return
-        self._waiting = None
-        if self._now <= until:
+        received = self._early.take(self.plan.version, self._now)
+        if received is not None:
             self._inbox.append(received)
 
     # --- small words -------------------------------------------------------------------------------
 
-    def _followed_in(self, round_id: RoundId, phase: Phase) -> Follower | None:
+    def _followed_in(self, round_id: RoundId, phase: rt.Phase) -> Follower | None:
         """The attempt that we follow, if it is that one and stands in that phase."""
         return self._following if self._is_following(round_id) and self.phase is phase else None
 
@@ -617,7 +581,7 @@ class RoundMachine:
         return self._following is not None and self._following.round_id == round_id
 
     def _behind(self, reason: str) -> None:
-        self._actions.append(CatchUp(reason))
+        self._actions.append(rt.CatchUp(reason))
 
     def _decline(self, peer: str, round_id: RoundId, reason: str) -> None:
         decline = dp.Decline(
@@ -627,6 +591,6 @@ class RoundMachine:
 
     def _send(self, peer: str, message: dp.RoundMessage) -> None:
         if peer == self.me:
-            self._inbox.append(Received(peer, message))
+            self._inbox.append(rt.Received(peer, message))
         else:
-            self._actions.append(Send(peer, message))
+            self._actions.append(rt.Send(peer, message))
