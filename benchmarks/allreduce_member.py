@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import sys
 import threading
 import time
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 from torch import Tensor
+
+from benchmarks.json_lines import serve
 
 PERIOD = 1 << 16  # elements after which vectors repeat, so that everybody knows the true mean
 _SAMPLE_SECONDS = 0.05
@@ -105,30 +106,21 @@ def method_of(name: str, index: int, members: int, address: str, directory: Path
     raise SystemExit(f"no method is named {name}")
 
 
-async def serve(name: str, index: int, members: int, address: str, directory: Path) -> None:
-    """Answer requests until the input ends."""
+async def answer_all(name: str, index: int, members: int, address: str, directory: Path) -> None:
+    """Until the input ends."""
     method = method_of(name, index, members, address, directory)
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
 
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        loop.call_soon_threadsafe(lines.put_nowait, "")
+    async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if "contacts" in request:
+            return {"contact": await method.meet(request["contacts"])}
+        if "elements" in request:
+            vector_E = vector(index, request["elements"])
+            await method.prepare(vector_E, request["codec"], request["number"], request["mbit"])
+            return {"prepared": True}
+        return await measured(method, members, request["go"])
 
-    threading.Thread(target=read, daemon=True).start()
     try:
-        while line := await lines.get():
-            request = json.loads(line)
-            if "contacts" in request:
-                tell({"contact": await method.meet(request["contacts"])})
-            elif "elements" in request:
-                vector_E = vector(index, request["elements"])
-                await method.prepare(vector_E, request["codec"], request["number"], request["mbit"])
-                del vector_E
-                tell({"prepared": True})
-            else:
-                tell(await measured(method, members, request["go"]))
+        await serve(answer)
     finally:
         await method.close()
 
@@ -154,13 +146,6 @@ async def measured(method: Method, members: int, seconds: float) -> dict[str, An
     }
 
 
-def tell(answer: dict[str, Any]) -> None:
-    """To the benchmark; whatever else a library prints goes to the log."""
-    OUT.write(json.dumps(answer) + "\n")
-    OUT.flush()
-
-
 if __name__ == "__main__":
-    OUT, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])))
+    asyncio.run(answer_all(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])))

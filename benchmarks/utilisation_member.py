@@ -12,7 +12,6 @@ evaluate. Codecs, sums, outer step, digests, votes, disk and network are the shi
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import threading
 import time
@@ -49,6 +48,7 @@ from atoll.node.training.messages import TrainerStatus
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.trainer import Trainer
 from atoll.v1 import manifest_pb2
+from benchmarks.json_lines import serve
 from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_host
 
 STEP_TOKENS = 512
@@ -277,39 +277,24 @@ async def _nobody(round_id: RoundId, payload: bytes) -> rt.TieBreak:
     return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason="there is no coordinator")
 
 
-async def serve(index: int, address: str, directory: Path) -> None:
-    """Answer requests until the input ends."""
+async def answer_all(index: int, address: str, directory: Path) -> None:
+    """Until the input ends."""
     member = Member(index, address, directory)
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
 
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        loop.call_soon_threadsafe(lines.put_nowait, "")
+    async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if "contacts" in request:
+            return {"contact": await member.meet(request["contacts"])}
+        if "begin" in request:
+            member.begin(**request["begin"])
+            return {"begun": True}
+        return member.look()
 
-    threading.Thread(target=read, daemon=True).start()
     try:
-        while line := await lines.get():
-            request = json.loads(line)
-            if "contacts" in request:
-                tell({"contact": await member.meet(request["contacts"])})
-            elif "begin" in request:
-                member.begin(**request["begin"])
-                tell({"begun": True})
-            else:
-                tell(member.look())
+        await serve(answer)
     finally:
         await member.close()
 
 
-def tell(answer: dict[str, Any]) -> None:
-    """To the benchmark; whatever else a library prints goes to the log."""
-    OUT.write(json.dumps(answer) + "\n")
-    OUT.flush()
-
-
 if __name__ == "__main__":
-    OUT, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
-    asyncio.run(serve(int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))
+    asyncio.run(answer_all(int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))
