@@ -224,7 +224,7 @@ def longest_round_seconds(spec: RunSpec, *, layers: int, elements: int, nodes: i
     policy = policy_of(spec, layers=layers, elements=elements)
     paces = Paces.of(policy)
     due = policy.round_max + nodes * policy.open_timeout
-    stages = paces.ready.ceiling + paces.exchange.ceiling + paces.decision.floor + paces.decision.ceiling
+    stages = paces.ready.ceiling + paces.exchange_ceiling + paces.decision.floor + paces.decision.ceiling
     return due.total_seconds() + stages + 2 * TIE_SECONDS
 
 

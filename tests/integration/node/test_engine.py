@@ -290,7 +290,7 @@ async def test_an_automatic_codec_follows_the_link(tmp_path):
             await asyncio.sleep(len(passage.frame.body) / 20e3)
         return passage.frame
 
-    async with members(tmp_path, 2, link, codec="auto", round_tokens=8000) as made:
+    async with members(tmp_path, 2, link, codec="auto", round_tokens=30_000) as made:
         ann = made[0]
 
         async def until_codec(wanted: set[str]) -> None:

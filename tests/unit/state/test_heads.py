@@ -22,10 +22,10 @@ from support.donors import (
     state_of,
 )
 
-from atoll.core.errors import Unreachable
+from atoll.core.errors import NotFound, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head
-from atoll.node.state import heads
+from atoll.node.state import heads, serve
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.conversation import PROTOCOL
 from atoll.v1 import dataplane_pb2 as dp
@@ -291,39 +291,68 @@ async def test_a_history_longer_than_can_be_followed_needs_a_majority(reef, monk
     assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
 
 
-class Stalling:
-    """Offers a head that nobody else has, and answers no question about what came before it."""
+class Dripping:
+    """Offers a head, and answers every question about what came before it, one in a while."""
 
-    def __init__(self, reef, member, head):
-        self.head = head
+    def __init__(self, reef, member, head, seconds):
+        self.head, self.seconds = head, seconds
         reef.hub.join(member.peer_id).handle(PROTOCOL, self.answer)
 
     async def answer(self, stream):
-        await stream.receive(timedelta(seconds=5))
-        reply = dp.StateReply(manifest=self.head.committed).SerializeToString()
-        await stream.send(FrameKind.MESSAGE, reply)
-        await asyncio.Event().wait()
+        while True:
+            frame = await stream.receive(timedelta(seconds=60))
+            if dp.StateRequest.FromString(frame.header).head_manifest:
+                reply = dp.StateReply(manifest=self.head.committed)
+            else:
+                await asyncio.sleep(self.seconds)
+                reply = dp.StateReply()
+            await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
 
 
-async def test_who_stalls_about_its_history_does_not_keep_a_member_from_what_most_agree_on(reef, monkeypatch):
+@pytest.fixture
+def hasty(monkeypatch):
+    """Deadlines as they are to one another, but a tenth."""
     monkeypatch.setattr(heads, "_ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr(heads, "_HISTORY", timedelta(seconds=6))
+    monkeypatch.setattr(serve, "_IDLE", timedelta(seconds=3))
+
+
+async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(reef, hasty):
     for member in (ANN, BOB, DAN):
         reef.serve(member, history(FIRST, SECOND), TWO)
-    Stalling(reef, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND))
-    async with asyncio.timeout(5):  # an answer's deadline, for the manifest before Eve's
+    Dripping(reef, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND), 0.9)
+    async with asyncio.timeout(5):
         assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
 
 
-async def test_who_stalls_about_its_history_costs_others_with_one_their_part_of_the_time(reef, monkeypatch):
-    monkeypatch.setattr(heads, "_ANSWER", timedelta(seconds=1))
-    monkeypatch.setattr(heads, "_HISTORY", timedelta(seconds=2))
-    run = GoneOn(rounds=20)
+@pytest.mark.parametrize("offers", ["a head of its own", "the true head"])
+async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(reef, hasty, offers):
+    run = GoneOn(rounds=80)
     for member in (ANN, BOB):
         reef.serve(member, history(FIRST_OF_TWO), ONE)
-    reef.serve(DAN, run.heads, TWO)
-    Stalling(reef, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND))
-    plan = plan_of(*ALL, voters=(ANN, DAN))
-    assert (await believed(reef, plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+    reef.serve(FAY, run.heads, TWO)
+    for member in (DAN, EVE):
+        own = commit(state_of(666.0), 1000, [member], after=SECOND)
+        Dripping(reef, member, own if offers == "a head of its own" else run.heads[-1], 0.9)
+    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, voters=(ANN, DAN))
+    newest = await newest_round(reef.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key)
+    assert newest == 80
+
+
+async def test_a_head_that_was_only_believed_does_not_stand_against_a_majority_later(reef):
+    """A newcomer that first reaches a liar alone, whose state then is not there, believes the others after all."""
+    forged = commit(state_of(666.0), 1000, [EVE], after=SECOND)
+    plan = plan_of(*ALL, voters=(ANN, BOB, DAN))
+
+    async def come(frame):
+        for member in (ANN, BOB, DAN):
+            if member.peer_id not in reef.networks:
+                reef.serve(member, history(FIRST, SECOND), TWO)
+        return NotFound("that state is not the head here, nor staged")
+
+    reef.serve(EVE, [forged], state_of(666.0))
+    reef.behaviours[EVE.peer_id] = come
+    assert (await believed(reef, plan)).hash == SECOND.hash
 
 
 async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_another(reef):

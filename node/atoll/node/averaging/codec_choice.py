@@ -1,10 +1,12 @@
 """Which codec the next exchange uses, where a run leaves that to the swarm (`codec = "auto"`). Pure.
 
-The most precise one whose exchange takes at most a quarter of a round, from the last Start to this one: what is trained
-meanwhile enters one round later, so a long exchange costs more than coarse codes (docs/adr/0001 has what carry costs).
-How long an exchange takes is learnt from the last ones, as every member sees them, in proportion to the bytes. A finer
-codec than the last needs some time to spare. Start names the codec, and so does the manifest. An opener may be wrong
-about it, or lie: the round is as good as its codec.
+The most precise one whose exchange takes at most a quarter of a round, from the begin of one exchange to that of the
+next: what is trained meanwhile enters one round later, so a long exchange costs more than coarse codes (docs/adr/0001
+has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer than it.
+
+How long an exchange takes is learnt from the last ones with that codec, as every member sees them; of codecs not used
+lately, in proportion to the bytes. A finer codec than the last needs some time to spare. Start names the codec, and so
+does the manifest. An opener may be wrong about it, or lie: the round is as good as its codec.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from atoll.node.averaging.codecs import CODECS, Codec
+from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec
+from atoll.v1 import common_pb2 as pb
 
 AUTO = ("fp16", "int8", "int4", "int2")  # by precision
 _FIRST = "int4"  # before anything was seen
 _SHARE = 0.25  # of a round's time
 _SPARE = 0.8  # of that, for a finer codec than the last: else the choice would swing
-_LAST = 5  # exchanges that count
+_HARDLY = 1.25  # times as long
+_LAST = 5  # exchanges with a codec that count
+_LATELY = 16  # exchanges ago: then what a codec took is forgotten
 
 
 def allowed(codec: str) -> tuple[str, ...]:
@@ -29,42 +34,69 @@ def allowed(codec: str) -> tuple[str, ...]:
 
 
 @dataclass
+class _Times:
+    """What exchanges with one codec took, in seconds."""
+
+    seen: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+    last: int = 0  # the number of the exchange
+
+
+@dataclass
 class CodecChoice:
     """`elements` of the flat vector; `names` of the codecs, the most precise first."""
 
     names: Sequence[str]
     elements: int
-    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))  # seconds, had it been the first codec
-    _began: float | None = None  # the last exchange
-    _used: int = 0  # the number of its codec
+    _times: dict[str, _Times] = field(default_factory=dict)
+    _at_least: dict[str, float] = field(default_factory=dict)  # seconds, of exchanges that were cut off
+    _count: int = 0  # exchanges
+    _used: str = ""  # the last codec
+    _began: float = 0.0  # the exchange under way, or the last one
+    _reference: float | None = None  # when the last one that did not break off began
 
-    def weight(self, number: int) -> float:
-        """The bytes of codec `number` as a part of the most precise one's; 1 when it is unknown."""
-        sizes: dict[int, int] = {CODECS[it].number: CODECS[it].encoded_bytes(self.elements) for it in self.names}
-        most = max(sizes.values())
-        return sizes.get(number, most) / most
-
-    def begin(self, number: int, now: float) -> None:
-        """An exchange begins."""
-        self._began, self._used = now, number
+    def begin(self, number: pb.Codec, now: float) -> None:
+        """An exchange begins with codec `number`."""
+        self._began, self._used = now, BY_NUMBER[number].name
+        self._count += 1
 
     def end(self, now: float, *, complete: bool) -> None:
-        """It is over; one that is not complete took at least that long."""
-        assert self._began is not None
-        whole = (now - self._began) / self.weight(self._used)
-        if complete or (self._seen and whole > median(self._seen)):
-            self._seen.append(whole)
+        """It is over; one that is not complete would have taken longer."""
+        seconds, known = now - self._began, self._times.get(self._used)
+        self._reference = self._began
+        if not complete and (known is None or seconds <= median(known.seen)):
+            self._at_least[self._used] = max(seconds, self._at_least.get(self._used, 0.0))
+            return
+        times = self._times.setdefault(self._used, _Times())
+        times.seen.append(seconds)
+        times.last = self._count
+
+    def forget_round(self) -> None:
+        """This node was away: since when the others train is unknown."""
+        self._reference = None
 
     def choose(self, now: float) -> Codec:
         """For an exchange that begins now."""
-        codecs = [CODECS[name] for name in self.names]
-        if len(codecs) == 1:
-            return codecs[0]
-        if not self._seen or self._began is None:
-            return CODECS[_FIRST]
-        whole, available, used = median(self._seen), _SHARE * (now - self._began), self.weight(self._used)
-        for codec in codecs:
-            weight = self.weight(codec.number)
-            if whole * weight <= available * (_SPARE if weight > used else 1.0):
-                return codec
-        return codecs[-1]
+        if len(self.names) == 1:
+            return CODECS[self.names[0]]
+        if not self._times:  # all that is known is that the first took too long, if it did
+            return CODECS[self.names[-1] if self._at_least.get(_FIRST) else _FIRST]
+        if self._reference is None:
+            return CODECS[self._used]
+        available = _SHARE * (now - self._reference)
+        seconds = {name: self._expected(name) for name in self.names}
+        for name in self.names:
+            finer = self._bytes(name) > self._bytes(self._used)
+            if seconds[name] <= available * (_SPARE if finer else 1.0):
+                return CODECS[name]
+        return next(CODECS[name] for name in self.names if seconds[name] <= _HARDLY * seconds[self.names[-1]])
+
+    def _expected(self, name: str) -> float:
+        """Seconds."""
+        known = self._times.get(name)
+        if known is not None and self._count - known.last <= _LATELY:
+            return median(known.seen)
+        latest = max(self._times, key=lambda other: self._times[other].last)
+        return median(self._times[latest].seen) * self._bytes(name) / self._bytes(latest)
+
+    def _bytes(self, name: str) -> int:
+        return CODECS[name].encoded_bytes(self.elements)

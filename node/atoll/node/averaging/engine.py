@@ -515,7 +515,8 @@ class AveragingEngine:
     def _count_frozen(self) -> None:
         """A round holds our snapshot."""
         self._counted_from += self._frozen_tokens
-        self._usual_tokens.append(self._frozen_tokens)
+        if self._frozen_tokens:
+            self._usual_tokens.append(self._frozen_tokens)
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(

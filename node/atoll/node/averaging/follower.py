@@ -96,7 +96,7 @@ class Follower:
         """Exchange: from here on the snapshot is seen by others."""
         assert self._ready is not None
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
-        seconds = min(message.deadline_ms / 1000, self.paces.exchange.ceiling)
+        seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self._start = message
         self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor
         self.phase = Phase.EXCHANGING
@@ -149,7 +149,7 @@ class Follower:
     def adopt(self, message: dp.Adopt, now: float) -> None:
         """An earlier attempt's result may have been committed: fetch it, unless we hold it."""
         check_payload(self.policy, self.plan, self.head, message.payload)
-        seconds = min(message.deadline_ms / 1000, self.paces.exchange.ceiling)
+        seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self.deadline = now + seconds + self.tie_seconds
         if message.payload not in self.memory.held:
             self.phase = Phase.STAGING

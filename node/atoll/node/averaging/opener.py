@@ -29,7 +29,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TIE_SECONDS = 10.0  # for the coordinator's answer
-_LEAST_WEIGHT = 0.25  # of an exchange in its time: not all of it is in proportion to the bytes
+_FLOOR = 1.0  # seconds: no stage is given less, beside what it took before
 
 
 class Stage(Enum):
@@ -45,16 +45,22 @@ class Paces:
     """How long each stage took lately, and which codec that is good for."""
 
     ready: Pace
-    exchange: Pace
+    exchanges: dict[int, Pace]  # by the number of the codec
     decision: Pace
     codec: CodecChoice
+    exchange_ceiling: float
 
     @classmethod
     def of(cls, policy: RoundPolicy) -> Paces:
         """Nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
-        ready, exchange, decision = (Pace(1.0, timeout.total_seconds()) for timeout in timeouts)
-        return cls(ready, exchange, decision, CodecChoice(policy.codecs, policy.elements))
+        ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
+        choice = CodecChoice(policy.codecs, policy.elements)
+        return cls(Pace(_FLOOR, ready), {}, Pace(_FLOOR, decision), choice, exchange)
+
+    def exchange(self, codec: int) -> Pace:
+        """That of exchanges with codec number `codec`."""
+        return self.exchanges.setdefault(codec, Pace(_FLOOR, self.exchange_ceiling))
 
 
 @dataclass
@@ -219,7 +225,7 @@ class Opener:
 
     def _start_exchange(self) -> None:
         codec = self.paces.codec.choose(self.now)
-        seconds = self.paces.exchange.patience_for(max(_LEAST_WEIGHT, self.paces.codec.weight(codec.number)))
+        seconds = self.paces.exchange(codec.number).patience
         self._start = build_start(
             self.policy,
             self.plan,
@@ -233,7 +239,7 @@ class Opener:
         self._tell(self._ready, dp.RoundMessage(start=self._start))
 
     def _adopt(self, payload: bytes, holders: tuple[str, ...]) -> None:
-        seconds = self.paces.exchange.ceiling  # a whole state may have to travel
+        seconds = self.paces.exchange_ceiling  # a whole state may have to travel
         self._enter(Stage.VOTES, seconds)
         message = dp.Adopt(
             round=self.round_id.to_proto(), payload=payload, holders=holders, deadline_ms=int(seconds * 1000)
@@ -263,17 +269,13 @@ class Opener:
     def _learn(self, *, far: bool = True, failed: bool = False) -> None:
         """How long this stage took. `far`: those who answered did not lack time themselves."""
         took = self.now - self._stage_began
-        pace = {
-            Stage.READY: self.paces.ready,
-            Stage.PARTS: self.paces.exchange,
-            Stage.VOTES: self.paces.decision,
-        }[self.stage]
-        exchanged = self._start if self.stage is Stage.PARTS else None
-        weight = self.paces.codec.weight(exchanged.codec) if exchanged is not None else 1.0
+        pace = self.paces.ready if self.stage is Stage.READY else self.paces.decision
+        if self.stage is Stage.PARTS and self._start is not None:
+            pace = self.paces.exchange(self._start.codec)
         if self._waiting_for() or not far:
-            pace.miss(took, failed=failed, weight=weight)
+            pace.miss(took, failed=failed)
         else:
-            pace.observe(took, weight)
+            pace.observe(took)
 
     def _take_ready(self, peer: str, ready: dp.Ready) -> None:
         """Count an answer; an earlier vote in it must be proven, because it may bind this attempt."""

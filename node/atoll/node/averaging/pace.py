@@ -31,25 +31,21 @@ class Pace:
     _factor: float = 1.0
     _seen: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def observe(self, seconds: float, weight: float = 1.0) -> None:
-        """How long it took until all were there. `weight` says how much there was to do, beside other times."""
-        self._seen.append(max(0.0, seconds) / weight)
+    def observe(self, seconds: float) -> None:
+        """How long it took until all were there."""
+        self._seen.append(max(0.0, seconds))
         self._factor = 1.0
 
-    def miss(self, seconds: float, *, failed: bool, weight: float = 1.0) -> None:
+    def miss(self, seconds: float, *, failed: bool) -> None:
         """Somebody was not there after that long; `failed`: nothing came of it."""
-        self._seen.append(_TOO_SHORT * max(0.0, seconds) / weight)
+        self._seen.append(_TOO_SHORT * max(0.0, seconds))
         self._factor = min(2 * self._factor, _MOST_DOUBLED) if failed else 2.0
 
     @property
     def patience(self) -> float:
         """Seconds to wait for the next ones."""
-        return self.patience_for(1.0)
-
-    def patience_for(self, weight: float) -> float:
-        """Seconds to wait where there is that much to do."""
         if len(self._seen) < _ENOUGH:
             return self.ceiling
         middle = median(self._seen)
         deviation = _MAD_TO_SIGMA * median(abs(seconds - middle) for seconds in self._seen)
-        return min(self.ceiling, self._factor * (self.floor + weight * max(2 * middle, middle + _K * deviation)))
+        return min(self.ceiling, self._factor * (self.floor + max(2 * middle, middle + _K * deviation)))

@@ -198,6 +198,7 @@ class RoundMachine:
         if self._following is not None:
             self._actions.append(rt.Release(self._following.round_id, thaw=False))
         self._supersede(f"this node moved to round {head.round}")
+        self._paces.codec.forget_round()
         self._reset(head)
         self._adopt_plan()
 

@@ -64,7 +64,7 @@ async def catch_up(
     head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head is not of this model.
     """
     workspace: Workspace | None = None
-    followed = held
+    followed = held  # what grew out of ours need not be followed again
     for restart in range(policy.restarts):
         best = await believe(network, plan, operator_key, followed)
         if best is None:
@@ -72,7 +72,7 @@ async def catch_up(
         head = best.head
         if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
             return None
-        followed = head
+        followed = head if best.grown else followed
         wanted = Wanted(plan.run_id, head.hash, pieces_of(head.manifest.layers, state.offsets))
         if workspace is None:
             workspace = Workspace(state.anchor_E.numel())

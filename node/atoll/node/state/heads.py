@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,7 +27,7 @@ from atoll.node.transport import Network
 _ANSWER = timedelta(seconds=10)
 _STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered
 LONGEST_HISTORY = 2048  # rounds that are followed one by one from our own head
-_HISTORY = timedelta(seconds=60)  # to follow them, of all heads together
+_HISTORY = timedelta(seconds=60)  # to follow them
 _BATCH = 32  # rounds asked for at once
 
 _log = log.get("catchup")
@@ -40,6 +39,7 @@ class Believed:
 
     head: Head
     holders: tuple[str, ...]
+    grown: bool = False  # out of our own, round by round
 
 
 async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
@@ -65,25 +65,17 @@ async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head
             believed = head
             break
         doubtful.append((head, doubt))
+    grown = False
     if held is not None and plan.accepts(held) and (believed is None or believed.round <= held.round):
         ahead = [head for head, _ in doubtful if head.round > held.round or head.hash == held.hash]
-        for head in ahead:
-            async with _patience(_HISTORY / len(ahead)):
-                if await _grew(inquiry, plan, operator_key, held, head, _offering(offers, head)):
-                    believed = head
-                    break
+        history = await _history(inquiry, plan, operator_key, held, ahead, offers)
+        found = next((head for head in ahead if head.hash in history), None)
+        believed, grown = found or believed, found is not None
     for head, reason in doubtful:
         # one ahead is what an honest member in front is
         if believed is None or head.round > believed.round + 1:
             _refuse(_offering(offers, head), head, reason)
-    return Believed(believed, _offering(offers, believed)) if believed is not None else None
-
-
-@asynccontextmanager
-async def _patience(limit: timedelta) -> AsyncIterator[None]:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit.total_seconds()):
-            yield
+    return Believed(believed, _offering(offers, believed), grown) if believed is not None else None
 
 
 async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
@@ -136,22 +128,27 @@ async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, He
     return ""
 
 
-async def _grew(
-    inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head, head: Head, offering: Sequence[str]
-) -> bool:
-    """Whether every round from `held` to `head` was decided by those who had to: what we would have followed live.
+async def _history(
+    inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head, ahead: Sequence[Head], offers: dict[str, Head]
+) -> set[bytes]:
+    """The hashes of `held` and of what grew out of it, up to the newest of `ahead`, as far as can be learnt in time.
 
-    Whoever does not have a manifest, or another one, is passed over: others may have the true one.
+    Every round was decided by those who had to: what we would have followed live. Whoever does not have a manifest, or
+    another one, is passed over; who is slow to answer is not asked again.
     """
-    before, there = held, -1
-    while there < before.round < head.round <= held.round + LONGEST_HISTORY:
-        there = before.round
-        for peer in inquiry.reachable(offering):
-            numbers = range(before.round + 1, min(there + _BATCH, head.round) + 1)
-            for found in await inquiry.stored(peer, numbers):
-                if _follows(plan, operator_key, before, found):
-                    before = found
-    return before.hash == head.hash
+    before, there, hashes = held, -1, {held.hash}
+    last = min(max((head.round for head in ahead), default=0), held.round + LONGEST_HISTORY)
+    offering = [peer for head in ahead for peer in _offering(offers, head)]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_HISTORY.total_seconds()):
+            while there < before.round < last and ahead[0].hash not in hashes:
+                there = before.round
+                for peer in inquiry.to_ask(offering):
+                    for found in await inquiry.stored(peer, range(before.round + 1, min(there + _BATCH, last) + 1)):
+                        if _follows(plan, operator_key, before, found):
+                            before = found
+                            hashes.add(found.hash)
+    return hashes
 
 
 def _follows(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
@@ -190,6 +187,8 @@ class _Inquiry:
         self._plan = plan
         self._peers = [peer for peer in plan.members if peer != network.peer_id]
         self._open: dict[str, Conversation] = {}
+        self._answered: list[str] = []  # with a head
+        self._slow: set[str] = set()
 
     async def close(self) -> None:
         await asyncio.gather(*(conversation.close() for conversation in self._open.values()))
@@ -211,29 +210,49 @@ class _Inquiry:
         heads = await asyncio.gather(*(self._stored_at(peer, number) for peer in peers))
         return {peer: head.hash for peer, head in heads if head is not None}
 
-    def reachable(self, first: Iterable[str]) -> list[str]:
-        """Everybody who still answers, `first` first."""
-        return [peer for peer in dict.fromkeys([*first, *self._open]) if peer in self._open]
+    def to_ask(self, first: Iterable[str]) -> list[str]:
+        """Everybody who answered and was not slow, `first` first."""
+        return [peer for peer in dict.fromkeys([*first, *self._answered]) if peer not in self._slow]
 
     async def stored(self, peer: str, numbers: Sequence[int]) -> list[Head]:
-        """The manifests of `numbers` that `peer` has, in their order, as far as it answers."""
+        """The manifests of `numbers` that `peer` has, in their order, as far as it answers in time."""
         found: list[Head] = []
-        conversation = self._open.get(peer)
-        if conversation is None:
-            return found
         try:
+            async with asyncio.timeout(_ANSWER.total_seconds()):
+                for fresh in (peer not in self._open, True):  # one that was not used for long may have ended
+                    if await self._collect(peer, numbers[len(found) :], found) or found or fresh:
+                        break
+        except TimeoutError:
+            self._slow.add(peer)
+            _log.warning("slow to tell what it has", peer=peer, rounds=len(found))
+        return found
+
+    async def _collect(self, peer: str, numbers: Sequence[int], found: list[Head]) -> bool:
+        """Whether it answered everything."""
+        try:
+            conversation = self._open.get(peer) or await self._dial(peer)
             async for head in conversation.manifests(numbers):
                 found.append(head)
         except BaseException as error:  # answers would be out of step from here on
-            await self._open.pop(peer).close()
+            await self._hang_up(peer)
             if not isinstance(error, AtollError):
                 raise
             _log.debug("no manifests", peer=peer, reason=str(error))
-        return found
+            return False
+        return True
+
+    async def _dial(self, peer: str) -> Conversation:
+        self._open[peer] = await Conversation.begin(self._network, peer, self._plan.run_id, _ANSWER)
+        return self._open[peer]
+
+    async def _hang_up(self, peer: str) -> None:
+        conversation = self._open.pop(peer, None)
+        if conversation is not None:
+            await conversation.close()
 
     async def previous(self, head: Head, first: Iterable[str]) -> Head | None:
         """The manifest that `head` builds on, from whoever has it; `first` are asked first."""
-        for peer in self.reachable(first):
+        for peer in dict.fromkeys([*first, *self._open]):
             _, found = await self._stored_at(peer, head.round - 1)
             if found is not None and found.hash == head.manifest.previous_hash and self._plan.accepts(found):
                 return found
@@ -241,12 +260,17 @@ class _Inquiry:
 
     async def _head_of(self, peer: str) -> Head | None:
         try:
-            self._open[peer] = await Conversation.begin(self._network, peer, self._plan.run_id, _ANSWER)
-            return await self._open[peer].manifest(None)
-        except (NotFound, Unreachable) as error:
+            head = await (await self._dial(peer)).manifest(None)
+            self._answered.append(peer)
+            return head
+        except NotFound as error:
             _log.debug("no head", peer=peer, reason=str(error))
-        except AtollError as error:
-            _log.warning("head not believed", peer=peer, reason=str(error))
+        except BaseException as error:  # an answer may be under way
+            await self._hang_up(peer)
+            if not isinstance(error, AtollError):
+                raise
+            said = _log.debug if isinstance(error, Unreachable) else _log.warning
+            said("no head" if isinstance(error, Unreachable) else "head not believed", peer=peer, reason=str(error))
         return None
 
     async def _stored_at(self, peer: str, number: int) -> tuple[str, Head | None]:
@@ -259,7 +283,7 @@ class _Inquiry:
             return peer, None
         except AtollError as error:
             _log.debug("no manifest", peer=peer, round=number, reason=str(error))
-            await self._open.pop(peer).close()  # answers would be out of step from here on
+            await self._hang_up(peer)  # answers would be out of step from here on
             return peer, None
 
     async def _most(self, asking: Iterable[asyncio.Task[Head | None]]) -> None:
