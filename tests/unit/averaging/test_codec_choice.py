@@ -79,6 +79,15 @@ def test_where_bytes_are_not_what_takes_the_time_coarse_codes_are_not_kept():
     assert set(used[-10:]) <= {"int2", "int4", "int8", "fp16"}
 
 
+def test_what_a_codec_took_long_ago_does_not_count_when_it_is_tried_again():
+    link = Link(1e4, "int8")
+    link.exchange(1e6, "int2", 20)
+    round_seconds = 1.3 * seconds_of("int8", 1e6) / SHARE
+    assert link.choose(round_seconds) == "int8"
+    link.exchange(1e6, "int8")
+    assert link.choose(round_seconds) == "int8"
+
+
 def test_an_exchange_that_was_cut_off_counts_only_as_a_lower_bound():
     link = Link(1e6, "int8")
     round_seconds = 1.01 * seconds_of("int8", 1e6) / SHARE

@@ -67,6 +67,8 @@ class CodecChoice:
             self._at_least[self._used] = max(seconds, self._at_least.get(self._used, 0.0))
             return
         times = self._times.setdefault(self._used, _Times())
+        if self._count - times.last > _LATELY:
+            times.seen.clear()
         times.seen.append(seconds)
         times.last = self._count
 
