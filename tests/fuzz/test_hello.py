@@ -19,7 +19,7 @@ from atoll.core.frames import PREFIX, Frame, FrameKind, unpack_prefix
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority
 from atoll.node.swarm.gate import Gate
-from atoll.node.swarm.hello import HELLO_TIMEOUT, Introductions
+from atoll.node.swarm.hello import COURTESY, HELLO_TIMEOUT, Introductions
 from atoll.node.swarm.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
@@ -118,7 +118,7 @@ def test_whatever_is_answered_to_our_hello(examples: int) -> None:
                 assert is_honest(data)
             except AtollError:
                 assert not gate.members()
-            assert asyncio.get_running_loop().time() <= HELLO_TIMEOUT.total_seconds()
+            assert asyncio.get_running_loop().time() <= (HELLO_TIMEOUT + COURTESY).total_seconds()
 
         run_virtually(scene())
 

@@ -10,11 +10,11 @@ import hashlib
 import json
 import tomllib
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from atoll.core.errors import RunSpecError
+from atoll.core.errors import RunSpecError, UsageError
 
 SPEC_VERSION = 1
 
@@ -85,13 +85,22 @@ class OptimizerSection(_Section):
     compile: bool = False
 
 
+CodecName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
+
+
+def check_codec(name: str) -> None:
+    """Raise `UsageError` unless a run spec may name it."""
+    if name not in get_args(CodecName):
+        raise UsageError(f"no codec is named {name!r}", f"it is one of {', '.join(get_args(CodecName))}")
+
+
 class SyncSection(_Section):
     """Outer rounds: when they are due, what they cost, and how the outer step moves the anchor."""
 
     round_tokens: Positive  # of all members together, since the last round, once rounds have grown to that
     round_growth: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # early rounds: this share of the tokens so far
     round_max_seconds: timedelta = timedelta(seconds=60)
-    codec: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"] = "int4"
+    codec: CodecName = "int4"
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.9
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above

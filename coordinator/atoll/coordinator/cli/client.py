@@ -88,6 +88,6 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"cannot read the operator's credential {path}: {error.strerror}",
-            "run this where `atoll-coordinator serve` runs, as the same user, "
-            "or copy its admin directory and name it with --credentials or ATOLL_CREDENTIALS",
+            "run this where `atoll-coordinator serve` runs, as the same user; if that has a --data-dir, or runs "
+            "elsewhere, name DATA-DIR/admin, or a copy of it, with --credentials or ATOLL_CREDENTIALS",
         ) from error

@@ -51,10 +51,12 @@ def demo(
     """
     import asyncio
 
+    from atoll.core.run_spec import check_codec
     from atoll.node.lab.demo import SLOWDOWNS, DemoOptions, run_demo
     from atoll.node.lab.demo_view import live_view
     from atoll.node.lab.trouble import TroublePlan
 
+    check_codec(codec)
     slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
     trouble = TroublePlan(kill, together, freeze, kill_coordinator)
     options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), trouble)

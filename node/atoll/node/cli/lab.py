@@ -90,10 +90,12 @@ def run(
     """
     import asyncio
 
+    from atoll.core.run_spec import check_codec
     from atoll.node.lab.demo_view import live_view
     from atoll.node.lab.wan.run import LabRunOptions, run_lab
     from atoll.node.lab.wan.topology import load_topology
 
+    check_codec(codec)
     text = _read(spec) if spec is not None else None
     options = LabRunOptions(load_topology(topology), text, tokens, codec, step_seconds, timedelta(minutes=minutes))
     if keep is not None and keep.exists() and any(keep.iterdir()):

@@ -86,6 +86,7 @@ class Trouble:
         self.log.frozen.append(name)
         with frozen(self._swarm, name):
             await asyncio.sleep(FREEZE_SECONDS)
+        self.log.events.append(f"{name} thaws")
 
     async def _kill(self, victims: tuple[str, ...]) -> None:
         await kill(self._swarm, *victims)
@@ -97,6 +98,7 @@ class Trouble:
             else:
                 await self._swarm.restart_member(name)
                 self.log.killed.append(name)
+            self.log.events.append(f"{name} is started again")
 
 
 async def kill(swarm: LocalSwarm, *names: str) -> None:

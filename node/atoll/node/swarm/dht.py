@@ -100,7 +100,7 @@ class Directory:
 
     async def _greet_seeds(self, alone_is_fine: bool) -> list[str]:
         """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
-        greetings = [self._p2p.introductions.ensure(seed) for seed in self._seeds]
+        greetings = [self._p2p.introductions.say(seed) for seed in self._seeds]
         outcomes = await asyncio.gather(*greetings, return_exceptions=True)
         answering = [a for a, outcome in zip(self._seeds.values(), outcomes, strict=True) if outcome is None]
         for outcome in outcomes:

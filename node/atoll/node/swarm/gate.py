@@ -35,7 +35,7 @@ class Gate:
     def __init__(self, authority: Authority, membership: pb.Signed, own_peer_id: str, deny: Deny, clock: Clock) -> None:
         self._authority = authority
         self._clock = clock
-        self._own_peer_id = own_peer_id
+        self.own_peer_id = own_peer_id
         self._members: dict[str, Member] = {}
         self._streams: defaultdict[str, set[Closable]] = defaultdict(set)
         self._deny = deny
@@ -120,5 +120,5 @@ class Gate:
                 stream.abort()
 
     def _checked(self, membership: pb.Signed) -> pb.Signed:
-        self._authority.verify_membership(membership, self._clock.unix(), expect_peer_id=self._own_peer_id)
+        self._authority.verify_membership(membership, self._clock.unix(), expect_peer_id=self.own_peer_id)
         return membership

@@ -3,6 +3,10 @@
 The dialler sends one frame with its `Hello`, the acceptor answers with its own, or with a refusal that says why.
 At most 4 KiB each way, five seconds in all. Whoever passes stands in the gate's table on both sides. Strangers
 cost nothing to invent, so the number served at once and per second is bounded for all of them together.
+
+Members hear of one another at the same moment, from a plan, and two that dial each other at once from the ports that
+they listen on make one TCP connection with two initiators, whose handshake fails; libp2p then refuses to dial for five
+seconds and more. So the one with the higher peer id waits a moment to be dialled.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ MAX_AT_ONCE = 32
 MAX_AT_ONCE_PER_PEER = 2
 RATE_PER_SECOND = 50.0
 BURST = 100.0
+COURTESY = timedelta(seconds=1)  # for the other to dial us: a few round trips
 
 OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
@@ -71,9 +76,12 @@ class Introductions:
         self._traffic = traffic
         self._limit = StrangerLimit(clock)
         self._saying: dict[str, asyncio.Task[None]] = {}
+        self._awaited: dict[str, asyncio.Event] = {}  # peers that may dial us first
 
     async def ensure(self, peer_id: str) -> None:
-        """Say hello unless the peer stands in the table. Raises `Unreachable`, `Rejected`."""
+        """Say hello unless the peer stands in the table, or soon does. Raises `Unreachable`, `Rejected`."""
+        if not self._gate.knows(peer_id) and peer_id < self._gate.own_peer_id and peer_id not in self._saying:
+            await self._let_come(peer_id)
         if not self._gate.knows(peer_id):
             await self.say(peer_id)
 
@@ -115,8 +123,22 @@ class Introductions:
         finally:
             await stream.close()
 
+    async def _let_come(self, peer_id: str) -> None:
+        """Wait until the peer said hello to us, but not for long."""
+        event = self._awaited.setdefault(peer_id, asyncio.Event())
+        try:
+            async with asyncio.timeout(COURTESY.total_seconds()):
+                await event.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._awaited.get(peer_id) is event:
+                del self._awaited[peer_id]
+
     async def _answer(self, stream: Stream) -> None:
         self._gate.admit(stream.peer_id, _hello_in(await stream.receive(HELLO_TIMEOUT)))
+        if stream.peer_id in self._awaited:
+            self._awaited[stream.peer_id].set()
         await stream.send(FrameKind.MESSAGE, self._gate.hello().SerializeToString())
 
     def _stream(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> SocketStream:

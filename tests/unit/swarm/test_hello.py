@@ -1,0 +1,78 @@
+"""Who dials whom: members that hear of one another at one moment must not both dial."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.byte_stream import KeptWriter, reader_of
+from support.members import certificate_of
+from support.mutation import on_wire
+from support.virtual_time import run_virtually
+
+from atoll.core.clock import ManualClock
+from atoll.core.errors import Unreachable
+from atoll.core.frames import Frame, FrameKind
+from atoll.core.identity import Identity
+from atoll.core.membership import EMPTY_DENY, Authority
+from atoll.node.swarm.gate import Gate
+from atoll.node.swarm.hello import COURTESY, Introductions
+from atoll.node.swarm.traffic import Traffic
+
+OPERATOR = Identity.generate()
+LOW, HIGH = sorted((Identity.generate(), Identity.generate()), key=lambda identity: identity.peer_id)
+
+
+class Side:
+    """One that introduces itself; its dials are only counted, with when."""
+
+    def __init__(self, identity: Identity) -> None:
+        clock = ManualClock()
+        authority = Authority(OPERATOR.public_key, "reef")
+        membership = certificate_of(identity, OPERATOR, clock.unix(), run_id="reef")
+        self.gate = Gate(authority, membership, identity.peer_id, EMPTY_DENY, clock)
+        self.introductions = Introductions(self.gate, self._dial, Traffic(clock), clock)  # type: ignore[arg-type]
+        self.dialled_at: list[float] = []
+
+    async def _dial(self, peer_id: str, protocol: str, timeout: object) -> object:
+        self.dialled_at.append(asyncio.get_running_loop().time())
+        raise Unreachable(f"peer {peer_id} is not there")
+
+    async def hear(self, other: Side) -> None:
+        """The other's hello comes in."""
+        said = on_wire(Frame(FrameKind.MESSAGE, other.gate.hello().SerializeToString()))
+        await self.introductions.answer(other.gate.own_peer_id, reader_of(said), KeptWriter())  # type: ignore[arg-type]
+
+
+def test_the_lower_one_dials_at_once() -> None:
+    async def scene() -> None:
+        side, began = Side(LOW), asyncio.get_running_loop().time()
+        with pytest.raises(Unreachable):
+            await side.introductions.ensure(HIGH.peer_id)
+        assert side.dialled_at == [began]
+
+    run_virtually(scene())
+
+
+def test_the_higher_one_lets_the_other_come_and_dials_nobody() -> None:
+    async def scene() -> None:
+        side = Side(HIGH)
+        waiting = [asyncio.create_task(side.introductions.ensure(LOW.peer_id)) for _ in range(3)]
+        await asyncio.sleep(0.4)
+        await side.hear(Side(LOW))
+        await asyncio.gather(*waiting)
+        assert asyncio.get_running_loop().time() < 0.5
+        assert not side.dialled_at
+        assert side.gate.knows(LOW.peer_id)
+
+    run_virtually(scene())
+
+
+def test_the_higher_one_dials_when_the_other_does_not_come() -> None:
+    async def scene() -> None:
+        side, began = Side(HIGH), asyncio.get_running_loop().time()
+        with pytest.raises(Unreachable):
+            await side.introductions.ensure(LOW.peer_id)
+        assert side.dialled_at == [began + COURTESY.total_seconds()]
+
+    run_virtually(scene())
