@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.common import RESULTS
 
-ALL = ("codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "allreduce")
+ALL = ("codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "allreduce", "utilisation")
 
 
 def main() -> int:
