@@ -16,12 +16,11 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import partition
-from atoll.node.direct.path import DirectConfig
 from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
-from benchmarks.member_host import greet_all, peer_of, start_host
+from benchmarks.member_host import greet_all, peer_of, start_member
 
 _RUN = "bench"
 _START = timedelta(seconds=30)
@@ -46,14 +45,8 @@ class Atoll:
 
     async def meet(self, contacts: list[Any]) -> Any:
         if self._host is None:
-            self._host = await start_host(
-                self._directory,
-                f"member-{self._index}",
-                tuple(contacts[0] or ()),
-                run_id=_RUN,
-                relay_service=self._index == 0,
-                address=self._address,
-                direct=DirectConfig((self._address,)) if self._direct else None,
+            self._host = await start_member(
+                self._directory, self._index, contacts, run_id=_RUN, address=self._address, direct=self._direct
             )
             self._server = ExchangeServer(self._host, _START)
             await self._host.ready()

@@ -65,6 +65,23 @@ async def start_host(
     return host
 
 
+async def start_member(
+    folder: Path, index: int, contacts: Sequence[list[str]], *, run_id: str, address: str, direct: bool
+) -> SwarmHost:
+    """Member `index` of a benchmark in a lab: the first is everybody's seed. Raises as `SwarmHost.start`."""
+    host = await start_host(
+        folder,
+        f"member-{index}",
+        tuple(contacts[0] or ()),
+        run_id=run_id,
+        relay_service=index == 0,
+        address=address,
+        direct=DirectConfig((address,)) if direct else None,
+    )
+    await host.ready()
+    return host
+
+
 async def greet_all(host: SwarmHost, contacts: Sequence[list[str]]) -> None:
     """Connect with the members at these addresses, as rounds do long before they exchange anything.
 

@@ -38,7 +38,6 @@ from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.round_policy import policy_of
-from atoll.node.direct.path import DirectConfig
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
@@ -49,7 +48,7 @@ from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.trainer import Trainer
 from atoll.v1 import manifest_pb2
 from benchmarks.json_lines import serve
-from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_host
+from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_member
 
 STEP_TOKENS = 512
 COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
@@ -169,16 +168,9 @@ class Member:
     async def meet(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
         if self._host is None:
-            self._host = await start_host(
-                self._directory,
-                f"member-{self._index}",
-                tuple(contacts[0] or ()),
-                run_id=_RUN,
-                relay_service=self._index == 0,
-                address=self._address,
-                direct=DirectConfig((self._address,)),
+            self._host = await start_member(
+                self._directory, self._index, contacts, run_id=_RUN, address=self._address, direct=True
             )
-            await self._host.ready()
             return self._host.multiaddrs()
         self._contacts = contacts
         await greet_all(self._host, contacts)

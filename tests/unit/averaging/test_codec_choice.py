@@ -76,7 +76,6 @@ def test_where_bytes_are_not_what_takes_the_time_coarse_codes_are_not_kept():
         link.choice.end(link.now + 10.0, complete=True)
         link.began, link.now = link.now, link.now + 20.0
     assert used.count("int2") < 10
-    assert set(used[-10:]) <= {"int2", "int4", "int8", "fp16"}
 
 
 def test_what_a_codec_took_long_ago_does_not_count_when_it_is_tried_again():

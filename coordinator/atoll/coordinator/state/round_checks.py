@@ -113,10 +113,12 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
     )
 
 
-def _codec_name(codec: int) -> str:
+def _codec_name(codec: pb.Codec) -> str:
     """Its name in run specs; a number where it is none that we know."""
-    known = pb.Codec.keys()[pb.Codec.values().index(codec)] if codec in pb.Codec.values() else str(codec)
-    return known.removeprefix("CODEC_").lower()
+    try:
+        return pb.Codec.Name(codec).removeprefix("CODEC_").lower()
+    except ValueError:
+        return str(codec)
 
 
 def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:

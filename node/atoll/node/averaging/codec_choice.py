@@ -48,7 +48,7 @@ class CodecChoice:
     names: Sequence[str]
     elements: int
     _times: dict[str, _Times] = field(default_factory=dict)
-    _at_least: dict[str, float] = field(default_factory=dict)  # seconds, of exchanges that were cut off
+    _cut_off: bool = False  # an exchange was, before any was measured
     _count: int = 0  # exchanges
     _used: str = ""  # the last codec
     _began: float = 0.0  # the exchange under way, or the last one
@@ -64,7 +64,7 @@ class CodecChoice:
         seconds, known = now - self._began, self._times.get(self._used)
         self._reference = self._began
         if not complete and (known is None or seconds <= median(known.seen)):
-            self._at_least[self._used] = max(seconds, self._at_least.get(self._used, 0.0))
+            self._cut_off |= seconds > 0
             return
         times = self._times.setdefault(self._used, _Times())
         if self._count - times.last > _LATELY:
@@ -80,8 +80,8 @@ class CodecChoice:
         """For an exchange that begins now."""
         if len(self.names) == 1:
             return CODECS[self.names[0]]
-        if not self._times:  # all that is known is that the first took too long, if it did
-            return CODECS[self.names[-1] if self._at_least.get(_FIRST) else _FIRST]
+        if not self._times:
+            return CODECS[self.names[-1] if self._cut_off else _FIRST]
         if self._reference is None:
             return CODECS[self._used]
         available = _SHARE * (now - self._reference)

@@ -220,7 +220,7 @@ class _Inquiry:
         try:
             async with asyncio.timeout(_ANSWER.total_seconds()):
                 for fresh in (peer not in self._open, True):  # one that was not used for long may have ended
-                    if await self._collect(peer, numbers[len(found) :], found) or found or fresh:
+                    if await self._collect(peer, numbers, found) or found or fresh:
                         break
         except TimeoutError:
             self._slow.add(peer)
@@ -265,12 +265,15 @@ class _Inquiry:
             return head
         except NotFound as error:
             _log.debug("no head", peer=peer, reason=str(error))
-        except BaseException as error:  # an answer may be under way
+            return None
+        except Unreachable as error:
+            _log.debug("no head", peer=peer, reason=str(error))
+        except AtollError as error:
+            _log.warning("head not believed", peer=peer, reason=str(error))
+        except BaseException:
             await self._hang_up(peer)
-            if not isinstance(error, AtollError):
-                raise
-            said = _log.debug if isinstance(error, Unreachable) else _log.warning
-            said("no head" if isinstance(error, Unreachable) else "head not believed", peer=peer, reason=str(error))
+            raise
+        await self._hang_up(peer)  # an answer may be under way
         return None
 
     async def _stored_at(self, peer: str, number: int) -> tuple[str, Head | None]:
