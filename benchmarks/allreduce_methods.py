@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.partition import partition
+from atoll.node.averaging.partition import part_elements, partition
 from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
 from atoll.v1 import dataplane_pb2 as dp
@@ -25,7 +25,6 @@ from benchmarks.member_host import greet_all, peer_of, start_member
 _RUN = "bench"
 _START = timedelta(seconds=30)
 _STALL = timedelta(seconds=15)
-_PART_BYTES = 512 * 1024  # of an encoded part
 
 
 class Atoll:
@@ -59,16 +58,14 @@ class Atoll:
         assert self._host is not None
         elements = len(vector_E)
         chosen = CODECS[codec]
+        ranges = partition(elements, self._peers, {})  # as plans say today: all reduce the same
         start = dp.Start(
             round=RoundId(_RUN, 1, 0, number + 1, 0).to_proto(),
             contributions=[manifest_pb2.Contribution(peer_id=it, tokens=1, weight=1) for it in self._peers],
-            partition=[
-                dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end)
-                for piece in partition(elements, self._peers, {})  # as plans say today: all reduce the same
-            ],
+            partition=[dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end) for piece in ranges],
             codec=chosen.number,
             elements=elements,
-            part_elements=max(1, _PART_BYTES * elements // chosen.encoded_bytes(elements) // 128) * 128,
+            part_elements=part_elements(ranges, chosen.encoded_bytes, 2**20),
         )
         if self._exchange is not None:
             self._server.end(self._exchange.round_id)

@@ -38,6 +38,7 @@ from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.round_policy import policy_of
+from atoll.node.start import use_huge_pages
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
@@ -51,6 +52,7 @@ from benchmarks.json_lines import serve
 from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_member
 
 STEP_TOKENS = 512
+LAYERS = 14
 COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
 _RUN = "utilisation"
 _START = timedelta(seconds=60)
@@ -183,7 +185,7 @@ class Member:
         text = SPEC.format(members=count, round_tokens=inner_steps * count * STEP_TOKENS, codec=codec)
         spec = parse_run_spec(text)
         self._device = Device(elements, step_seconds, self._index)
-        state = AnchorState(self._device.anchor, (0, elements))
+        state = AnchorState(self._device.anchor, [elements * layer // LAYERS for layer in range(LAYERS + 1)])
         head = genesis(state)
         plan = plan_of(sorted(map(peer_of, self._contacts)), head, spec)
         place = make_private_dir(self._directory / f"state-{self._index}")
@@ -194,7 +196,7 @@ class Member:
             identity=Identity.load_or_create(self._directory / f"member-{self._index}.key"),
             operator_key=operator.public_key,
             spec=spec,
-            policy=policy_of(spec, layers=1, elements=elements),
+            policy=policy_of(spec, layers=LAYERS, elements=elements),
             trainer=cast("Trainer", self._device),
             state=state,
             manifests=manifests,
@@ -256,10 +258,10 @@ def genesis(state: AnchorState) -> Head:
 
 
 def plan_of(peers: Sequence[str], head: Head, spec: RunSpec) -> Plan:
-    """All members hold the one layer and reduce alike."""
+    """All members hold all layers and reduce alike."""
     lease = 10**6
     assignments = tuple(
-        Assignment(peer, 0, 0, ((i * lease, (i + 1) * lease),), spec.sync.round_tokens, 1)
+        Assignment(peer, 0, LAYERS - 1, ((i * lease, (i + 1) * lease),), spec.sync.round_tokens, 1)
         for i, peer in enumerate(peers)
     )
     return Plan(_RUN, 1, assignments, tuple((peer,) for peer in peers), Base(head.hash, tuple(peers)))
@@ -288,5 +290,6 @@ async def answer_all(index: int, address: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     torch.set_num_threads(1)
     asyncio.run(answer_all(int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))

@@ -23,7 +23,7 @@ from atoll.core.errors import PartInvalid
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS, is_finite
 from atoll.node.averaging.outer import due_tokens, outer_schedule, outer_step, weighted_mean
-from atoll.node.averaging.partition import partition, shares
+from atoll.node.averaging.partition import part_elements, partition, shares
 from atoll.node.averaging.screening import inner_products, judge
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
@@ -241,7 +241,8 @@ class VirtualSwarm:
         """What the butterfly computes: contributions coded once, the average coded once."""
         codec = CODECS[self._it.codec]
         average_E = torch.empty_like(self.anchor_E)
-        cut = shares(partition(average_E.numel(), self.members, {}), self._spec.sync.part_elements)
+        ranges = partition(average_E.numel(), self.members, {})
+        cut = shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
         left_out: Counter[str] = Counter()
         for share in cut:
             for part in share.parts:

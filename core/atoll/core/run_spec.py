@@ -105,7 +105,7 @@ class SyncSection(_Section):
     outer_momentum: Fraction = 0.9
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above
     screening: bool = True  # contributions that do not look like training are left out of sums
-    part_elements: Annotated[int, Field(ge=128, le=2**20)] = 131_072  # a multiple of 128; in fp32 a part fits a frame
+    part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # at most; a multiple of 128
 
     @field_validator("part_elements")
     @classmethod

@@ -38,9 +38,18 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
             save_wish(config.data_dir, Wish())  # who joins wants to train, whatever was said before
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
+        use_huge_pages()
         from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
 
         await Daemon(loaded, identity, credentials, clock).run()
+
+
+def use_huge_pages() -> None:
+    """For what torch will allocate: rounds touch vectors afresh, and page by page that costs more than the sums.
+
+    Has to be called before torch allocates the first one.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 async def join(config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock) -> Credentials:

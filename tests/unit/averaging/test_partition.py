@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.averaging.partition import BLOCK, partition, parts
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.partition import (
+    BLOCK,
+    LEAST_PART,
+    MOST_PART_BYTES,
+    ReduceRange,
+    part_elements,
+    partition,
+    parts,
+)
 
 peers = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=9, unique=True)
 
@@ -36,3 +45,13 @@ def test_a_member_without_bandwidth_reduces_nothing_unless_nobody_has_any():
     assert silent.start == silent.end
     shared = partition(10_000, ["a", "b"], {})
     assert all(piece.end > piece.start for piece in shared)
+
+
+@given(st.integers(1, 10**9), st.sampled_from(sorted(CODECS)), st.integers(1, 2**13))
+def test_parts_fit_a_frame_and_overlap_where_that_is_worth_it(elements, codec, most_blocks):
+    ranges, coded = [ReduceRange("a", 0, elements), ReduceRange("b", elements, elements)], CODECS[codec].encoded_bytes
+    length = part_elements(ranges, coded, BLOCK * most_blocks)
+    assert 0 < length <= BLOCK * most_blocks
+    assert length % BLOCK == 0
+    assert coded(length) <= MOST_PART_BYTES
+    assert elements > 15 * length or length <= LEAST_PART

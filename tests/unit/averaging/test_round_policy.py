@@ -4,6 +4,7 @@ import pytest
 from support.small_state import SPEC
 
 from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.partition import ReduceRange, part_elements
 from atoll.node.averaging.round_policy import policy_of
 
 HOME_UPLINK = 10e6 / 8  # bytes per second
@@ -17,7 +18,9 @@ def test_a_home_uplink_is_never_too_thin_for_the_first_rounds(codec, elements):
     vector = CODECS[codec].encoded_bytes(elements)
     assert policy.exchange_timeout.total_seconds() >= 2 * vector / HOME_UPLINK
     assert policy.decision_timeout.total_seconds() >= vector / HOME_UPLINK
-    assert policy.stall.total_seconds() > CODECS[codec].encoded_bytes(spec.sync.part_elements) / HOME_UPLINK
+    coded = CODECS[codec].encoded_bytes
+    length = part_elements([ReduceRange("one", 0, elements)], coded, policy.part_elements)
+    assert policy.stall.total_seconds() > coded(length) / HOME_UPLINK
 
 
 def test_a_small_model_waits_no_longer_than_a_minute_for_the_dead():

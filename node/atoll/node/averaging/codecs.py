@@ -29,8 +29,11 @@ from atoll.v1 import common_pb2 as pb
 
 BLOCK = 128
 _SCALE_BYTES = 2
+_CACHED_BLOCKS = 2**11  # coded at a time, so that what is in between stays in the cache
 _INT2_LEVELS = torch.tensor([-1.510, -0.4528, 0.4528, 1.510])  # of codes 0 to 3
+_INT2_FOURS = torch.stack([_INT2_LEVELS[(torch.arange(256) >> shift) & 3] for shift in (0, 2, 4, 6)], dim=1)  # by byte
 _INT2_BETWEEN = 0.9816  # the two levels of a sign
+_INT2_MIDDLE = torch.tensor([-1e-45, 0.0]).repeat(BLOCK // 2)  # what is more is up; so zeros take turns
 _INT2_LARGEST = 2.0**127  # scale that times the largest level is finite
 
 
@@ -96,18 +99,33 @@ def _in_blocks(values_E: Tensor) -> Tensor:
     return torch.nn.functional.pad(values_E, (0, blocks * BLOCK - values_E.numel())).view(blocks, BLOCK)
 
 
-def _quantise(values_E: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Codes in [-levels, levels] as int8 [blocks, BLOCK] and scales as bf16 [blocks]."""
-    padded = _in_blocks(values_E)
-    scales = (padded.abs().amax(dim=1) / levels).to(torch.bfloat16)
-    divisor = scales.to(torch.float32).unsqueeze(1)
-    codes = torch.where(divisor > 0, padded / divisor, 0.0).round().clamp(-levels, levels).to(torch.int8)
-    return codes, scales
+def _in_pieces(code_bytes: int, code: Callable[[Tensor, int, Tensor, Tensor], None]) -> Callable[[Tensor], bytes]:
+    """`code` turns fp32 [blocks, BLOCK], of which so many elements are no padding, into scales and packed codes."""
+
+    def encode(values_E: Tensor) -> bytes:
+        blocks = _blocks(values_E.numel())
+        encoded = torch.empty(blocks * (_SCALE_BYTES + code_bytes), dtype=torch.uint8)
+        scales = encoded[: blocks * _SCALE_BYTES].view(torch.bfloat16)
+        packed = encoded[blocks * _SCALE_BYTES :].view(blocks, code_bytes)
+        for start in range(0, blocks, _CACHED_BLOCKS):
+            end = start + _CACHED_BLOCKS
+            piece_E = values_E[start * BLOCK : end * BLOCK]
+            code(_in_blocks(piece_E), piece_E.numel(), scales[start:end], packed[start:end])
+        return _bytes_of(encoded)
+
+    return encode
 
 
-def _encode_int8(values_E: Tensor) -> bytes:
-    codes, scales = _quantise(values_E, 127)
-    return _bytes_of(scales) + _bytes_of(codes)
+def _quantise(values: Tensor, levels: int, scales: Tensor) -> Tensor:
+    """Whole numbers in [-levels, levels] as fp32 [blocks, BLOCK]; sets the scales."""
+    scales.copy_(values.abs().amax(dim=1).div_(levels))
+    divisor = scales.to(torch.float32)
+    divisor[divisor == 0] = 1.0  # then all values are zero, or round to it
+    return torch.div(values, divisor.unsqueeze(1)).round_().clamp_(-levels, levels)
+
+
+def _code_int8(values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> None:
+    packed.view(torch.int8).copy_(_quantise(values, 127, scales))
 
 
 def _decode_int8(raw: Tensor, elements: int) -> Tensor:
@@ -117,10 +135,9 @@ def _decode_int8(raw: Tensor, elements: int) -> Tensor:
     return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
 
 
-def _encode_int4(values_E: Tensor) -> bytes:
-    codes, scales = _quantise(values_E, 7)
-    nibbles = (codes.view(-1) + 8).to(torch.uint8)
-    return _bytes_of(scales) + _bytes_of(nibbles[0::2] | (nibbles[1::2] << 4))
+def _code_int4(values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> None:
+    pairs = _quantise(values, 7, scales).add_(8.0).to(torch.uint8).view(torch.int16)
+    packed.copy_(pairs | (pairs >> 4))  # the low byte of each
 
 
 def _decode_int4(raw: Tensor, elements: int) -> Tensor:
@@ -132,33 +149,45 @@ def _decode_int4(raw: Tensor, elements: int) -> Tensor:
     return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
 
 
-def _encode_int2(values_E: Tensor) -> bytes:
-    padded = _in_blocks(values_E)
-    filled = (values_E.numel() - torch.arange(0, values_E.numel(), BLOCK)).clamp(max=BLOCK)
-    scales = (padded.double().square().sum(dim=1) / filled).sqrt().clamp(max=_INT2_LARGEST).to(torch.bfloat16)
+def _code_int2(values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> None:
+    filled = (elements - torch.arange(0, elements, BLOCK)).clamp(max=BLOCK)
+    norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
+    scales.copy_((norms / filled.sqrt()).clamp_(max=_INT2_LARGEST))
     limit = scales.to(torch.float32).unsqueeze(1) * _INT2_BETWEEN
-    up = (padded > 0) | ((padded == 0) & (torch.arange(BLOCK) % 2 == 0))
-    codes = 2 * up.to(torch.uint8) + torch.where(up, padded >= limit, padded > -limit).to(torch.uint8)
-    quarters = codes.view(-1, 4)
-    packed = quarters[:, 0] | (quarters[:, 1] << 2) | (quarters[:, 2] << 4) | (quarters[:, 3] << 6)
-    return _bytes_of(scales) + _bytes_of(packed)
+    codes = (values > -limit).view(torch.uint8)
+    codes += (values > _INT2_MIDDLE).view(torch.uint8)
+    codes += (values >= limit).view(torch.uint8)
+    fours = codes.view(torch.int32)
+    fours |= fours >> 6
+    packed.copy_(fours | (fours >> 12))  # the low byte of each
 
 
 def _decode_int2(raw: Tensor, elements: int) -> Tensor:
     blocks = _blocks(elements)
     scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
-    packed = raw[blocks * _SCALE_BYTES :]
-    codes = torch.stack([(packed >> shift) & 0x03 for shift in (0, 2, 4, 6)], dim=1).view(blocks, BLOCK)
-    return torch.mul(_INT2_LEVELS[codes.long()], scales.unsqueeze(1)).view(-1)[:elements]
+    packed = raw[blocks * _SCALE_BYTES :].to(torch.int32)
+    levels = _INT2_FOURS.index_select(0, packed).view(blocks, BLOCK)
+    return levels.mul_(scales.unsqueeze(1)).view(-1)[:elements]
+
+
+def _blockwise(
+    name: str,
+    number: pb.Codec,
+    code_bytes: int,
+    code: Callable[[Tensor, int, Tensor, Tensor], None],
+    decode: Callable[[Tensor, int], Tensor],
+) -> Codec:
+    block_bytes = _SCALE_BYTES + code_bytes
+    return Codec(name, number, lambda n: _blocks(n) * block_bytes, _in_pieces(code_bytes, code), decode)
 
 
 _ALL = (
     Codec("fp32", pb.CODEC_FP32, lambda n: 4 * n, _bytes_of, _decode_as(torch.float32)),
     Codec("bf16", pb.CODEC_BF16, lambda n: 2 * n, _encode_half(torch.bfloat16), _decode_as(torch.bfloat16)),
     Codec("fp16", pb.CODEC_FP16, lambda n: 2 * n, _encode_half(torch.float16), _decode_as(torch.float16)),
-    Codec("int8", pb.CODEC_INT8, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK), _encode_int8, _decode_int8),
-    Codec("int4", pb.CODEC_INT4, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4),
-    Codec("int2", pb.CODEC_INT2, lambda n: _blocks(n) * (_SCALE_BYTES + BLOCK // 4), _encode_int2, _decode_int2),
+    _blockwise("int8", pb.CODEC_INT8, BLOCK, _code_int8, _decode_int8),
+    _blockwise("int4", pb.CODEC_INT4, BLOCK // 2, _code_int4, _decode_int4),
+    _blockwise("int2", pb.CODEC_INT2, BLOCK // 4, _code_int2, _decode_int2),
 )
 CODECS = {codec.name: codec for codec in _ALL}
 BY_NUMBER = {codec.number: codec for codec in _ALL}

@@ -17,8 +17,8 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import check_form, counted_tokens, plain
-from atoll.node.averaging.codecs import CODECS, Codec
-from atoll.node.averaging.partition import partition
+from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec
+from atoll.node.averaging.partition import LEAST_PART, ReduceRange, part_elements, partition
 from atoll.node.averaging.round_types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -41,6 +41,7 @@ def build_start(
     Tokens count towards the run up to the same cap, so that no single claim can end it.
     """
     members = round_id.order(ready)
+    ranges = _ranges(policy, plan, members)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
@@ -53,10 +54,10 @@ def build_start(
     return dp.Start(
         round=round_id.to_proto(),
         contributions=contributions,
-        partition=_partition(policy, plan, members),
+        partition=_to_proto(ranges),
         codec=codec.number,
         elements=policy.elements,
-        part_elements=policy.part_elements,
+        part_elements=part_elements(ranges, codec.encoded_bytes, policy.part_elements),
         deadline_ms=int(exchange_seconds * 1000),
         unix_ms=unix_ms,
     )
@@ -79,10 +80,11 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start of a round to which nobody contributes")
     if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
-    if (start.elements, start.part_elements) != (policy.elements, policy.part_elements):
-        raise PeerMisbehaved("Start has other sizes than the run spec")
-    if list(start.partition) != _partition(policy, plan, members):
+    ranges = _ranges(policy, plan, members)
+    if start.elements != policy.elements or list(start.partition) != _to_proto(ranges):
         raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
+    if start.part_elements != part_elements(ranges, BY_NUMBER[start.codec].encoded_bytes, policy.part_elements):
+        raise PeerMisbehaved("Start cuts the ranges otherwise than codec and run spec say")
 
 
 def parts_total(start: dp.Start) -> int:
@@ -146,7 +148,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
-    most_parts = -(-policy.elements // policy.part_elements) + len(made)
+    most_parts = -(-policy.elements // min(LEAST_PART, policy.part_elements)) + len(made)
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
@@ -218,8 +220,8 @@ def position_at(head: Head, plan: Plan) -> DataPosition:
     return DataPosition(cursor, tuple((end, start) for (_, end), (start, _) in gaps if start > end), holdings)
 
 
-def _parts_in(piece: dp.PartRange, part_elements: int) -> int:
-    return -(-(piece.end - piece.start) // part_elements)
+def _parts_in(piece: dp.PartRange, elements: int) -> int:
+    return -(-(piece.end - piece.start) // elements)
 
 
 def _may_use(policy: RoundPolicy, codec: int) -> bool:
@@ -231,7 +233,10 @@ def _cap(plan: Plan, peer: str) -> int:
     return assignment.max_round_tokens if assignment else 0
 
 
-def _partition(policy: RoundPolicy, plan: Plan, members: tuple[str, ...]) -> list[dp.PartRange]:
+def _ranges(policy: RoundPolicy, plan: Plan, members: tuple[str, ...]) -> tuple[ReduceRange, ...]:
     bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
-    pieces = partition(policy.elements, members, bandwidth)
-    return [dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end) for piece in pieces]
+    return partition(policy.elements, members, bandwidth)
+
+
+def _to_proto(ranges: Sequence[ReduceRange]) -> list[dp.PartRange]:
+    return [dp.PartRange(reducer=piece.reducer, start=piece.start, end=piece.end) for piece in ranges]

@@ -9,6 +9,7 @@ never waits for any of it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,11 +46,12 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-_TICK_SECONDS = 0.2
+_TICK_SECONDS = 0.1
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _LOOK_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
+_MOST_THREADS = 8
 _PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
 _LOOK_PAUSE_SECONDS = 1.0
 
@@ -138,7 +140,7 @@ class AveragingEngine:
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._looking = False
-        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="codec")
+        self._executor = ThreadPoolExecutor(threads(os.cpu_count() or 1), thread_name_prefix="codec")
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
         self.finished = asyncio.Event()
@@ -391,8 +393,8 @@ class AveragingEngine:
             self._events.put_nowait(rt.Failed(round_id, str(error)))
             return
         schedule = outer_schedule(self._spec.sync, self.head.committed_tokens)
-        staged = await asyncio.get_running_loop().run_in_executor(
-            self._executor, self._state.stage, running.average_E, *schedule, round_id.number
+        staged = await asyncio.to_thread(
+            self._state.stage, running.average_E, *schedule, round_id.number, self._executor.map
         )
         if self._exchange is running:
             self._keep_staged(staged)
@@ -561,6 +563,11 @@ class _Running:
     exchange: Exchange
     average_E: Tensor
     task: asyncio.Task[None]
+
+
+def threads(cores: int) -> int:
+    """For codecs, sums and digests: half of the machine, as others use it too."""
+    return min(max(2, cores // 2), _MOST_THREADS)
 
 
 def _key_of(layers: Iterable[manifest_pb2.LayerState]) -> bytes:

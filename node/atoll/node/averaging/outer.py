@@ -57,10 +57,8 @@ def outer_step(
     anchor_E: Tensor, momentum_E: Tensor, average_E: Tensor, learning_rate: float, momentum: float
 ) -> tuple[Tensor, Tensor]:
     """New anchor and new momentum, both fp32 [E]; the arguments stay as they are."""
-    new_momentum_E = torch.add(torch.mul(momentum_E, momentum), average_E)
-    step_E = torch.mul(new_momentum_E, momentum)
-    torch.add(step_E, average_E, out=step_E)
-    torch.mul(step_E, learning_rate, out=step_E)
+    new_momentum_E = torch.mul(momentum_E, momentum).add_(average_E)
+    step_E = torch.mul(new_momentum_E, momentum).add_(average_E).mul_(learning_rate)
     return torch.sub(anchor_E, step_E, out=step_E), new_momentum_E
 
 
@@ -69,13 +67,15 @@ def layer_states(
 ) -> tuple[manifest_pb2.LayerState, ...]:
     """SHA-256 of every layer's slice of both vectors. `offsets` has one entry more than there are layers."""
     return tuple(
-        manifest_pb2.LayerState(
-            layer=layer,
-            round=round_number,
-            anchor_digest=digest(anchor_E[start:end]),
-            momentum_digest=digest(momentum_E[start:end]),
-        )
+        layer_state(layer, anchor_E[start:end], momentum_E[start:end], round_number)
         for layer, (start, end) in enumerate(pairwise(offsets))
+    )
+
+
+def layer_state(layer: int, anchor_E: Tensor, momentum_E: Tensor, round_number: int) -> manifest_pb2.LayerState:
+    """SHA-256 of one layer's values in both vectors."""
+    return manifest_pb2.LayerState(
+        layer=layer, round=round_number, anchor_digest=digest(anchor_E), momentum_digest=digest(momentum_E)
     )
 
 

@@ -1,11 +1,18 @@
-"""Who reduces what: the flat vector cut among reducers, and each reducer's range cut into parts. Pure."""
+"""Who reduces what: the flat vector cut among reducers, and each reducer's range cut into parts. Pure.
+
+Parts are what overlaps: while one is sent, the one before is summed and the one before that comes back. Many small ones
+overlap best and cost most: each is a frame, a digest, a verdict and some turns of the event loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BLOCK = 128  # of the block codecs; ranges start on whole blocks
+LEAST_PART = 2**17  # elements; smaller ones cost more than they overlap
+MOST_PART_BYTES = 512 * 1024  # as encoded
+_PARTS = 16  # of the longest range, at least, where that leaves them large enough
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,14 @@ def partition(elements: int, members: Sequence[str], bandwidth: Mapping[str, int
         ranges.append(ReduceRange(peer, start, end))
         start = end
     return tuple(ranges)
+
+
+def part_elements(ranges: Iterable[ReduceRange], encoded_bytes: Callable[[int], int], most: int) -> int:
+    """How long parts are: whole blocks, `most` elements at most (a multiple of `BLOCK`, like the result)."""
+    longest = max(piece.end - piece.start for piece in ranges)
+    fit = MOST_PART_BYTES // encoded_bytes(BLOCK)
+    wanted = max(LEAST_PART // BLOCK, -(-longest // (_PARTS * BLOCK)))
+    return min(most, BLOCK * min(fit, wanted))
 
 
 def parts(piece: ReduceRange, part_elements: int) -> tuple[Part, ...]:

@@ -8,6 +8,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codec_choice import allowed
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.outer import due_tokens
+from atoll.node.averaging.partition import MOST_PART_BYTES
 from atoll.node.averaging.round_types import RoundPolicy
 
 _SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes
@@ -20,10 +21,9 @@ _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
     """The round policy of a run; `elements` of the flat vector."""
     codecs = allowed(spec.sync.codec)
-    vector, part = (
-        timedelta(seconds=CODECS[codecs[0]].encoded_bytes(count) / _SLOWEST_LINK)
-        for count in (elements, spec.sync.part_elements)
-    )
+    coded = CODECS[codecs[0]].encoded_bytes
+    part_bytes = min(MOST_PART_BYTES, coded(spec.sync.part_elements))
+    vector, part = (timedelta(seconds=size / _SLOWEST_LINK) for size in (coded(elements), part_bytes))
     return RoundPolicy(
         run_id=spec.run.name,
         fragment=0,

@@ -40,7 +40,7 @@ class RoundPolicy:
     fragment: int
     layers: int
     elements: int  # of the flat vector
-    part_elements: int
+    part_elements: int  # that a part has at most
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screening: bool
     change_per_token: float  # of one element, by the optimiser at its full rate
@@ -53,7 +53,7 @@ class RoundPolicy:
     decision_timeout: timedelta = timedelta(seconds=20)  # Settle → Commit: repair, outer step, votes
     stall: timedelta = timedelta(seconds=0.5)  # in an exchange: nobody is given up for a shorter silence
     open_timeout: timedelta = timedelta(seconds=2)  # after which the next in the order opens
-    report_interval: timedelta = timedelta(seconds=1)
+    report_interval: timedelta = timedelta(seconds=1)  # at most, and what `lately` is measured in
 
 
 @dataclass(frozen=True)

@@ -34,21 +34,29 @@ AGREEMENT = 0.3  # of the usual cosine: less is left out
 CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
 JUDGES = 3  # contributions, at least
 
-_CHUNK = 2**13  # elements at a time, so that they stay in the cache
+_LANES = 2**14  # sums that run side by side, few enough that they stay in the cache
 
 
 def inner_products(values: Sequence[Tensor]) -> Tensor:
-    """Of every two fp32 tensors [E]: fp64 [n, n], summed in one order on any machine and any number of threads."""
+    """Of every two fp32 tensors [E]: fp64 [n, n], summed in one order on any machine and any number of threads.
+
+    Element i is added to lane i modulo `_LANES`, and the lanes are folded at the end.
+    """
     count, elements = len(values), values[0].numel()
-    sums_nn = torch.zeros(count, count, dtype=torch.float64)
-    for start in range(0, elements, _CHUNK):
-        chunk_nC = torch.zeros(count, _CHUNK, dtype=torch.float64)
+    chunk_nL = torch.empty(count, _LANES, dtype=torch.float64)
+    terms_nL = torch.empty(count, _LANES, dtype=torch.float64)
+    lanes = [torch.zeros(count - row, _LANES, dtype=torch.float64) for row in range(count)]
+    for start in range(0, elements, _LANES):
         for row, value_E in enumerate(values):
-            piece = value_E[start : start + _CHUNK]
-            chunk_nC[row, : piece.numel()] = piece
-        for row in range(count):
-            sums_nn[row, row:] += _fold(chunk_nC[row] * chunk_nC[row:])
-    return sums_nn + sums_nn.triu(1).T
+            piece = value_E[start : start + _LANES]
+            chunk_nL[row, : piece.numel()] = piece
+            chunk_nL[row, piece.numel() :] = 0.0
+        for row, sums_mL in enumerate(lanes):
+            sums_mL += torch.mul(chunk_nL[row], chunk_nL[row:], out=terms_nL[row:])
+    products_nn = torch.zeros(count, count, dtype=torch.float64)
+    for row, sums_mL in enumerate(lanes):
+        products_nn[row, row:] = _fold(sums_mL)
+    return products_nn + products_nn.triu(1).T
 
 
 def judge(products_nn: Tensor, work: Sequence[int], elements: int, change: float) -> tuple[float, ...]:

@@ -6,15 +6,17 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from atoll.core.manifest import Head
-from atoll.node.averaging.outer import layer_states, outer_step
+from atoll.node.averaging.outer import layer_state, layer_states, outer_step
 from atoll.v1 import manifest_pb2
+
+Each = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], Iterator[manifest_pb2.LayerState]]
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,22 @@ class AnchorState:
         """Digests of what stands now."""
         return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
 
-    def stage(self, average_E: Tensor, learning_rate: float, momentum: float, round_number: int) -> Staged:
-        """The outer step beside the current state, with the digests that a commit would have. Pure."""
-        vectors = outer_step(self.anchor_E, self.momentum_E, average_E, learning_rate, momentum)
-        return Staged(*vectors, layer_states(*vectors, self.offsets, round_number))
+    def stage(
+        self, average_E: Tensor, learning_rate: float, momentum: float, round_number: int, each: Each = map
+    ) -> Staged:
+        """The outer step beside the current state, with the digests that a commit would have. Pure.
+
+        `each` may do the layers side by side, as an executor's `map` does.
+        """
+        anchor_E, momentum_E = torch.empty_like(self.anchor_E), torch.empty_like(self.momentum_E)
+
+        def step(layer: int) -> manifest_pb2.LayerState:
+            own = slice(self.offsets[layer], self.offsets[layer + 1])
+            vectors = self.anchor_E[own], self.momentum_E[own], average_E[own]
+            anchor_E[own], momentum_E[own] = outer_step(*vectors, learning_rate, momentum)
+            return layer_state(layer, anchor_E[own], momentum_E[own], round_number)
+
+        return Staged(anchor_E, momentum_E, tuple(each(step, range(len(self.offsets) - 1))))
 
     def commit(self, staged: Staged) -> None:
         """The staged state becomes the state."""
