@@ -54,11 +54,17 @@ def is_stale(tokens: int, usual_tokens: int, rounds: int) -> bool:
 
 
 def outer_step(
-    anchor_E: Tensor, momentum_E: Tensor, average_E: Tensor, learning_rate: float, momentum: float
+    anchor_E: Tensor,
+    momentum_E: Tensor,
+    average_E: Tensor,
+    learning_rate: float,
+    momentum: float,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """New anchor and new momentum, both fp32 [E]; the arguments stay as they are."""
-    new_momentum_E = torch.mul(momentum_E, momentum).add_(average_E)
-    step_E = torch.mul(new_momentum_E, momentum).add_(average_E).mul_(learning_rate)
+    """New anchor and new momentum, both fp32 [E], in `out` if given; the arguments stay as they are."""
+    step_E, new_momentum_E = out or (torch.empty_like(anchor_E), torch.empty_like(anchor_E))
+    torch.mul(momentum_E, momentum, out=new_momentum_E).add_(average_E)
+    torch.mul(new_momentum_E, momentum, out=step_E).add_(average_E).mul_(learning_rate)
     return torch.sub(anchor_E, step_E, out=step_E), new_momentum_E
 
 

@@ -60,9 +60,9 @@ class AnchorState:
 
         def step(layer: int) -> manifest_pb2.LayerState:
             own = slice(self.offsets[layer], self.offsets[layer + 1])
-            vectors = self.anchor_E[own], self.momentum_E[own], average_E[own]
-            anchor_E[own], momentum_E[own] = outer_step(*vectors, learning_rate, momentum)
-            return layer_state(layer, anchor_E[own], momentum_E[own], round_number)
+            made = anchor_E[own], momentum_E[own]
+            outer_step(self.anchor_E[own], self.momentum_E[own], average_E[own], learning_rate, momentum, made)
+            return layer_state(layer, *made, round_number)
 
         return Staged(anchor_E, momentum_E, tuple(each(step, range(len(self.offsets) - 1))))
 
