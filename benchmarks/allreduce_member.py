@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.json_lines import serve
 
 PERIOD = 1 << 16  # elements after which vectors repeat, so that everybody knows the true mean
+_EVERYBODY = 10**6  # a seed
 _SAMPLE_SECONDS = 0.05
 
 
@@ -75,9 +76,11 @@ class Watch:
 
 
 def vector(index: int, elements: int) -> Tensor:
-    """What member `index` brings."""
-    period = torch.randn(PERIOD, generator=torch.Generator().manual_seed(index)) * 1e-3
-    return period.repeat(-(-elements // PERIOD))[:elements].clone()
+    """What member `index` brings. Half of it is everybody's: members who train agree as much."""
+    own_P, everybodys_P = (
+        torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)) * 1e-3 for seed in (index, _EVERYBODY)
+    )
+    return (own_P + everybodys_P).repeat(-(-elements // PERIOD))[:elements].clone()
 
 
 def error_of(mean_E: Tensor, members: int) -> float:

@@ -69,10 +69,17 @@ class Atoll:
         )
         if self._exchange is not None:
             self._server.end(self._exchange.round_id)
-        self._average_E = torch.zeros(elements)
+        average_E = self._average_E = torch.zeros(elements)
         patience = timedelta(minutes=10)
         self._exchange = Exchange(
-            start, self._host, vector_E, self._average_E, self._executor, patience, _STALL, change=1.0
+            start,
+            self._host,
+            vector_E,
+            lambda first, values_E: average_E[first : first + len(values_E)].copy_(values_E),
+            self._executor,
+            patience,
+            _STALL,
+            change=1.0,
         )
         self._server.begin(self._exchange)
 

@@ -14,7 +14,7 @@ from support.virtual_time import Inline
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer, PartsHeld
-from atoll.node.averaging.average import Average
+from atoll.node.averaging.average import Average, Take
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.outer import weighted_mean
 from atoll.node.averaging.partition import Part, partition
@@ -27,6 +27,11 @@ ELEMENTS, PART = 5_000, 512
 STALL = timedelta(seconds=4)
 TIMEOUT = timedelta(seconds=100)
 ROUND = RoundId("r", 1, 0, 1, 0)
+
+
+def into(vector_E: torch.Tensor) -> Take:
+    """The average itself, as one vector."""
+    return lambda start, values_E: vector_E[start : start + len(values_E)].copy_(values_E)
 
 
 def start_message(weights: Mapping[str, int], codec: str, bandwidth: Mapping[str, int] | None = None) -> dp.Start:
@@ -71,7 +76,7 @@ class Swarm:
         self.held: dict[str, PartsHeld] = {}
         self.settled: tuple[bytes, ...] = ()
         self.seconds = 0.0  # that the exchange took until the last member was done
-        self.layout = Average(self.start, torch.empty(0), self.executor)
+        self.layout = Average(self.start, into(torch.empty(0)), self.executor)
         self.total = len(self.layout)
 
     def parts_of(self, reducer: str) -> list[int]:
@@ -95,7 +100,7 @@ class Swarm:
             self.start,
             self.networks[peer],
             self.vectors[peer],
-            self.averages[peer],
+            into(self.averages[peer]),
             self.executor,
             timeout,
             STALL,

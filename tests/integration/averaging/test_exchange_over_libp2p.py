@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.exchange_swarm import into
 from support.swarm_lab import Lab
 
 from atoll.core.round_id import RoundId
@@ -54,7 +55,7 @@ async def test_survivors_of_a_struck_daemon_end_equal_and_in_time(lab: Lab, how:
     for host, average_E in zip(hosts, averages, strict=True):
         vector_E = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(exchanges)))
         server = ExchangeServer(host, TIMEOUT)
-        exchanges.append(Exchange(start, host, vector_E, average_E, executor, TIMEOUT, STALL, change=1.0))
+        exchanges.append(Exchange(start, host, vector_E, into(average_E), executor, TIMEOUT, STALL, change=1.0))
         server.begin(exchanges[-1])
 
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, start_message
+from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, into, start_message
 from support.virtual_time import run_virtually
 
 from atoll.core.frames import Frame, FrameKind
@@ -370,7 +370,7 @@ async def test_a_cancelled_put_is_over_when_it_says_so():
         assert may_end.wait(5)
 
     with ThreadPoolExecutor(1) as executor:
-        average = Average(start_message({"a": 1}, "fp32"), torch.zeros(1), executor)
+        average = Average(start_message({"a": 1}, "fp32"), into(torch.zeros(1)), executor)
         task = asyncio.create_task(average.compute(work))
         await asyncio.to_thread(begun.wait, 5)
         task.cancel()
@@ -394,6 +394,27 @@ def test_a_cancelled_exchange_leaves_nothing_behind():
         await asyncio.sleep(TIMEOUT.total_seconds())
         gc.collect()
         assert [exchange() for exchange in exchanges] == [None, None]
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_who_took_the_average_is_let_go_without_the_garbage_collector():
+    """It holds gigabytes, and tracebacks of ended streams make cycles that nothing collects for long."""
+
+    async def scene() -> None:
+        swarm = Swarm(WEIGHTS, "fp32")
+        await swarm.run()
+        average = weakref.ref(swarm.averages.pop("a"))
+        exchange = swarm.exchanges.pop("a")
+        assert average() is not None
+        gc.disable()
+        try:
+            swarm.servers["a"].end(ROUND)
+            assert average() is None
+        finally:
+            gc.enable()
+        assert exchange.bytes_sent
         await swarm.close()
 
     run_virtually(scene())

@@ -14,6 +14,7 @@ from atoll.node.averaging.outer import (
     outer_step,
     weighted_mean,
 )
+from atoll.node.state.anchor import AnchorState
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum():
@@ -32,6 +33,23 @@ def test_the_outer_step_leaves_its_arguments_alone():
     anchor, momentum, average = torch.ones(4), torch.ones(4), torch.ones(4)
     outer_step(anchor, momentum, average, 0.7, 0.9)
     assert all(torch.equal(vector, torch.ones(4)) for vector in (anchor, momentum, average))
+
+
+@given(st.permutations(range(8)), st.lists(st.integers(0, 7), max_size=4))
+def test_a_step_in_parts_is_the_step_of_the_whole(order, wrong):
+    vectors = torch.randn(3, 800, generator=torch.Generator().manual_seed(0))
+    state = AnchorState(vectors[0], (0, 250, 800))
+    state.momentum_E = vectors[1]
+    staging = state.staging(0.7, 0.9)
+    for part in wrong:  # and repaired later
+        staging.take(100 * part, torch.zeros(100))
+    for part in order:
+        staging.take(100 * part, vectors[2, 100 * part : 100 * part + 100])
+    staged = staging.finish(5)
+    whole = outer_step(*vectors, 0.7, 0.9)
+    assert torch.equal(staged.anchor_E, whole[0])
+    assert torch.equal(staged.momentum_E, whole[1])
+    assert staged.layers == layer_states(*whole, state.offsets, 5)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**9))

@@ -194,7 +194,9 @@ async def test_a_head_of_another_model_is_an_error_not_a_crash(reef):
 
 
 async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
-    staged = STATE.stage(torch.ones(164), 0.7, 0.9, 2)
+    staging = STATE.staging(0.7, 0.9)
+    staging.take(0, torch.ones(164))
+    staged = staging.finish(2)
     state = AnchorState(staged.anchor_E, OFFSETS)
     state.momentum_E = staged.momentum_E
     result = commit(state, 2, [ANN], after=HEAD)

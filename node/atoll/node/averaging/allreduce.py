@@ -32,7 +32,7 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.average import Average
+from atoll.node.averaging.average import Average, Take
 from atoll.node.averaging.codecs import is_finite
 from atoll.node.averaging.partition import Share
 from atoll.node.averaging.patience import next_frame
@@ -69,14 +69,17 @@ class Exchange:
         start: dp.Start,
         network: Network,
         contribution_E: Tensor,
-        average_E: Tensor,
+        take: Take,
         executor: Executor,
         timeout: timedelta,
         stall: timedelta,
         *,
         change: float | None,
     ) -> None:
-        """`change`: what the optimiser moves an element a token, for screening; None: nobody is screened."""
+        """`take` gets the average, part by part.
+
+        `change`: what the optimiser moves an element a token, for screening; None: nobody is screened.
+        """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
         self._me = network.peer_id
@@ -85,7 +88,7 @@ class Exchange:
         self._timeout = timeout
         self._stall = stall
         self._weights = {item.peer_id: item.weight for item in start.contributions}  # in the order of the sum
-        self._average = Average(start, average_E, executor)
+        self._average = Average(start, take, executor)
         self._reducer: Reducer | None = None
         for share in self._average.shares:
             if share.reducer == self._me:
@@ -105,7 +108,7 @@ class Exchange:
         return self._bytes_sent + sum(stream.bytes_sent for stream in self._streams)
 
     async def run(self) -> PartsHeld:
-        """Fill the average as far as the others let us, in time.
+        """Have the average taken as far as the others let us, in time.
 
         Returns when every part is here or belongs to somebody who failed, or when the time is up. Other members are
         served until `end`. Raises `RoundAbandoned` only if our own contribution is not finite.

@@ -1,7 +1,7 @@
 """The average as one member has it: encoded parts, the very bytes that others have, and what they decode to.
 
-The encoded bytes are kept because they are what is digested, compared, and given to members that lack them. The
-decoded vector always follows from them: `put` and `zero` are the only ways to change either.
+The encoded bytes are kept because they are what is digested, compared, and given to members that lack them. Decoded, a
+part goes to whoever takes the average: `put` and `zero` are the only ways to change either.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from typing import TypeVar, TypeVarTuple, Unpack
 
+import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
@@ -21,6 +22,10 @@ from atoll.node.averaging.codecs import BY_NUMBER, Codec
 from atoll.node.averaging.partition import Part, ReduceRange, shares
 from atoll.v1 import dataplane_pb2 as dp
 
+Take = Callable[[int, Tensor], object]
+"""Called with a part's first element and its values, fp32, and again when they change: from threads, for one part after
+the other or side by side, but never twice at once for the same."""
+
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
@@ -28,12 +33,12 @@ Arguments = TypeVarTuple("Arguments")
 class Average:
     """The parts of one round's average, by their index in the order of the vector."""
 
-    def __init__(self, start: dp.Start, average_E: Tensor, executor: Executor) -> None:
+    def __init__(self, start: dp.Start, take: Take, executor: Executor) -> None:
         ranges = [ReduceRange(piece.reducer, piece.start, piece.end) for piece in start.partition]
         self.codec: Codec = BY_NUMBER[start.codec]
         self.shares = shares(ranges, start.part_elements)
         self._parts = [part for share in self.shares for part in share.parts]
-        self._average_E = average_E  # fp32 [E]
+        self._take = take
         self._executor = executor
         self._bodies: list[bytes | None] = [None] * len(self._parts)
         self._digests = [b""] * len(self._parts)
@@ -83,11 +88,12 @@ class Average:
         await self.compute(self._clear, [self._parts[index] for index in indices])
 
     def release(self) -> None:
-        """Forget the encoded bytes; the decoded vector stays."""
+        """Forget the encoded bytes, and who took what they decode to."""
         self._bodies = [None] * len(self._parts)
+        self._take = lambda start, values_E: None  # else it lived as long as the last stream's traceback
 
     async def compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
-        """Run `work` in the executor. When cancelled, it still waits: nothing writes to the vector behind our back."""
+        """Run `work` in the executor. When cancelled, it still waits: nobody takes a part behind our back."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
         try:
             return await asyncio.shield(future)
@@ -99,9 +105,9 @@ class Average:
         found = hashlib.sha256(body).digest()
         if digest is not None and found != digest:
             raise PartInvalid("the bytes of a part do not have the digest that was settled")
-        self._average_E[part.start : part.end] = self.codec.decode(body, part.elements)
+        self._take(part.start, self.codec.decode(body, part.elements))
         return bytes(body), found
 
     def _clear(self, cleared: list[Part]) -> None:
         for part in cleared:
-            self._average_E[part.start : part.end] = 0.0
+            self._take(part.start, torch.zeros(part.elements))

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, RoundAbandoned, first_error
@@ -35,7 +32,7 @@ from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import is_stale, outer_schedule
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.averaging.seals import IdentitySeals
-from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.anchor import AnchorState, Staged, Staging
 from atoll.node.state.catchup import catch_up, fetch_manifest, fetch_staged, newest_round
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
@@ -356,12 +353,12 @@ class AveragingEngine:
         members = len(start.contributions)
         self._counters.joined += 1
         self._counters.bytes_fp32 += 2 * 4 * self._policy.elements * (members - 1) // members
-        average_E = torch.empty_like(self._state.anchor_E)  # its own: a cancelled exchange may still write
+        staging = self._state.staging(*outer_schedule(self._spec.sync, self.head.committed_tokens))
         exchange = Exchange(
             start,
             self._network,
             self._trainer.pseudo_gradient,
-            average_E,
+            staging.take,
             self._executor,
             timedelta(seconds=seconds),
             max(self._policy.stall, timedelta(seconds=seconds * _STALL)),
@@ -372,7 +369,7 @@ class AveragingEngine:
             self._exchanges.end(self._served)
         self._served = exchange.round_id
         self._exchanges.begin(exchange)
-        self._exchange = _Running(exchange, average_E, self._aside(self._run_exchange(exchange)))
+        self._exchange = _Running(exchange, staging, self._aside(self._run_exchange(exchange)))
 
     async def _run_exchange(self, exchange: Exchange) -> None:
         try:
@@ -392,10 +389,7 @@ class AveragingEngine:
         except RoundAbandoned as error:
             self._events.put_nowait(rt.Failed(round_id, str(error)))
             return
-        schedule = outer_schedule(self._spec.sync, self.head.committed_tokens)
-        staged = await asyncio.to_thread(
-            self._state.stage, running.average_E, *schedule, round_id.number, self._executor.map
-        )
+        staged = await asyncio.to_thread(running.staging.finish, round_id.number, self._executor.map)
         if self._exchange is running:
             self._keep_staged(staged)
             self._events.put_nowait(rt.Staged(round_id, staged.layers))
@@ -561,7 +555,7 @@ class _Running:
     """The exchange of the attempt that this node takes part in."""
 
     exchange: Exchange
-    average_E: Tensor
+    staging: Staging  # its own: a cancelled exchange may still write
     task: asyncio.Task[None]
 
 

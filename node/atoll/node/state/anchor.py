@@ -37,6 +37,38 @@ class Fetched:
     momentum_E: Tensor
 
 
+class Staging:
+    """An outer step that is taken part by part, as the average comes, beside the state that it starts from."""
+
+    def __init__(
+        self, anchor_E: Tensor, momentum_E: Tensor, offsets: Sequence[int], learning_rate: float, momentum: float
+    ) -> None:
+        self._before = anchor_E, momentum_E
+        self._offsets = offsets
+        self._schedule = learning_rate, momentum
+        self._made = torch.empty_like(anchor_E), torch.empty_like(momentum_E)
+
+    def take(self, start: int, average_P: Tensor) -> None:
+        """The step of the elements from `start` on. A later one for the same elements stands in its place."""
+        part = slice(start, start + len(average_P))
+        anchor_E, momentum_E = self._before
+        anchor_P, momentum_P = (vector_E[part] for vector_E in self._made)
+        outer_step(anchor_E[part], momentum_E[part], average_P, *self._schedule, (anchor_P, momentum_P))
+
+    def finish(self, round_number: int, each: Each = map) -> Staged:
+        """With the digests that a commit would have, once every element was stepped.
+
+        `each` may do the layers side by side, as an executor's `map` does.
+        """
+
+        def layer(number: int) -> manifest_pb2.LayerState:
+            own = slice(self._offsets[number], self._offsets[number + 1])
+            anchor_E, momentum_E = self._made
+            return layer_state(number, anchor_E[own], momentum_E[own], round_number)
+
+        return Staged(*self._made, tuple(each(layer, range(len(self._offsets) - 1))))
+
+
 class AnchorState:
     """Anchor and momentum of one committed round, fp32 [E]."""
 
@@ -49,22 +81,9 @@ class AnchorState:
         """Digests of what stands now."""
         return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
 
-    def stage(
-        self, average_E: Tensor, learning_rate: float, momentum: float, round_number: int, each: Each = map
-    ) -> Staged:
-        """The outer step beside the current state, with the digests that a commit would have. Pure.
-
-        `each` may do the layers side by side, as an executor's `map` does.
-        """
-        anchor_E, momentum_E = torch.empty_like(self.anchor_E), torch.empty_like(self.momentum_E)
-
-        def step(layer: int) -> manifest_pb2.LayerState:
-            own = slice(self.offsets[layer], self.offsets[layer + 1])
-            made = anchor_E[own], momentum_E[own]
-            outer_step(self.anchor_E[own], self.momentum_E[own], average_E[own], learning_rate, momentum, made)
-            return layer_state(layer, *made, round_number)
-
-        return Staged(anchor_E, momentum_E, tuple(each(step, range(len(self.offsets) - 1))))
+    def staging(self, learning_rate: float, momentum: float) -> Staging:
+        """The outer step beside the current state."""
+        return Staging(self.anchor_E, self.momentum_E, self.offsets, learning_rate, momentum)
 
     def commit(self, staged: Staged) -> None:
         """The staged state becomes the state."""
