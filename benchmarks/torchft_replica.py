@@ -40,9 +40,9 @@ class Replica:
             )
         return f"http://{self._address}:{_LIGHTHOUSE_PORT}" if self._index == 0 else None
 
-    def manager(self, lighthouse: str) -> Manager:
-        """Start it. Its quorum is synchronous, as DiLoCo demands."""
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(self._address)
+    def manager(self, lighthouse: str, devices: int = 1) -> Manager:
+        """Start it, with the one network device named `devices` times. Its quorum is synchronous, as DiLoCo demands."""
+        os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface_of(self._address)] * devices)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=PATIENCE),
