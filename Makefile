@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 PROTO_FILES := $(wildcard protos/atoll/v1/*.proto)
 SERVICES := admin enrolment membership
 
-.PHONY: demo test check protos protos-check lock bench soak format clean
+PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchmarks/peers/*.txt))
+
+.PHONY: demo test check protos protos-check lock bench peers soak format clean
 
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
@@ -29,6 +31,13 @@ soak: $(VENV)/ready  ## long tests
 
 bench: $(VENV)/ready  ## every benchmark, then the acceptance rows that fall short
 	$(BIN)/python -m benchmarks
+
+peers: $(PEERS)  ## the environments of those whom benchmarks measure beside Atoll
+
+.make/peers/%/ready: benchmarks/peers/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -r $<
+	touch $@
 
 protos: $(VENV)/ready  ## regenerate the committed protobuf code
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \

@@ -96,16 +96,24 @@ def digest_of(mean_E: Tensor) -> str:
 
 
 def method_of(name: str, index: int, members: int, address: str, directory: Path) -> Method:
-    """Imports only what that method needs."""
-    from benchmarks import allreduce_methods as methods
-
+    """Imports only what that method needs, and its environment has."""
     match name:
         case "atoll" | "atoll-p2p":
-            return methods.Atoll(index, address, directory, direct=name == "atoll")
+            from benchmarks.allreduce_methods import Atoll
+
+            return Atoll(index, address, directory, direct=name == "atoll")
         case "gloo":
-            return methods.Gloo(index, members, directory)
+            from benchmarks.allreduce_methods import Gloo
+
+            return Gloo(index, members, directory)
         case "hivemind":
-            return methods.Hivemind(index, members, address)
+            from benchmarks.allreduce_hivemind import Hivemind
+
+            return Hivemind(index, members, address)
+        case "torchft":
+            from benchmarks.allreduce_torchft import Torchft
+
+            return Torchft(index, members, address)
     raise SystemExit(f"no method is named {name}")
 
 

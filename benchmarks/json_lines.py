@@ -13,14 +13,18 @@ Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 async def serve(answer: Answer) -> None:
-    """Answer requests until the input ends. Whatever libraries print goes to the log, not among the answers."""
+    """Answer requests until the input ends. Whatever libraries print goes to the log, not among the answers.
+
+    The input has a reader of its own: a process that a library forks would wait for the lock of `sys.stdin` for ever.
+    """
     out, sys.stdout = sys.stdout, sys.stderr
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, line)
+        with open(0, closefd=False) as requests:
+            for line in requests:
+                loop.call_soon_threadsafe(lines.put_nowait, line)
         loop.call_soon_threadsafe(lines.put_nowait, "")
 
     threading.Thread(target=read, daemon=True).start()

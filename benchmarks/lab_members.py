@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from atoll.node.lab.wan.network import WanNetwork
 from benchmarks.member_host import OPERATOR_KEY
 
 JOIN_SECONDS = 120
+_END_SECONDS = 15
 
 
 class Member:
@@ -40,19 +43,21 @@ class Member:
         return answer
 
     async def end(self) -> None:
-        """By closing its input; the lab kills it otherwise."""
+        """By closing its input; it and whatever it left behind in its process group are then killed."""
         assert self._child.stdin is not None
         self._child.stdin.close()
-        try:
-            async with asyncio.timeout(15):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
                 await self._child.wait()
-        except TimeoutError:
-            self._child.kill()
-            await self._child.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        await self._child.wait()
 
 
 @asynccontextmanager
-async def members(network: WanNetwork, program: str, method: str, directory: Path) -> AsyncIterator[list[Member]]:
+async def members(
+    network: WanNetwork, program: str, method: str, directory: Path, python: str = sys.executable
+) -> AsyncIterator[list[Member]]:
     """A `program` in every host, told `method`, connected with all others. Raises as `Member.ask`."""
     hosts = network.topology.trainers
     for host in hosts:
@@ -62,7 +67,7 @@ async def members(network: WanNetwork, program: str, method: str, directory: Pat
     try:
         for index, host in enumerate(hosts):
             log = directory / f"{index}.log"
-            command = [sys.executable, "-W", "ignore", "-m", program]
+            command = [python, "-W", "ignore", "-m", program]
             command += [method, str(index), str(len(hosts)), network.address(host.name), str(directory)]
             with log.open("wb") as file:
                 pipe = asyncio.subprocess.PIPE

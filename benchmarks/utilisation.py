@@ -1,4 +1,4 @@
-"""How much of its time a device computes while its swarm averages over wide-area links.
+"""How much of its time a device computes while its swarm averages over wide-area links: Atoll, hivemind, torchft.
 
 Four hosts in an emulated WAN, a step of 30 ms, 30.8 million parameters: every host runs the shipped engine (codecs,
 sums, outer step, votes, disk, network) around a device that pretends to train (`utilisation_member`). A round is due
@@ -6,11 +6,16 @@ after `H` steps of every member. Utilisation is steps × 30 ms over the time bet
 members. Training goes on during exchanges, so it says little alone: an exchange that lasts longer than its round makes
 the next one longer. `h_real` is how many steps a round had in fact, `at_h` is utilisation × min(1, H / h_real): what a
 swarm that keeps to H would have. Only that is compared with targets, and with what was measured of a DiLoCo elsewhere
-(it stands still while it averages): 11.6 % at 50 Mbit/s and H = 128, 10 % at 200 Mbit/s and H = 32. hivemind's
-optimiser and torchft's DiLoCo are not run here yet.
+(it stands still while it averages): 11.6 % at 50 Mbit/s and H = 128, 10 % at 200 Mbit/s and H = 32.
+
+`hivemind.Optimizer` and torchft's `DiLoCo` do the same beside it, in environments of their own (`make peers`), with
+every tuning of a small grid (`TUNINGS` of `utilisation_hivemind` and `utilisation_torchft`); the best one counts. Peers
+are looked at where a round ended. Their optimisers compute in the training thread, on this machine's cores: `at_h_free`
+is `at_h` if that had taken no time, as on a GPU, and what Atoll is compared with.
 
     python -m benchmarks.utilisation
-    python -m benchmarks.utilisation --mbit 50 --inner-steps 128 --codec auto int4
+    python -m benchmarks.utilisation --mbit 50 --inner-steps 128 --method atoll --codec auto int4
+    python -m benchmarks.utilisation --mbit 1000 --method torchft --tuning delayed 4-fragments-delayed
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,38 +36,76 @@ from atoll.node.lab.wan.network import WanNetwork, wan_network
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report
 from benchmarks.lab_members import Member, members, together
+from benchmarks.peer_environments import python_of
 
 HOSTS = 4
 RTT_MS = 80.0
 ELEMENTS = 30_800_000
 STEP_SECONDS = 0.030
-WARM_ROUNDS = 4  # in which links and codec are learnt
-ROUNDS = 6
-_PATIENCE = 240.0  # seconds for those rounds
+TUNINGS = {
+    "hivemind": ("waiting-2", "waiting-5", "delayed-5", "accumulating-5"),
+    "torchft": ("waiting", "delayed", "4-fragments-delayed", "delayed-bf16"),
+}
+METHODS = ("atoll", *TUNINGS)
 _LOOK_SECONDS = 0.5
 _TARGETS = {(50.0, 128): 0.95, (200.0, 32): 0.90}
 
 
-async def measure(network: WanNetwork, inner_steps: int, codec: str, directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """A method with its setting: Atoll's codec, or a peer's tuning."""
+
+    method: str
+    setting: str
+    warm_rounds: int  # in which links and codec, or speeds, are learnt
+    rounds: int
+    patience: float  # seconds for those rounds
+
+    def told(self, mbit: float) -> dict[str, Any]:
+        """What its members need to know of it."""
+        return {"codec": self.setting} if self.method == "atoll" else {"tuning": self.setting, "mbit": mbit}
+
+    @property
+    def program(self) -> str:
+        """Of a member."""
+        return f"benchmarks.utilisation_{'member' if self.method == 'atoll' else self.method}"
+
+
+def cases(chosen: argparse.Namespace) -> Iterator[Case]:
+    """What was asked for; peers need minutes for a round."""
+    for method in chosen.method:
+        if method == "atoll":
+            yield from (Case(method, codec, warm_rounds=4, rounds=6, patience=240) for codec in chosen.codec)
+        for tuning in TUNINGS.get(method, ()):
+            if chosen.tuning is None or tuning in chosen.tuning:
+                yield Case(method, tuning, warm_rounds=2, rounds=3, patience=900)
+
+
+async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: Path) -> dict[str, Any]:
     """One cell. Raises `RuntimeError`, `TimeoutError`."""
-    async with members(network, "benchmarks.utilisation_member", "atoll", directory) as joined:
-        begin = {"elements": ELEMENTS, "step_seconds": STEP_SECONDS, "inner_steps": inner_steps, "codec": codec}
+    async with members(network, case.program, case.method, directory, python_of(case.method)) as joined:
+        rate = min(host.uplink_mbit for host in network.topology.trainers)
+        begin = {"elements": ELEMENTS, "step_seconds": STEP_SECONDS, "inner_steps": inner_steps, **case.told(rate)}
         await together(joined, {"begin": begin}, 60)
-        await rounds_done(joined, WARM_ROUNDS)
+        await rounds_done(joined, case.warm_rounds, case.patience)
         before = await together(joined, {"look": True}, 30)
-        await rounds_done(joined, min(it["rounds"] for it in before) + ROUNDS)
+        await rounds_done(joined, min(it["rounds"] for it in before) + case.rounds, case.patience)
         after = await together(joined, {"look": True}, 30)
     pairs = list(zip(before, after, strict=True))
     steps = [b["steps"] - a["steps"] for a, b in pairs]
     seconds = [b["at"] - a["at"] for a, b in pairs]
     rounds = [b["rounds"] - a["rounds"] for a, b in pairs]
+    arithmetic = [b.get("arithmetic", 0.0) - a.get("arithmetic", 0.0) for a, b in pairs]
     shares = [count * STEP_SECONDS / took for count, took in zip(steps, seconds, strict=True)]
+    free = [count * STEP_SECONDS / (t - a) for count, t, a in zip(steps, seconds, arithmetic, strict=True)]
     h_real = sum(steps) / max(1, sum(rounds))
+    kept = min(1.0, inner_steps / h_real)
     return {
         "utilisation": statistics.mean(shares),
         "worst": min(shares),
         "h_real": h_real,
-        "at_h": statistics.mean(shares) * min(1.0, inner_steps / h_real),
+        "at_h": statistics.mean(shares) * kept,
+        "at_h_free": statistics.mean(free) * kept,
         "used": after[0]["codec"],
         "round_s": sum(seconds) / max(1, sum(rounds)),
         "mb_sent": sum(b["sent"] - a["sent"] for a, b in pairs) / max(1, sum(rounds)) / 1e6,
@@ -71,12 +115,12 @@ async def measure(network: WanNetwork, inner_steps: int, codec: str, directory: 
     }
 
 
-async def rounds_done(joined: Sequence[Member], rounds: int) -> None:
+async def rounds_done(joined: Sequence[Member], rounds: float, patience: float) -> None:
     """Until every member committed that many. Raises `TimeoutError`."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + patience
     while min(it["rounds"] for it in await together(joined, {"look": True}, 30)) < rounds:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not {rounds} rounds within {_PATIENCE:.0f} s")
+            raise TimeoutError(f"not {rounds:g} rounds within {patience:g} s")
         await asyncio.sleep(_LOOK_SECONDS)
 
 
@@ -84,29 +128,49 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
     """All cells that were asked for."""
     for mbit in chosen.mbit:
         setting = Setting(f"{mbit:g} Mbit/s", (mbit,) * HOSTS, RTT_MS)
-        for inner_steps, codec in product(chosen.inner_steps, chosen.codec):
+        for inner_steps, case in product(chosen.inner_steps, cases(chosen)):
             with tempfile.TemporaryDirectory(prefix="atoll-") as place:
                 async with wan_network(setting.topology()) as network:
                     try:
-                        figures = await measure(network, inner_steps, codec, Path(place))
+                        figures = await measure(network, case, inner_steps, Path(place))
                     except (RuntimeError, TimeoutError) as error:
-                        names = ("utilisation", "worst", "h_real", "at_h", "used", "round_s", "mb_sent", "cpu_share")
-                        figures = dict.fromkeys((*names, "abandoned"), None) | {"note": f"could not run: {error}"[:90]}
-            report.cell(mbit=mbit, h=inner_steps, codec=codec, **figures)
+                        names = ("utilisation", "worst", "h_real", "at_h", "at_h_free", "used", "round_s", "mb_sent")
+                        figures = dict.fromkeys((*names, "cpu_share", "abandoned"), None)
+                        figures["note"] = f"could not run: {error}"[:90]
+            report.cell(mbit=mbit, h=inner_steps, method=case.method, setting=case.setting, **figures)
             print(json.dumps(report.cells[-1]), flush=True)
 
 
 def judge(report: Report) -> None:
     """The acceptance rows, for the cells that were measured."""
-    for cell in report.cells:
+    ours = [cell for cell in report.cells if cell["method"] == "atoll" and cell["setting"] == "auto"]
+    for cell in ours:
         target = _TARGETS.get((cell["mbit"], cell["h"]))
-        if target is not None and cell["codec"] == "auto":
+        if target is not None:
             value = cell["at_h"]
             report.accept(
                 f"utilisation at its H, {cell['mbit']:g} Mbit/s × {RTT_MS:g} ms, H = {cell['h']}, codec auto",
                 target=f"≥ {target:.2f}",
                 value=value if value is not None else cell["note"],
                 holds=value is not None and value >= target,
+            )
+    for cell, peer in product(ours, TUNINGS):
+        theirs = [it for it in report.cells if (it["method"], it["mbit"], it["h"]) == (peer, cell["mbit"], cell["h"])]
+        ran = [it for it in theirs if it["at_h_free"] is not None]
+        best = max(ran, key=lambda it: it["at_h_free"], default=None)
+        if best is not None:
+            report.accept(
+                f"above {peer} ({best['setting']}), {cell['mbit']:g} Mbit/s, H = {cell['h']}",
+                target=f"> {best['at_h_free']:.3f}",
+                value=cell["at_h"] if cell["at_h"] is not None else cell["note"],
+                holds=cell["at_h"] is not None and cell["at_h"] > best["at_h_free"],
+            )
+        elif theirs:
+            report.accept(
+                f"above {peer}, {cell['mbit']:g} Mbit/s, H = {cell['h']}",
+                target="a figure to be above",
+                value=theirs[0]["note"],
+                holds=False,
             )
 
 
@@ -115,14 +179,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", nargs="+", type=float, default=[50.0, 200.0, 1000.0])
     parser.add_argument("--inner-steps", nargs="+", type=int, default=[32, 128])
-    parser.add_argument("--codec", nargs="+", default=["auto"])
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--codec", nargs="+", default=["auto"], help="of Atoll")
+    parser.add_argument("--tuning", nargs="+", help="of peers; all of the grid if not given")
+    parser.add_argument("--name", default="utilisation", help="of the result's file")
     chosen = parser.parse_args()
-    report = Report("utilisation")
+    report = Report(chosen.name)
     asyncio.run(run(chosen, report))
     judge(report)
+    grid = "; ".join(f"{peer}: {', '.join(tunings)}" for peer, tunings in TUNINGS.items())
     report.finish(
         f"{HOSTS} hosts, {ELEMENTS} parameters, {1000 * STEP_SECONDS:g} ms a step, {RTT_MS:g} ms RTT; "
-        "published: a measured DiLoCo has 0.116 at 50 Mbit/s and H = 128, 0.10 at 200 Mbit/s and H = 32"
+        "published: a measured DiLoCo has 0.116 at 50 Mbit/s and H = 128, 0.10 at 200 Mbit/s and H = 32; "
+        f"grid of peers, of which the best counts: {grid}; "
+        "a peer's command in each host: .make/peers/PEER/bin/python -m benchmarks.utilisation_PEER"
     )
 
 

@@ -1,0 +1,162 @@
+"""One member of the utilisation benchmark that runs `hivemind.Optimizer`, in fp16; in hivemind's own environment.
+
+Tunings: local steps whose parameters are averaged at the end of an epoch, at once ("waiting") or with the delta rule
+("delayed", which waits at the next step); and hivemind's least idle mode, gradients that are accumulated through an
+epoch, averaged and applied behind the next one ("accumulating"): one optimiser step per epoch, with gradients that are
+one epoch old, which is less than H local steps do. The number is of seconds for matchmaking. A round may take twice
+what it takes at half the link's rate, as hivemind advises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import hivemind
+import torch
+from hivemind.compression import Float16Compression
+from hivemind.optim.grad_averager import GradientAverager
+
+from benchmarks.utilisation_peer import answer_all
+
+_LEAST_TIMEOUT = 15.0  # seconds for a round
+_REQUEST_SHARE = 0.6  # of the time for matchmaking, that a request for a group may take
+_DONE = re.compile(r"Averaged (?:parameters|gradients) with (\d+) peers")
+_FAILED = re.compile(r"Averaging (?:gradients )?failed with")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One point of the grid."""
+
+    local: bool
+    delayed: bool
+    matchmaking: float
+
+
+TUNINGS = {
+    "waiting-2": Tuning(local=True, delayed=False, matchmaking=2.0),
+    "waiting-5": Tuning(local=True, delayed=False, matchmaking=5.0),
+    "delayed-5": Tuning(local=True, delayed=True, matchmaking=5.0),
+    "accumulating-5": Tuning(local=False, delayed=True, matchmaking=5.0),
+}
+
+
+class Pretended(torch.optim.Optimizer):
+    """An inner optimiser whose work the device does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing is left to do."""
+
+
+class Tally(logging.Handler):
+    """Counts averaging rounds by what hivemind says of them: nothing else tells how many took part."""
+
+    def __init__(self, members: int) -> None:
+        super().__init__()
+        self._majority = members // 2 + 1
+        self.committed = 0
+        self.abandoned = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        done = _DONE.search(text)
+        if done is not None and int(done[1]) >= self._majority:
+            self.committed += 1
+        elif done is not None or _FAILED.search(text):
+            self.abandoned += 1
+
+
+def all_reduce_seconds(encoded_bytes: float, members: int, mbit: float) -> float:
+    """In which links of that rate carry what a butterfly sends."""
+    return 2 * (members - 1) / members * encoded_bytes / (mbit * 1e6 / 8)
+
+
+class Hivemind:
+    """`hivemind.Optimizer` around one tensor."""
+
+    codec = "fp16"
+
+    def __init__(self, index: int, members: int, address: str) -> None:
+        self._members = members
+        self._address = address
+        self._tally = Tally(members)
+        self._dht: hivemind.DHT | None = None
+        self._optimizer: hivemind.Optimizer | None = None
+
+    def meet(self, contacts: list[Any]) -> Any:
+        if self._dht is None:
+            self._dht = hivemind.DHT(
+                host_maddrs=[f"/ip4/{self._address}/tcp/0"],
+                initial_peers=contacts[0] or [],
+                use_auto_relay=False,
+                start=True,
+            )
+        return [str(address) for address in self._dht.get_visible_maddrs()]
+
+    def begin(self, elements: int, inner_steps: int, mbit: float, tuning: str) -> None:
+        for name in ("hivemind.optim.optimizer", "hivemind.optim.state_averager"):
+            logging.getLogger(name).addHandler(self._tally)
+        parameter = torch.nn.Parameter(torch.zeros(elements))
+        chosen = TUNINGS[tuning]
+        timeout = chosen.matchmaking + 2 * all_reduce_seconds(2 * elements, self._members, mbit / 2)
+        timeout = max(timeout, _LEAST_TIMEOUT)
+        group = {"request_timeout": _REQUEST_SHARE * chosen.matchmaking, "target_group_size": self._members}
+        if chosen.local:
+            mode: dict[str, Any] = {
+                "use_local_updates": True,
+                "delay_state_averaging": chosen.delayed,
+                "state_averaging_compression": Float16Compression(),
+                "averager_opts": {**group, "initialize_optimizer": False},
+            }
+        else:
+            parameter.grad = torch.zeros(elements)
+            mode = {
+                "delay_grad_averaging": True,
+                "delay_optimizer_step": True,
+                "offload_optimizer": True,
+                "reuse_grad_buffers": True,
+                "average_state_every": 1_000_000,  # never: gradients are enough
+                "grad_compression": Float16Compression(),
+                "grad_averager_factory": functools.partial(GradientAverager, **group),
+                "averager_opts": {**group, "initialize_optimizer": False},
+            }
+        self._optimizer = hivemind.Optimizer(
+            dht=self._dht,
+            run_id="utilisation",
+            batch_size_per_step=1,
+            target_batch_size=inner_steps * self._members,
+            params=[parameter],
+            optimizer=Pretended,
+            matchmaking_time=chosen.matchmaking,
+            averaging_timeout=timeout,
+            next_chunk_timeout=timeout,
+            load_state_compression=Float16Compression(),
+            verbose=True,
+            **mode,
+        )
+
+    def step(self) -> None:
+        assert self._optimizer is not None
+        self._optimizer.step()
+
+    def rounds(self) -> tuple[float, int]:
+        return self._tally.committed, self._tally.abandoned
+
+    def close(self) -> None:
+        for part in (self._optimizer, self._dht):
+            if part is not None:
+                part.shutdown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(answer_all(Hivemind(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))
