@@ -13,6 +13,11 @@ every tuning of a small grid (`TUNINGS` of `utilisation_hivemind` and `utilisati
 are looked at where a round ended. Their optimisers compute in the training thread, on this machine's cores: `at_h_free`
 is `at_h` if that had taken no time, as on a GPU, and what Atoll is compared with.
 
+All hosts share this machine's cores, as no swarm's do. So Atoll is also measured in slow motion (`slower`): rates are
+divided, distances, steps and copies multiplied by the same factor, everything told in the time that is meant. Then all
+is as it was but for processors, which are so much faster; and for fixed times, such as our tick of 0.1 s, which are so
+much shorter.
+
     python -m benchmarks.utilisation
     python -m benchmarks.utilisation --mbit 50 --inner-steps 128 --method atoll --codec auto int4
     python -m benchmarks.utilisation --mbit 1000 --method torchft --tuning delayed 4-fragments-delayed
@@ -42,6 +47,7 @@ HOSTS = 4
 RTT_MS = 80.0
 ELEMENTS = 30_800_000
 STEP_SECONDS = 0.030
+COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
 TUNINGS = {
     "hivemind": ("waiting-2", "waiting-5", "delayed-5", "accumulating-5"),
     "torchft": ("waiting", "delayed", "4-fragments-delayed", "delayed-bf16"),
@@ -60,10 +66,13 @@ class Case:
     warm_rounds: int  # in which links and codec, or speeds, are learnt
     rounds: int
     patience: float  # seconds for those rounds
+    slower: float = 1.0
 
     def told(self, mbit: float) -> dict[str, Any]:
         """What its members need to know of it."""
-        return {"codec": self.setting} if self.method == "atoll" else {"tuning": self.setting, "mbit": mbit}
+        copy_seconds = self.slower * 4 * ELEMENTS / COPY
+        ours = {"codec": self.setting, "copy_seconds": copy_seconds}
+        return ours if self.method == "atoll" else {"tuning": self.setting, "mbit": mbit}
 
     @property
     def program(self) -> str:
@@ -75,7 +84,8 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
     """What was asked for; peers need minutes for a round."""
     for method in chosen.method:
         if method == "atoll":
-            yield from (Case(method, codec, warm_rounds=4, rounds=6, patience=240) for codec in chosen.codec)
+            for codec, slower in product(chosen.codec, chosen.slower):
+                yield Case(method, codec, warm_rounds=4, rounds=6, patience=240 * slower, slower=slower)
         for tuning in TUNINGS.get(method, ()):
             if chosen.tuning is None or tuning in chosen.tuning:
                 yield Case(method, tuning, warm_rounds=2, rounds=3, patience=900)
@@ -85,7 +95,8 @@ async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: 
     """One cell. Raises `RuntimeError`, `TimeoutError`."""
     async with members(network, case.program, case.method, directory, python_of(case.method)) as joined:
         rate = min(host.uplink_mbit for host in network.topology.trainers)
-        begin = {"elements": ELEMENTS, "step_seconds": STEP_SECONDS, "inner_steps": inner_steps, **case.told(rate)}
+        step_seconds = STEP_SECONDS * case.slower
+        begin = {"elements": ELEMENTS, "step_seconds": step_seconds, "inner_steps": inner_steps, **case.told(rate)}
         await together(joined, {"begin": begin}, 60)
         await rounds_done(joined, case.warm_rounds, case.patience)
         before = await together(joined, {"look": True}, 30)
@@ -93,7 +104,7 @@ async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: 
         after = await together(joined, {"look": True}, 30)
     pairs = list(zip(before, after, strict=True))
     steps = [b["steps"] - a["steps"] for a, b in pairs]
-    seconds = [b["at"] - a["at"] for a, b in pairs]
+    seconds = [(b["at"] - a["at"]) / case.slower for a, b in pairs]
     rounds = [b["rounds"] - a["rounds"] for a, b in pairs]
     arithmetic = [b.get("arithmetic", 0.0) - a.get("arithmetic", 0.0) for a, b in pairs]
     shares = [count * STEP_SECONDS / took for count, took in zip(steps, seconds, strict=True)]
@@ -109,7 +120,7 @@ async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: 
         "used": after[0]["codec"],
         "round_s": sum(seconds) / max(1, sum(rounds)),
         "mb_sent": sum(b["sent"] - a["sent"] for a, b in pairs) / max(1, sum(rounds)) / 1e6,
-        "cpu_share": sum(b["cpu_seconds"] - a["cpu_seconds"] for a, b in pairs) / sum(seconds),
+        "cpu_share": sum(b["cpu_seconds"] - a["cpu_seconds"] for a, b in pairs) / sum(seconds) / case.slower,
         "abandoned": sum(b["abandoned"] for b in after),
         "note": "",
     }
@@ -127,8 +138,8 @@ async def rounds_done(joined: Sequence[Member], rounds: float, patience: float) 
 async def run(chosen: argparse.Namespace, report: Report) -> None:
     """All cells that were asked for."""
     for mbit in chosen.mbit:
-        setting = Setting(f"{mbit:g} Mbit/s", (mbit,) * HOSTS, RTT_MS)
         for inner_steps, case in product(chosen.inner_steps, cases(chosen)):
+            setting = Setting(f"{mbit:g} Mbit/s", (mbit / case.slower,) * HOSTS, RTT_MS * case.slower)
             with tempfile.TemporaryDirectory(prefix="atoll-") as place:
                 async with wan_network(setting.topology()) as network:
                     try:
@@ -137,7 +148,9 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
                         names = ("utilisation", "worst", "h_real", "at_h", "at_h_free", "used", "round_s", "mb_sent")
                         figures = dict.fromkeys((*names, "cpu_share", "abandoned"), None)
                         figures["note"] = f"could not run: {error}"[:90]
-            report.cell(mbit=mbit, h=inner_steps, method=case.method, setting=case.setting, **figures)
+            report.cell(
+                mbit=mbit, h=inner_steps, method=case.method, setting=case.setting, slower=case.slower, **figures
+            )
             print(json.dumps(report.cells[-1]), flush=True)
 
 
@@ -149,7 +162,7 @@ def judge(report: Report) -> None:
         if target is not None:
             value = cell["at_h"]
             report.accept(
-                f"utilisation at its H, {cell['mbit']:g} Mbit/s × {RTT_MS:g} ms, H = {cell['h']}, codec auto",
+                f"at its H, {cell['mbit']:g} Mbit/s × {RTT_MS:g} ms, H = {cell['h']}, auto, {slowly(cell['slower'])}",
                 target=f"≥ {target:.2f}",
                 value=value if value is not None else cell["note"],
                 holds=value is not None and value >= target,
@@ -160,7 +173,7 @@ def judge(report: Report) -> None:
         best = max(ran, key=lambda it: it["at_h_free"], default=None)
         if best is not None:
             report.accept(
-                f"above {peer} ({best['setting']}), {cell['mbit']:g} Mbit/s, H = {cell['h']}",
+                f"above {peer} ({best['setting']}), {cell['mbit']:g} Mbit/s, H = {cell['h']}, {slowly(cell['slower'])}",
                 target=f"> {best['at_h_free']:.3f}",
                 value=cell["at_h"] if cell["at_h"] is not None else cell["note"],
                 holds=cell["at_h"] is not None and cell["at_h"] > best["at_h_free"],
@@ -174,6 +187,11 @@ def judge(report: Report) -> None:
             )
 
 
+def slowly(factor: float) -> str:
+    """In words."""
+    return "as it is" if factor == 1 else f"{factor:g} times slower"
+
+
 def main() -> None:
     """Choose cells, run, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,6 +199,7 @@ def main() -> None:
     parser.add_argument("--inner-steps", nargs="+", type=int, default=[32, 128])
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--codec", nargs="+", default=["auto"], help="of Atoll")
+    parser.add_argument("--slower", nargs="+", type=float, default=[1.0, 4.0], help="Atoll's slow motion")
     parser.add_argument("--tuning", nargs="+", help="of peers; all of the grid if not given")
     parser.add_argument("--name", default="utilisation", help="of the result's file")
     chosen = parser.parse_args()

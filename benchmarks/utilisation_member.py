@@ -1,11 +1,11 @@
 """One member of the utilisation benchmark, in a lab's host: the engine that nodes run, around a device that pretends.
 
 {"contacts": [...]}   where the others are, as far as known        →  {"contact": ...}
-{"begin": {...}}      elements, step_seconds, inner_steps, codec   →  {"begun": true}
+{"begin": {...}}      elements, step_seconds, copy_seconds, inner_steps, codec   →  {"begun": true}
 {"look": true}        →  {"at": …, "steps": …, "rounds": …, "abandoned": …, "codec": …, "sent": …, "cpu_seconds": …}
 
 The device takes `step_seconds` a step whatever this machine's cores do, as a GPU does with its queue, and stands still
-while it copies: a vector out for a snapshot, one in for a new anchor, at `COPY` bytes per second (assumed). It does not
+while it copies: a vector out for a snapshot, one in for a new anchor, for `copy_seconds` (assumed). It does not
 evaluate. Codecs, sums, outer step, digests, votes, disk and network are the shipped ones.
 """
 
@@ -53,7 +53,6 @@ from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_membe
 
 STEP_TOKENS = 512
 LAYERS = 14
-COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
 _RUN = "utilisation"
 _START = timedelta(seconds=60)
 
@@ -81,12 +80,12 @@ codec = "{codec}"
 class Device:
     """Stands in for a trainer process and its GPU."""
 
-    def __init__(self, elements: int, step_seconds: float, seed: int) -> None:
+    def __init__(self, elements: int, step_seconds: float, copy_seconds: float, seed: int) -> None:
         self.anchor = torch.zeros(elements)
         self.pseudo_gradient = torch.randn(elements, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
         self.pseudo_gradient.add_(1e-3)  # members agree in part, as when they train
         self._step_seconds = step_seconds
-        self._copy_seconds = 4 * elements / COPY
+        self._copy_seconds = copy_seconds
         self._progress = Progress()
         self._lock = threading.Lock()
         self._busy_until = 0.0  # when the step under way ends
@@ -178,13 +177,13 @@ class Member:
         await greet_all(self._host, contacts)
         return None
 
-    def begin(self, elements: int, step_seconds: float, inner_steps: int, codec: str) -> None:
+    def begin(self, elements: int, step_seconds: float, copy_seconds: float, inner_steps: int, codec: str) -> None:
         """Train, in rounds of `inner_steps` of every member."""
         assert self._host is not None
         count = len(self._contacts)
         text = SPEC.format(members=count, round_tokens=inner_steps * count * STEP_TOKENS, codec=codec)
         spec = parse_run_spec(text)
-        self._device = Device(elements, step_seconds, self._index)
+        self._device = Device(elements, step_seconds, copy_seconds, self._index)
         state = AnchorState(self._device.anchor, [elements * layer // LAYERS for layer in range(LAYERS + 1)])
         head = genesis(state)
         plan = plan_of(sorted(map(peer_of, self._contacts)), head, spec)
