@@ -73,6 +73,27 @@ async def test_every_donor_does_a_share(reef):
     assert sum(reef.bodies.values()) == CHUNKS
 
 
+async def test_the_stream_that_told_the_head_brings_the_state_too(reef):
+    """Another one would cost round trips, and where it is a connection of its own, a slow start."""
+    opened = []
+    dial = reef.network.open
+
+    async def count(peer, protocol, timeout):
+        opened.append(peer)
+        return await dial(peer, protocol, timeout)
+
+    reef.network.open = count
+    for member in DONORS:
+        reef.serve(member, history(HEAD), STATE)
+    assert is_true(await fetch(reef))
+    assert sorted(opened) == sorted(member.peer_id for member in DONORS)
+    assert await fetch(reef, STATE, HEAD) is None
+    async with asyncio.timeout(5):  # nothing was left open
+        for member in DONORS:
+            while tasks := reef.networks[member.peer_id].tasks:
+                await asyncio.wait(tasks)
+
+
 @pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies, after(2, dies), after(1, freezes)])
 async def test_one_true_donor_among_four_is_enough(reef, fault):
     for member in DONORS:

@@ -45,25 +45,39 @@ class StateMoved(NotFound):
 
 
 async def fetch_state(
-    network: Network, donors: Sequence[str], wanted: Wanted, workspace: Workspace, policy: FetchPolicy
+    network: Network,
+    donors: Sequence[str],
+    wanted: Wanted,
+    workspace: Workspace,
+    policy: FetchPolicy,
+    begun: dict[str, Conversation] | None = None,
 ) -> None:
     """Fill `workspace` with the true bytes of every wanted piece that it does not have.
 
-    Ends by itself: every answer has a deadline, and a donor that lied or failed too often is not asked again. Raises
-    `StateMoved`, or `Unreachable` naming what became of each donor; pieces that were verified stay in `workspace`.
+    Conversations that were `begun` with donors are taken out and gone on with: a new connection takes some round trips
+    and starts slowly. Ends by itself: every answer has a deadline, and a donor that lied or failed too often is not
+    asked again. Raises `StateMoved`, or `Unreachable` naming what became of each donor; pieces that were verified stay
+    in `workspace`.
     """
-    await _Fetch(network, donors, wanted, workspace, policy).run()
+    await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun).run()
 
 
 class _Fetch:
     def __init__(
-        self, network: Network, donors: Sequence[str], wanted: Wanted, workspace: Workspace, policy: FetchPolicy
+        self,
+        network: Network,
+        donors: Sequence[str],
+        wanted: Wanted,
+        workspace: Workspace,
+        policy: FetchPolicy,
+        begun: dict[str, Conversation],
     ) -> None:
         self._network = network
         self._donors = donors
         self._wanted = wanted
         self._workspace = workspace
         self._policy = policy
+        self._begun = begun
         self._pieces = [piece for piece in wanted.pieces if not workspace.has(piece)]
         self._ledger = Ledger(self._pieces, policy.chunk_elements, donors)
         self._loop = asyncio.get_running_loop()
@@ -120,7 +134,10 @@ class _Fetch:
     async def _converse(self, donor: str) -> None:
         """Ask for chunk after chunk; returns when the donor is found out to lie."""
         ledger, policy = self._ledger, self._policy
-        conversation = await Conversation.begin(self._network, donor, self._wanted.run_id, policy.answer)
+        conversation = self._begun.pop(donor, None)
+        if conversation is None:
+            conversation = await Conversation.begin(self._network, donor, self._wanted.run_id, policy.answer)
+        conversation.timeout = policy.answer
         try:
             ledger.join(donor)
             while ledger.asks(donor):
