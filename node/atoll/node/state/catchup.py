@@ -80,7 +80,7 @@ async def catch_up(
             wanted = Wanted(plan.run_id, head.hash, pieces_of(head.manifest.layers, state.offsets))
             if workspace is None:
                 workspace = Workspace(state.anchor_E.numel())
-                if held is not None:
+                if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
                     await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations)
         except StateMoved as error:

@@ -22,8 +22,8 @@ _log = log.get("catchup")
 class FetchPolicy:
     """How a fetch treats its donors. A donor that delivers less than a chunk per `answer` is given up."""
 
-    chunk_elements: int = 1 << 18  # 1 MiB of fp32
-    pipelined: int = 4  # questions on the wire to one donor
+    chunk_elements: int = 1 << 16  # 256 KiB of fp32
+    pipelined: int = 32  # questions on the wire to one donor, at most
     patience: timedelta = timedelta(seconds=3)  # then others take over what a silent donor was asked for
     answer: timedelta = timedelta(seconds=15)  # for every answer
     failures: int = 8  # in a row and without a chunk between them; a deadline that passed counts three times
@@ -141,7 +141,7 @@ class _Fetch:
         try:
             ledger.join(donor)
             while ledger.asks(donor):
-                while ledger.on_wire(donor) < policy.pipelined:
+                while ledger.may_ask(donor, policy.pipelined):
                     chunk = ledger.take(donor, self._loop.time())
                     if chunk is None:
                         break
