@@ -42,7 +42,7 @@ from benchmarks.lab_members import JOIN_SECONDS, Member, members, together
 SETTING = Setting("100 Mbit/s × 80 ms", (100.0,) * 8, 80.0)
 MOST_DONORS = len(SETTING.mbit) - 1
 TIMES, ROUNDS = 1.3, 3
-_FIGURES = ("least_s", "fetch_s", "times", "worst", "cpu_s_per_gb", "start_s", "total_s", "round_s", "beyond", "note")
+_FIGURES = ("least_s", "fetch_s", "times", "worst", "start_s", "total_s", "round_s", "beyond", "note")
 _COLUMNS = ("kind", "mb", "donors", "path", *_FIGURES)
 _PROBE = [sys.executable, "-I", "-S", str(Path(probe.__file__))]
 _PROBE_PORT = 5000
@@ -105,7 +105,6 @@ async def catch_up_cell(
         "fetch_s": statistics.median(seconds),
         "times": statistics.median(seconds) / least,
         "worst": max(seconds) / least,
-        "cpu_s_per_gb": statistics.median(it["cpu_seconds"] for it in joins) / megabytes * 1e3,
         "note": told,
     }
 

@@ -1,9 +1,9 @@
 """One host of the benchmark of joining: a donor, or the newcomer, which is the last of them.
 
-{"contacts": [...]}   where the others are, as far as known        →  {"contact": ...}
-{"arrive": true}      the newcomer is there; true: with a direct path, false: with libp2p alone    →  {"contact": ...}
-{"greet": [...]}      a donor has heard of who is there      →  {"greeted": true}
-{"fetch": [...]}      from these donors, and the newcomer goes     →  {"seconds": …, "direct": …, "cpu_seconds": …}
+{"contacts": [...]}   where the others are, as far as known                        →  {"contact": ...}
+{"arrive": true}      the newcomer starts, with a direct path or libp2p alone     →  {"contact": ...}
+{"greet": [...]}      a donor hears of the newcomer and dials it                  →  {"greeted": true}
+{"fetch": [...]}      the newcomer fetches from these donors, and goes            →  {"seconds": …, "direct": …}
 
 The newcomer is new each time: a p2pd of its own and no connection to anybody but the first donor, its seed. It knows
 where donors are, as nodes do from the directory; and they hear of it when it hears of them, as from a plan.
@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from atoll.core.identity import Identity
@@ -120,19 +119,12 @@ class Newcomer:
         plan = plan_of([host.peer_id, *map(peer_of, donors)], voters, genesis.hash, len(offsets) - 1)
         operator = Identity.load_or_create(self._directory / OPERATOR_KEY)
         state = AnchorState(torch.zeros(offsets[-1]), offsets)
-        before, began = _cpu_seconds(), time.monotonic()
+        began = time.monotonic()
         fetched = await catch_up(host, plan, state, None, operator_key=operator.public_key)
         seconds = time.monotonic() - began
         assert fetched is not None
         assert fetched.head.hash == head.hash
-        cpu_seconds = _cpu_seconds() - before
-        return {"seconds": seconds, "direct": len(host.direct_peers()), "cpu_seconds": cpu_seconds}
-
-
-def _cpu_seconds() -> float:
-    """Of this process and its p2pd."""
-    times = [it.cpu_times() for it in (psutil.Process(), *psutil.Process().children(recursive=True))]
-    return sum(it.user + it.system for it in times)
+        return {"seconds": seconds, "direct": len(host.direct_peers())}
 
 
 async def answer_all(index: int, count: int, address: str, directory: Path) -> None:
