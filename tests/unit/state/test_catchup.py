@@ -73,6 +73,38 @@ async def test_every_donor_does_a_share(reef):
     assert sum(reef.bodies.values()) == CHUNKS
 
 
+async def test_of_genesis_only_the_anchor_travels(reef):
+    """Its momentum is zero; one node has to send it to all others."""
+    genesis = state_of(3.0)
+    genesis.momentum_E = torch.zeros_like(genesis.anchor_E)
+    head = commit(genesis, 0, [])
+    reef.serve(ANN, [head], genesis)
+    fetched = await fetch(reef, AnchorState(torch.zeros(OFFSETS[-1]), OFFSETS), plan=plan_of(ANN, CLEO, base=head))
+    assert is_true(fetched, genesis)
+    assert reef.bodies[ANN.peer_id] == CHUNKS / 2
+
+
+async def test_the_stream_that_told_the_head_brings_the_state_too(reef):
+    """Another one would cost round trips, and where it is a connection of its own, a slow start."""
+    opened = []
+    dial = reef.network.open
+
+    async def count(peer, protocol, timeout):
+        opened.append(peer)
+        return await dial(peer, protocol, timeout)
+
+    reef.network.open = count
+    for member in DONORS:
+        reef.serve(member, history(HEAD), STATE)
+    assert is_true(await fetch(reef))
+    assert sorted(opened) == sorted(member.peer_id for member in DONORS)
+    assert await fetch(reef, STATE, HEAD) is None
+    async with asyncio.timeout(5):  # nothing was left open
+        for member in DONORS:
+            while tasks := reef.networks[member.peer_id].tasks:
+                await asyncio.wait(tasks)
+
+
 @pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies, after(2, dies), after(1, freezes)])
 async def test_one_true_donor_among_four_is_enough(reef, fault):
     for member in DONORS:

@@ -32,7 +32,7 @@ class Simulation:
 
     def ask(self, donor: str, depth: int = 3) -> bool:
         asked = False
-        while self.ledger.asks(donor) and self.ledger.on_wire(donor) < depth:
+        while self.ledger.asks(donor) and self.ledger.may_ask(donor, depth):
             if self.ledger.take(donor, self.now) is None:
                 break
             asked = True
@@ -149,6 +149,33 @@ def test_a_silent_donors_questions_go_to_others_and_its_late_answer_is_not_neede
     assert world.ledger.asks("silent")
 
 
+def test_a_slow_donor_keeps_no_large_part_to_itself():
+    """Two share a link unequally; each answers in order, one chunk after the other."""
+    seconds_per_chunk = {"fast": 0.02, "slow": 0.4}
+    ledger = Ledger(pieces_of([4, 4, 4000]), 4, list(seconds_per_chunk))
+    answers = {}  # donor -> when its oldest question is answered
+    deepest = dict.fromkeys(seconds_per_chunk, 0)
+    for donor in seconds_per_chunk:
+        ledger.join(donor)
+    now = 0.0
+    while not ledger.finished:
+        for donor, seconds in seconds_per_chunk.items():
+            while ledger.may_ask(donor, 32) and ledger.take(donor, now) is not None:
+                answers.setdefault(donor, now + seconds)
+        donor = min(answers, key=lambda donor: answers[donor])
+        now = answers.pop(donor)
+        chunk = ledger.expected(donor)
+        if ledger.arrived(donor, now) and ledger.to_check(chunk.piece):
+            ledger.checked(chunk.piece, True, [])
+        left = len(ledger._donors[donor].wire)
+        deepest[donor] = max(deepest[donor], left)
+        if left:
+            answers[donor] = now + seconds_per_chunk[donor]
+    assert deepest["fast"] > 16
+    assert deepest["slow"] <= 5
+    assert now < 1.05 * 1002 / (1 / 0.02 + 1 / 0.4)  # together, to the end
+
+
 def test_the_only_donor_is_never_too_slow():
     world = Simulation([40], {"slow": always(True)})
     world.ask("slow")
@@ -184,7 +211,7 @@ def test_a_false_piece_of_many_is_fetched_from_one_alone_and_then_the_liar_is_kn
     assert world.ask("c", 4)
     assert not world.ask("a")
     while world.answer("c"):
-        pass
+        world.ask("c", 4)
     assert world.ledger.finished
     assert set(world.ledger.reasons) == {"liar"}
     assert world.answers["c"] == 1 + 1 + 4

@@ -66,18 +66,18 @@ def draw(view: DemoView) -> RenderableType:
     parts: list[RenderableType] = [_nodes(view)]
     if view.losses:
         parts += [Text(), _curve(view.losses)]
-    parts += [Text(), _facts(view)]
+    if view.stop_tokens:
+        parts += [Text(), _facts(view)]
     if view.trouble:
         parts.append(Text.from_markup(f"[red]{' · '.join(view.trouble)}[/]"))
-    return Panel(
-        Group(*parts), title=f"[bold]{view.title}[/] · {view.phase} · {elapsed}", subtitle=f"[dim]{view.page}[/]"
-    )
+    title, page = f"[bold]{view.title}[/] · {view.phase} · {elapsed}", f"[dim]{view.page}[/]" if view.page else None
+    return Panel(Group(*parts), title=title, subtitle=page)
 
 
 def _nodes(view: DemoView) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="dim")  # fits 80 columns
     for title in ("node", "state", "pace", "steps", "tokens/s", "train loss", "round", "sent"):
-        table.add_column(title, justify="left" if title in ("node", "state") else "right")
+        table.add_column(title, justify="left" if title in ("node", "state") else "right", no_wrap=True)
     fastest = max((node.get("tokens_per_second", 0) for node in view.nodes.values()), default=0)
     for name, node in view.nodes.items():
         if not node:
@@ -108,9 +108,10 @@ def _facts(view: DemoView) -> Text:
     committed = max((node["committed_tokens"] for node in nodes), default=0)
     pace = sum(node["tokens_per_second"] for node in nodes)
     share = min(1.0, committed / max(1, view.stop_tokens))
+    now = f" · {count_text(pace)} tokens/s" if pace else ""
     left = f", {duration_text((view.stop_tokens - committed) / pace)} left" if pace and share < 1 else ""
     text = Text.from_markup(
-        f"[bold]{share:4.0%}[/] of {count_text(view.stop_tokens)} tokens · {count_text(pace)} tokens/s{left} · "
+        f"[bold]{share:4.0%}[/] of {count_text(view.stop_tokens)} tokens{now}{left} · "
         f"rounds {view.rounds_committed}/{view.rounds_opened} · {bytes_text(sent)} on the wire"
     )
     if sent and fp32:

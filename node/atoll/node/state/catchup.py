@@ -45,7 +45,10 @@ async def fetch_manifest(network: Network, peer: str, run_id: str, number: int |
 async def newest_round(network: Network, plan: Plan, held: Head, *, operator_key: bytes) -> int:
     """The round of the head that `catch_up` would fetch; that of `held` when no head is believed."""
     best = await believe(network, plan, operator_key, held)
-    return best.head.round if best is not None else held.round
+    if best is None:
+        return held.round
+    await best.end()
+    return best.head.round
 
 
 async def catch_up(
@@ -70,20 +73,22 @@ async def catch_up(
         if best is None:
             raise Unreachable("no head was found that enough members of the plan agree on")
         head = best.head
-        if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
-            return None
-        followed = head if best.grown else followed
-        wanted = Wanted(plan.run_id, head.hash, pieces_of(head.manifest.layers, state.offsets))
-        if workspace is None:
-            workspace = Workspace(state.anchor_E.numel())
-            if held is not None:
-                await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
         try:
-            await fetch_state(network, best.holders, wanted, workspace, policy)
+            if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
+                return None
+            followed = head if best.grown else followed
+            wanted = Wanted(plan.run_id, head.hash, pieces_of(head.manifest.layers, state.offsets))
+            if workspace is None:
+                workspace = Workspace(state.anchor_E.numel())
+                if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
+                    await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
+            await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations)
         except StateMoved as error:
             _log.info("the head moved on while it was fetched", round=head.round, reason=str(error))
             await asyncio.sleep(policy.pause.total_seconds() * 2**restart)  # members change their heads one by one
             continue
+        finally:
+            await best.end()
         return Fetched(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
     raise Unreachable(f"the head moved on {policy.restarts} times while it was fetched")
 

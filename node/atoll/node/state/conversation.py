@@ -25,7 +25,7 @@ class Conversation:
     def __init__(self, stream: Stream, run_id: str, timeout: timedelta) -> None:
         self._stream = stream
         self._run_id = run_id
-        self._timeout = timeout
+        self.timeout = timeout
 
     @classmethod
     async def begin(cls, network: Network, peer: str, run_id: str, timeout: timedelta) -> Conversation:
@@ -89,13 +89,13 @@ class Conversation:
         reply = await self._reply()
         if reply.body_bytes != 4 * elements:
             raise PeerMisbehaved(f"{self._stream.peer_id} offers {reply.body_bytes} bytes, not {4 * elements}")
-        frame = await self._stream.receive(self._timeout)
+        frame = await self._stream.receive(self.timeout)
         if frame.kind is not FrameKind.BODY or len(frame.body) != 4 * elements:
             raise PeerMisbehaved(f"{self._stream.peer_id} sent {len(frame.body)} bytes, not {4 * elements}")
         return frame.body
 
     async def _reply(self) -> dp.StateReply:
-        frame = await self._stream.receive(self._timeout)
+        frame = await self._stream.receive(self.timeout)
         if frame.kind is not FrameKind.MESSAGE:
             raise PeerMisbehaved(f"{self._stream.peer_id} sent a frame of kind {frame.kind.name} out of turn")
         try:

@@ -22,8 +22,8 @@ _log = log.get("catchup")
 class FetchPolicy:
     """How a fetch treats its donors. A donor that delivers less than a chunk per `answer` is given up."""
 
-    chunk_elements: int = 1 << 18  # 1 MiB of fp32
-    pipelined: int = 4  # questions on the wire to one donor
+    chunk_elements: int = 1 << 16  # 256 KiB of fp32
+    pipelined: int = 32  # questions on the wire to one donor, at most
     patience: timedelta = timedelta(seconds=3)  # then others take over what a silent donor was asked for
     answer: timedelta = timedelta(seconds=15)  # for every answer
     failures: int = 8  # in a row and without a chunk between them; a deadline that passed counts three times
@@ -45,25 +45,39 @@ class StateMoved(NotFound):
 
 
 async def fetch_state(
-    network: Network, donors: Sequence[str], wanted: Wanted, workspace: Workspace, policy: FetchPolicy
+    network: Network,
+    donors: Sequence[str],
+    wanted: Wanted,
+    workspace: Workspace,
+    policy: FetchPolicy,
+    begun: dict[str, Conversation] | None = None,
 ) -> None:
     """Fill `workspace` with the true bytes of every wanted piece that it does not have.
 
-    Ends by itself: every answer has a deadline, and a donor that lied or failed too often is not asked again. Raises
-    `StateMoved`, or `Unreachable` naming what became of each donor; pieces that were verified stay in `workspace`.
+    Conversations that were `begun` with donors are taken out and gone on with: a new connection takes some round trips
+    and starts slowly. Ends by itself: every answer has a deadline, and a donor that lied or failed too often is not
+    asked again. Raises `StateMoved`, or `Unreachable` naming what became of each donor; pieces that were verified stay
+    in `workspace`.
     """
-    await _Fetch(network, donors, wanted, workspace, policy).run()
+    await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun).run()
 
 
 class _Fetch:
     def __init__(
-        self, network: Network, donors: Sequence[str], wanted: Wanted, workspace: Workspace, policy: FetchPolicy
+        self,
+        network: Network,
+        donors: Sequence[str],
+        wanted: Wanted,
+        workspace: Workspace,
+        policy: FetchPolicy,
+        begun: dict[str, Conversation],
     ) -> None:
         self._network = network
         self._donors = donors
         self._wanted = wanted
         self._workspace = workspace
         self._policy = policy
+        self._begun = begun
         self._pieces = [piece for piece in wanted.pieces if not workspace.has(piece)]
         self._ledger = Ledger(self._pieces, policy.chunk_elements, donors)
         self._loop = asyncio.get_running_loop()
@@ -120,11 +134,14 @@ class _Fetch:
     async def _converse(self, donor: str) -> None:
         """Ask for chunk after chunk; returns when the donor is found out to lie."""
         ledger, policy = self._ledger, self._policy
-        conversation = await Conversation.begin(self._network, donor, self._wanted.run_id, policy.answer)
+        conversation = self._begun.pop(donor, None)
+        if conversation is None:
+            conversation = await Conversation.begin(self._network, donor, self._wanted.run_id, policy.answer)
+        conversation.timeout = policy.answer
         try:
             ledger.join(donor)
             while ledger.asks(donor):
-                while ledger.on_wire(donor) < policy.pipelined:
+                while ledger.may_ask(donor, policy.pipelined):
                     chunk = ledger.take(donor, self._loop.time())
                     if chunk is None:
                         break

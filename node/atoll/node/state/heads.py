@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from atoll.core import log
@@ -40,17 +40,23 @@ class Believed:
     head: Head
     holders: tuple[str, ...]
     grown: bool = False  # out of our own, round by round
+    conversations: dict[str, Conversation] = field(default_factory=dict)  # with holders; nothing is under way
+
+    async def end(self) -> None:
+        """Close the conversations that nobody took out."""
+        await asyncio.gather(*(conversation.close() for conversation in self.conversations.values()))
 
 
 async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
     """The newest head that counts; None when no head does yet. `held` is our own.
 
     Where enough agree on a newer head than that, it is taken; only otherwise histories are followed. Ends within a few
-    answers' deadlines, and a minute more for histories.
+    answers' deadlines, and a minute more for histories. Who asked ends what it returns.
     """
     inquiry = _Inquiry(network, plan)
     try:
-        return await _choose(inquiry, plan, operator_key, held)
+        best = await _choose(inquiry, plan, operator_key, held)
+        return best and replace(best, conversations=inquiry.hand_over(best.holders))
     finally:
         await inquiry.close()
 
@@ -192,6 +198,10 @@ class _Inquiry:
 
     async def close(self) -> None:
         await asyncio.gather(*(conversation.close() for conversation in self._open.values()))
+
+    def hand_over(self, peers: Iterable[str]) -> dict[str, Conversation]:
+        """The conversations with these peers; they are not ours any more."""
+        return {peer: self._open.pop(peer) for peer in peers if peer in self._open}
 
     async def heads(self) -> dict[str, Head]:
         """The head of every member that answers and holds one that the plan accepts, in the order of the plan."""

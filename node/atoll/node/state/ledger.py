@@ -4,15 +4,24 @@ A digest vouches for a whole piece, so a donor is first asked for a small piece 
 that lies is found out at once, at the price of that piece. Who has proved itself takes larger pieces, and helps
 others with theirs from the tail when nothing is left to begin. A piece that several donors filled and that is
 false is fetched again from one donor alone; then the chunks that differ name the liars.
+
+How many questions a donor may have unanswered follows how long it takes to answer: as many as it answers in about half
+a second. So all donors end together, and one whose share of our downlink is small does not keep a large part to itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from atoll.node.state.pieces import Piece
+
+WAIT_SECONDS = 0.5  # for an answer, as long as that is more than two round trips
+SHORTEST_WAITS = 2.0
+FIRST_DEPTH, LEAST_DEPTH, MOST_DEPTH = 4, 2, 1024
+_NEWEST = 0.2  # its part in what is smoothed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,9 @@ class _Work:
 
 @dataclass
 class _Donor:
-    wire: deque[Chunk] = field(default_factory=deque)  # asked for and not answered, in order
+    wire: deque[tuple[Chunk, float]] = field(default_factory=deque)  # asked for, when, and not answered, in order
+    pace: float = 0.0  # seconds between two answers, smoothed
+    shortest_wait: float = math.inf
     since: float = 0.0  # of the last answer, or of the first question after a pause
     longest_wait: float = 0.0
     slow: bool = False
@@ -76,6 +87,14 @@ class _Donor:
     delivered: int = 0  # chunks
     proven: bool = False
     gone: str = ""  # why it is not asked any more
+
+    @property
+    def depth(self) -> int:
+        """How many questions may be under way."""
+        if not self.pace:
+            return FIRST_DEPTH
+        wait = max(WAIT_SECONDS, SHORTEST_WAITS * self.shortest_wait)
+        return max(LEAST_DEPTH, math.ceil(min(wait / max(self.pace, 1e-6), MOST_DEPTH)))
 
 
 class Ledger:
@@ -103,14 +122,15 @@ class Ledger:
         """How many chunks this donor sent."""
         return self._donors[peer].delivered
 
-    def on_wire(self, peer: str) -> int:
-        """How many questions to this donor are not answered."""
-        return len(self._donors[peer].wire)
+    def may_ask(self, peer: str, most: int) -> bool:
+        """Whether one more question to this donor can be under way; `most` ever can."""
+        donor = self._donors[peer]
+        return len(donor.wire) < min(donor.depth, most)
 
     def expected(self, peer: str) -> Chunk | None:
         """What this donor must answer with next."""
         wire = self._donors[peer].wire
-        return wire[0] if wire else None
+        return wire[0][0] if wire else None
 
     # --- questions and answers -------------------------------------------------------------------------
 
@@ -129,13 +149,17 @@ class Ledger:
         self._works[chunk.piece].wanted.discard(chunk.index)
         if not donor.wire:
             donor.since = now
-        donor.wire.append(chunk)
+        donor.wire.append((chunk, now))
         return chunk
 
     def arrived(self, peer: str, now: float) -> bool:
         """The donor answered its oldest question; whether the bytes are to be kept."""
         donor = self._donors[peer]
-        chunk = donor.wire.popleft()
+        chunk, asked = donor.wire.popleft()
+        donor.shortest_wait = min(donor.shortest_wait, now - asked)
+        gap = now - donor.since
+        if donor.delivered:  # the first answer takes round trips more
+            donor.pace = (1 - _NEWEST) * donor.pace + _NEWEST * gap if donor.pace else gap
         donor.longest_wait = max(donor.longest_wait, now - donor.since)
         donor.since, donor.slow = now, False
         donor.delivered += 1
@@ -250,7 +274,7 @@ class Ledger:
         for work in self._works:
             if work.owner == peer and work.open and not (slow_only and work.alone):
                 work.disown()
-        for chunk in donor.wire:
+        for chunk, _ in donor.wire:
             work = self._works[chunk.piece]
             if work.open and work.sources[chunk.index] is None and not (slow_only and work.alone):
                 work.wanted.add(chunk.index)

@@ -120,17 +120,20 @@ async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResul
         try:
             pace = options.step_seconds or _own_step_seconds(hosts)
             spec = options.spec or _demo_spec(options, root)
-            await _start(swarm, options.topology, spec, pace, view, show)
-            seen = await _watch(swarm, network, options, view, show)
+            page = await _start(swarm, options.topology, spec, pace, view, show)
+            seen = await _watch(swarm, network, options, page, view, show)
+            view.phase = "collecting"
+            show(view)
             return await _collect(swarm, network, seen, pace, view)
         finally:
             await swarm.close()
 
 
-async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, view: DemoView, show: Show) -> None:
+async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, view: DemoView, show: Show) -> str:
+    """Start everything; returns the coordinator's page, which nobody outside its host can open."""
     run = parse_run_spec(spec).run
     view.stop_tokens = run.stop_tokens
-    view.page = (await swarm.start_coordinator())["http"]
+    page: str = (await swarm.start_coordinator())["http"]
     await swarm.create_run(spec)
     view.phase = "starting the seed"
     show(view)
@@ -141,10 +144,11 @@ async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, 
     for host in topology.trainers:
         flags = ("--cpu-threads", "1", "--minimum-step-seconds", f"{pace / host.speed:g}")
         await swarm.start_member(host.name, "node", *flags)
+    return page
 
 
 async def _watch(
-    swarm: LocalSwarm, network: WanNetwork, options: LabRunOptions, view: DemoView, show: Show
+    swarm: LocalSwarm, network: WanNetwork, options: LabRunOptions, page: str, view: DemoView, show: Show
 ) -> dict[str, _Seen]:
     """Show what happens until every node has finished."""
     seen = {host.name: _Seen() for host in options.topology.trainers}
@@ -161,7 +165,7 @@ async def _watch(
         for name, node in seen.items():
             node.look(await asyncio.to_thread(swarm.status, name), time.monotonic())
             view.nodes[name] = node.status
-        await _look_at_run(network, view)
+        await _look_at_run(network, page, view)
         if any(node.status.get("state") == "training" for node in seen.values()):
             view.phase = "training"
         show(view)
@@ -169,20 +173,18 @@ async def _watch(
     return seen
 
 
-async def _look_at_run(network: WanNetwork, view: DemoView) -> None:
-    """The coordinator's page listens inside its host only."""
-
+async def _look_at_run(network: WanNetwork, page: str, view: DemoView) -> None:
     def read() -> dict[str, Any]:
-        url = view.page + "api/status"
+        url = page + "api/status"
         with urllib.request.urlopen(url, timeout=_PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
-            page: dict[str, Any] = json.load(answer)
-            return page
+            status: dict[str, Any] = json.load(answer)
+            return status
 
     try:
-        page = await network.inside(COORDINATOR, read)
+        status = await network.inside(COORDINATOR, read)
     except OSError:
         return  # a page that does not answer this time is no reason to stop
-    for run in page["runs"]:
+    for run in status["runs"]:
         view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
         view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
 
