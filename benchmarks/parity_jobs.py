@@ -30,7 +30,6 @@ STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
 WARM_STEPS, WARM_MEMBERS, WARM_RATE = 240, 4, 4e-3
 WARM_SEEDS = 1_000_000  # a warm start is trained on samples in another order
 MODEL = ModelSection(dimension=80, layers=3, heads=4, kv_heads=2, hidden_dimension=208)
-EVERY_ROUND_WHOLE = 1e6  # round growth: the first round is one step of every member, the others have INNER_STEPS
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,12 @@ class Job:
         """That all train together; a swarm's first round is one step of each."""
         return (1 if self.program == "alone" else self.members) * (self.steps + 1) * STEP_TOKENS
 
-    def told(self) -> str:
-        """Its fields that are not the usual ones, for people."""
-        usual = Job(self.program, self.members, self.steps, self.seed, self.learning_rate)
-        said = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(usual, name)]
-        told = f"{self.program} {self.members}x{self.steps} seed {self.seed} rate {self.learning_rate:g}"
-        return " ".join([told, *said])
-
     def key(self) -> str:
-        """What names it in the file of finished runs."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """What names it, also in the file of finished runs: its fields that are not the usual ones."""
+        usual = Job(self.program, self.members, self.steps, self.seed, self.learning_rate)
+        said = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(usual, name)]
+        told = f"{self.program} {self.members}x{self.steps} seed {self.seed} rate {self.learning_rate:g}"
+        return ", ".join([told, *said])
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class Finished:
         self._done[job.key()] = outcome
         with self._path.open("a") as file:
             file.write(json.dumps({"key": job.key(), "outcome": asdict(outcome)}) + "\n")
-        print(f"{outcome.loss:.4f}  {job.told()}", flush=True)
+        print(f"{outcome.loss:.4f}  {job.key()}", flush=True)
 
 
 # --- in the worker ----------------------------------------------------------------------------------------
@@ -153,8 +148,9 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
             warmup_tokens=job.tokens // 20,
             micro_batch_samples=MICRO_BATCH * members,
             betas=job.recipe.betas,
+            minimum_learning_rate_fraction=job.recipe.floor,
         ),
-        sync=SyncSection(round_tokens=job.members * INNER_STEPS * STEP_TOKENS, round_growth=EVERY_ROUND_WHOLE),
+        sync=SyncSection(round_tokens=job.members * INNER_STEPS * STEP_TOKENS, round_growth=job.recipe.growth),
     )
 
 

@@ -23,6 +23,7 @@ from atoll.node.training.optim import Stepper
 from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm, Work
 
 Knot = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum
+WHOLE = 1e6  # round growth with which all rounds but the first, of one step, have their full length
 LOOK_EVERY = 3  # rounds
 LOOK_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the outer step
 
@@ -35,9 +36,15 @@ class Recipe:
     weights: str = "tokens"  # or "roots" of them, or "equal"
     inner: str = "adamw"  # or "muon" for the matrices of blocks
     betas: tuple[float, float] = (0.9, 0.95)
+    floor: float = 0.1  # of the inner learning rate, at the end
+    growth: float = WHOLE  # of rounds
     layers: str = "equal"  # or "agreement": tensors on which members agree less move less
     last: int = 1  # the mean of so many anchors is evaluated
     look: bool = False  # what other lengths of the outer step would have come to
+
+    def __str__(self) -> str:
+        """What differs from the published recipe."""
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value != getattr(PUBLISHED, name))
 
     def outer_at(self, share: float) -> tuple[float, float]:
         """Outer learning rate and momentum when so much of the run is done."""
