@@ -8,7 +8,18 @@ import sys
 
 from benchmarks.common import RESULTS
 
-ALL = ("codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "allreduce", "utilisation")
+ALL = (
+    "codecs",
+    "join",
+    "startup",
+    "swarm_vs_ddp",
+    "recovery",
+    "faults",
+    "newcomers",
+    "parity",
+    "allreduce",
+    "utilisation",
+)
 
 
 def main() -> int:

@@ -23,7 +23,8 @@ from atoll.core.run_spec import DataSection, ModelSection, OptimizerSection, Run
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.loop import InnerLoop
 from benchmarks.parity_recipes import PUBLISHED, Recipe, RecipeSwarm
-from benchmarks.virtual_swarm import Ingredients, fresh, train_on
+from benchmarks.synchronous import train_on
+from benchmarks.virtual_swarm import Ingredients, fresh
 
 SEQUENCE_LENGTH, MICRO_BATCH, INNER_STEPS = 128, 2, 20
 STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
