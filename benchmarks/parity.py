@@ -30,7 +30,7 @@ GRIDS = {"ddp": (2e-3, 4e-3, 8e-3), "swarm": (1e-3, 2e-3, 4e-3), "alone": (1e-3,
 SPEEDS = (4.0, 4.0, 2.0, 1.0)  # step times of every four members: speeds 1:1:2:4
 CARRY = 5.0  # steps of a member that an exchange lasts
 CHURN = 0.1  # of the members, a round
-LOWER = ((0.0, 0.7, 0.8),)  # the best of the simple recipes that `--explore` compares
+LOWER = ((0, 0.7, 0.8),)  # the best of the simple recipes that `--explore` compares
 BETTER = "fp32, outer 0.7/0.8"
 ROWS: Mapping[str, Mapping[str, object]] = {
     "fp32": {},
