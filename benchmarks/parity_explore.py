@@ -28,14 +28,14 @@ class Try:
     ddp: Recipe = PUBLISHED  # the inner optimiser of the DDP beside it
 
 
-SLOWER, RISING = ((0, 0.7, 0.8),), ((0, 0.7, 0.8), (1, 1.0, 0.8))
+SLOWER, GENTLE = ((0, 0.7, 0.8),), ((0, 1.0, 0.0), (0.25, 0.7, 0.8))
 MUON, FLOOR = Recipe(inner="muon"), Recipe(floor=0.3)
 TRIES: Mapping[str, Try] = {
     "published: 0.7, 0.9": Try(PUBLISHED),
     "0.7, 0.8": Try(Recipe(outer=SLOWER)),
-    "0.7 to 1.0, 0.8": Try(Recipe(outer=RISING)),
+    "0.7 to 1.0, 0.8": Try(Recipe(outer=((0, 0.7, 0.8), (1, 1.0, 0.8)))),
     "1.0, 0.7": Try(Recipe(outer=((0, 1.0, 0.7),))),
-    "plain to 0.7, 0.8 in a quarter": Try(Recipe(outer=((0, 1.0, 0.0), (0.25, 0.7, 0.8)))),
+    "plain to 0.7, 0.8 in a quarter": Try(Recipe(outer=GENTLE)),
     "plain to 0.7, 0.9 over all (demo)": Try(Recipe(outer=((0, 1.0, 0.0), (1, 0.7, 0.9)))),
     "plain 0.8 to 1.0, 0.9 over all": Try(Recipe(outer=((0, 0.8, 0.0), (1, 1.0, 0.9)))),
     "0.35 to 1.0, 0.9": Try(Recipe(outer=((0, 0.35, 0.9), (1, 1.0, 0.9)))),
@@ -47,11 +47,14 @@ TRIES: Mapping[str, Try] = {
     "inner rate falls to 0.3; 0.7, 0.8": Try(replace(FLOOR, outer=SLOWER), ddp=FLOOR),
     "AdamW β₂ 0.99": Try(Recipe(betas=(0.9, 0.99)), ddp=Recipe(betas=(0.9, 0.99))),
     "Muon": Try(MUON, ddp=MUON),
-    "Muon; 0.7, 0.8": Try(replace(MUON, outer=SLOWER), ddp=MUON),
+    "Muon; plain to 0.7, 0.8 in a quarter": Try(replace(MUON, outer=GENTLE), ddp=MUON),
     "speeds 1:1:2:4": Try(PUBLISHED, SPEEDS),
     "speeds 1:1:2:4, weights by roots": Try(Recipe(weights="roots"), SPEEDS),
     "speeds 1:1:2:4, weights equal": Try(Recipe(weights="equal"), SPEEDS),
     "speeds 1:1:2:4, weights by roots; 0.7, 0.8": Try(Recipe(weights="roots", outer=SLOWER), SPEEDS),
+    "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Try(
+        Recipe(weights="roots", outer=GENTLE), SPEEDS
+    ),
 }
 
 
