@@ -58,8 +58,10 @@ class Recipe:
         """Weights of a round's members, as many tokens in all as were trained."""
         power = {"tokens": 1.0, "roots": 0.5, "equal": 0.0}[self.weights]
         parts = {peer: float(work.tokens) ** power if work.tokens else 0.0 for peer, work in works.items()}
-        scale = sum(work.tokens for work in works.values()) / sum(parts.values())
-        return {peer: round(part * scale) for peer, part in parts.items()}
+        total = sum(work.tokens for work in works.values())
+        weights = {peer: int(part * total / sum(parts.values())) for peer, part in parts.items()}
+        weights[max(weights, key=weights.__getitem__)] += total - sum(weights.values())
+        return weights
 
     def prepare(self, loop: InnerLoop) -> None:
         """Give a loop that has made no step its inner optimiser."""
