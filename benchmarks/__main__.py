@@ -9,7 +9,7 @@ import sys
 from benchmarks.common import RESULTS
 
 ALL = (
-    "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "allreduce", "utilisation",
+    "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "parity", "allreduce", "utilisation",
     "join_wan", "nat",
 )  # fmt: skip
 

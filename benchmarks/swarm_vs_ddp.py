@@ -88,7 +88,8 @@ def run_job(job: Job, corpus_path: str) -> float:
     import torch
 
     from atoll.node.training.corpus import load_corpus
-    from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, train_alone
+    from benchmarks.synchronous import train_alone
+    from benchmarks.virtual_swarm import Ingredients, VirtualSwarm
 
     torch.set_num_threads(1)
     members = 4 if job.kind == "ddp" else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,6 +82,21 @@ class Saved:
     moments: Mapping[str, Any] = field(default_factory=dict)  # each member's state of AdamW
 
 
+def member_names(count: int) -> list[str]:
+    """What the members of a virtual swarm are called."""
+    return [f"node-{i}" for i in range(count)]
+
+
+def fresh(spec: RunSpec, members: int, anchor_E: Tensor) -> Saved:
+    """A swarm that begins its run with these weights."""
+    position = first_position(member_names(members), LEASE_ROUNDS * _round_samples(spec))
+    return Saved(anchor_E, torch.zeros_like(anchor_E), position)
+
+
+def _round_samples(spec: RunSpec) -> int:
+    return -(-spec.sync.round_tokens // spec.data.sequence_length)
+
+
 class VirtualSwarm:
     """K inner loops and one committed state. Virtual time 1.0 is one step of a full-speed node.
 
@@ -95,15 +110,16 @@ class VirtualSwarm:
         ingredients: Ingredients,
         saved: Saved | None = None,
         tamper: Tamper = lambda number, gradients: gradients,
+        members: Sequence[str] = (),
     ) -> None:
         self._spec, self._corpus, self._it, self._tamper = spec, corpus, ingredients, tamper
+        self.bandwidth: Mapping[str, int] = {}  # in proportion to which members reduce; none: equally
         self.averaged: list[Averaged] = []  # every round's, without its average
-        self.members = [f"node-{i}" for i in range(len(ingredients.step_times))]
+        self.members = list(members) or member_names(len(ingredients.step_times))
         self.loops = {peer: InnerLoop(spec, corpus, "cpu") for peer in self.members}
-        lease = LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
-        self._minimum_lease = lease // LEASE_ROUNDS
+        self._minimum_lease = _round_samples(spec)
         self._step_times = dict(zip(self.members, ingredients.step_times, strict=True))
-        saved = saved or self._genesis(lease)
+        saved = saved or self._genesis()
         self.anchor_E, self.momentum_E = saved.anchor_E.clone(), saved.momentum_E.clone()
         self.position = saved.position
         self.committed_tokens = self.trained_tokens = saved.committed_tokens
@@ -114,11 +130,11 @@ class VirtualSwarm:
         for peer in self.members:
             self._begin(peer, saved.moments.get(peer))
 
-    def _genesis(self, lease: int) -> Saved:
+    def _genesis(self) -> Saved:
         first = self.loops[self.members[0]]
         anchor_E = torch.empty(first.layout.elements)
         first.initialise_into(anchor_E)
-        return Saved(anchor_E, torch.zeros_like(anchor_E), first_position(self.members, lease))
+        return fresh(self._spec, len(self.members), anchor_E)
 
     def save(self) -> Saved:
         """What `VirtualSwarm` goes on from. Only without delay: otherwise members carry progress over the round."""
@@ -208,6 +224,11 @@ class VirtualSwarm:
         while sum(loop.progress.tokens for loop in self.loops.values()) < due:
             self._advance(min(self._due.values()))
 
+    def _train_meanwhile(self) -> None:
+        """What members do between their snapshots and the new anchor."""
+        if self._it.delay:
+            self._advance(min(self._due.values()) + self._it.delay)
+
     def _round(self, weigh: Weigh) -> None:
         works, consumed = {}, {}
         for peer, loop in self.loops.items():
@@ -215,14 +236,12 @@ class VirtualSwarm:
             loop.pseudo_gradient_into(gradient_E)
             works[peer] = Work(gradient_E, snapshot.steps, snapshot.tokens, self.rounds - self._joined[peer])
             consumed[peer] = snapshot.samples
-        if self._it.delay:
-            self._advance(min(self._due.values()) + self._it.delay)
+        self._train_meanwhile()
         weights = weigh(works)
         sent = self._tamper(self.rounds, {peer: work.gradient_E for peer, work in works.items()})
         averaged = self._average(sent, weights)
         self.averaged.append(replace(averaged, average_E=torch.empty(0)))
-        schedule = outer_schedule(self._spec.sync, self.committed_tokens)
-        self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, averaged.average_E, *schedule)
+        self._step_outer(averaged.average_E, works)
         left_out = {peer for peer, work in works.items() if work.tokens and not weights[peer]}
         uncounted = {peer for peer, parts in averaged.left_out.items() if 2 * parts > averaged.parts}
         counted = {peer: 0 if peer in left_out else count for peer, count in consumed.items()}
@@ -237,11 +256,15 @@ class VirtualSwarm:
             else:
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
 
+    def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:
+        schedule = outer_schedule(self._spec.sync, self.committed_tokens)
+        self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
+
     def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
         """What the butterfly computes: contributions coded once, the average coded once."""
         codec = CODECS[self._it.codec]
         average_E = torch.empty_like(self.anchor_E)
-        ranges = partition(average_E.numel(), self.members, {})
+        ranges = partition(average_E.numel(), self.members, self.bandwidth)
         cut = shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
         left_out: Counter[str] = Counter()
         for share in cut:
@@ -271,19 +294,3 @@ class VirtualSwarm:
         change = self._spec.optimizer.learning_rate / self._spec.tokens_per_step
         factors = judge(inner_products(given), [weights[peer] for peer in values], given[0].numel(), change)
         return dict(zip(values, factors, strict=True))
-
-
-def train_alone(spec: RunSpec, corpus: Corpus, steps: int) -> float:
-    """One inner loop for `steps` steps; held-out loss. With a K-fold batch this *is* synchronous DDP:
-    the mean gradient of K equal batches is the gradient of their union."""
-    loop = InnerLoop(spec, corpus, "cpu")
-    weights_E = torch.empty(loop.layout.elements)
-    loop.initialise_into(weights_E)
-    samples = steps * spec.optimizer.micro_batch_samples * spec.optimizer.accumulate
-    loop.load(weights_E, ranges=((0, samples),))
-    for _ in range(steps):
-        loop.step()
-        loop.set_committed_tokens(loop.progress.tokens_total)
-    loss = loop.evaluate(loop.weights_E)
-    loop.close()
-    return loss

@@ -1,0 +1,101 @@
+"""Recipes that may come closer to synchronous DDP than the published one; `parity --explore` compares them.
+
+Every recipe trains the same tokens from the same weights as the published one, and each is compared with the DDP that
+has the same inner optimiser: it is the gap that is to shrink, not only the loss. Rates are tuned again for Muon.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.common import Report
+from benchmarks.parity_jobs import Job, Outcome
+from benchmarks.parity_recipes import PUBLISHED, Recipe
+
+SPEEDS = (4.0, 4.0, 2.0, 1.0)
+MUON_RATES = (4e-3, 8e-3)
+Train = Callable[[Iterable[Job]], dict[Job, Outcome]]
+
+
+@dataclass(frozen=True)
+class Try:
+    """One recipe, and what its loss is compared with."""
+
+    recipe: Recipe
+    speeds: tuple[float, ...] = ()
+    ddp: Recipe = PUBLISHED  # the inner optimiser of the DDP beside it
+
+
+SLOWER, GENTLE = ((0, 0.7, 0.8),), ((0, 1.0, 0.0), (0.25, 0.7, 0.8))
+MUON, FLOOR = Recipe(inner="muon"), Recipe(floor=0.3)
+TRIES: Mapping[str, Try] = {
+    "published: 0.7, 0.9": Try(PUBLISHED),
+    "0.7, 0.8": Try(Recipe(outer=SLOWER)),
+    "0.7 to 1.0, 0.8": Try(Recipe(outer=((0, 0.7, 0.8), (1, 1.0, 0.8)))),
+    "1.0, 0.7": Try(Recipe(outer=((0, 1.0, 0.7),))),
+    "plain to 0.7, 0.8 in a quarter": Try(Recipe(outer=GENTLE)),
+    "plain to 0.7, 0.9 over all (demo)": Try(Recipe(outer=((0, 1.0, 0.0), (1, 0.7, 0.9)))),
+    "plain 0.8 to 1.0, 0.9 over all": Try(Recipe(outer=((0, 0.8, 0.0), (1, 1.0, 0.9)))),
+    "0.35 to 1.0, 0.9": Try(Recipe(outer=((0, 0.35, 0.9), (1, 1.0, 0.9)))),
+    "0.5 to 1.2, 0.8": Try(Recipe(outer=((0, 0.5, 0.8), (1, 1.2, 0.8)))),
+    "rounds grow by 0.1": Try(Recipe(growth=0.1)),
+    "layers by agreement": Try(Recipe(layers="agreement")),
+    "layers by agreement; 0.7, 0.8": Try(Recipe(layers="agreement", outer=SLOWER)),
+    "inner rate falls to 0.3": Try(FLOOR, ddp=FLOOR),
+    "inner rate falls to 0.3; 0.7, 0.8": Try(replace(FLOOR, outer=SLOWER), ddp=FLOOR),
+    "AdamW β₂ 0.99": Try(Recipe(betas=(0.9, 0.99)), ddp=Recipe(betas=(0.9, 0.99))),
+    "Muon": Try(MUON, ddp=MUON),
+    "Muon; plain to 0.7, 0.8 in a quarter": Try(replace(MUON, outer=GENTLE), ddp=MUON),
+    "speeds 1:1:2:4": Try(PUBLISHED, SPEEDS),
+    "speeds 1:1:2:4, weights by roots": Try(Recipe(weights="roots"), SPEEDS),
+    "speeds 1:1:2:4, weights equal": Try(Recipe(weights="equal"), SPEEDS),
+    "speeds 1:1:2:4, weights by roots; 0.7, 0.8": Try(Recipe(weights="roots", outer=SLOWER), SPEEDS),
+    "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Try(
+        Recipe(weights="roots", outer=GENTLE), SPEEDS
+    ),
+}
+
+
+def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], seeds: int) -> None:
+    """Run them all and tell."""
+    report = Report("parity_explore")
+    muon: dict[str, float] = {}
+
+    def losses(program: str, recipe: Recipe, speeds: tuple[float, ...] = ()) -> list[float]:
+        if recipe.inner == "muon" and program not in muon:
+            muon[program] = _best(train, Job(program, members, steps, 0, 1.0, recipe=MUON))
+        rate = (muon if recipe.inner == "muon" else rates)[program]
+        jobs = [Job(program, members, steps, seed, rate, speeds=speeds, recipe=recipe) for seed in range(seeds)]
+        return [outcome.loss for outcome in train(jobs).values()]
+
+    for name, it in TRIES.items():
+        mine, ddp = losses("swarm", it.recipe, it.speeds), losses("ddp", it.ddp)
+        published = losses("swarm", PUBLISHED, it.speeds)
+        report.cell(
+            recipe=name,
+            loss=statistics.mean(mine),
+            ddp=statistics.mean(ddp),
+            gap=_percent(statistics.mean(mine), statistics.mean(ddp)),
+            gap_by_seed=_by_seed(mine, ddp),
+            beside_published=_by_seed(mine, published),
+        )
+    report.finish(
+        f"K={members}, T={steps}, fp32, no delay, {seeds} seeds; `gap`: percent above the DDP of the same inner "
+        f"optimiser; `beside_published`: percent, by seed, beside the published recipe at the same speeds. Outer "
+        f"learning rate and momentum move in a line over the run where two are named. Rates: {rates}; Muon {muon}"
+    )
+
+
+def _best(train: Train, job: Job) -> float:
+    done = train(replace(job, learning_rate=rate) for rate in MUON_RATES)
+    return min((outcome.loss, it.learning_rate) for it, outcome in done.items())[1]
+
+
+def _by_seed(mine: list[float], others: list[float]) -> str:
+    return " ".join(f"{_percent(one, other):+.2f}" for one, other in zip(mine, others, strict=True))
+
+
+def _percent(mine: float, other: float) -> float:
+    return 100 * (mine / other - 1)

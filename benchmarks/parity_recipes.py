@@ -1,0 +1,177 @@
+"""What `parity` tries against the gap to synchronous DDP: recipes that differ from the published one in a few numbers.
+
+A recipe says how long the outer step is over the run, how unequal members weigh, what the inner optimiser is, whether
+layers move by different lengths, and which weights are evaluated at the end. Everything else is the shipped swarm.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.outer import outer_step
+from atoll.node.training.corpus import Corpus
+from atoll.node.training.loop import InnerLoop
+from atoll.node.training.model import Block
+from atoll.node.training.optim import Stepper
+from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm, Work
+
+Knot = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum
+WHOLE = 1e6  # round growth with which all rounds but the first, of one step, have their full length
+LOOK_EVERY = 3  # rounds
+LOOK_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the outer step
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Numbers that may differ from the published recipe."""
+
+    outer: tuple[Knot, ...] = ((0.0, 0.7, 0.9),)  # in a line between knots
+    weights: str = "tokens"  # or "roots" of them, or "equal"
+    inner: str = "adamw"  # or "muon" for the matrices of blocks
+    betas: tuple[float, float] = (0.9, 0.95)
+    floor: float = 0.1  # of the inner learning rate, at the end
+    growth: float = WHOLE  # of rounds
+    layers: str = "equal"  # or "agreement": tensors on which members agree less move less
+    last: int = 1  # the mean of so many anchors is evaluated
+    look: bool = False  # what other lengths of the outer step would have come to
+
+    def __str__(self) -> str:
+        """What differs from the published recipe."""
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value != getattr(PUBLISHED, name))
+
+    def outer_at(self, share: float) -> tuple[float, float]:
+        """Outer learning rate and momentum when so much of the run is done."""
+        for (start, rate, momentum), (end, next_rate, next_momentum) in pairwise(self.outer):
+            if start <= share < end:
+                part = (share - start) / (end - start)
+                return rate + (next_rate - rate) * part, momentum + (next_momentum - momentum) * part
+        return self.outer[-1][1:]
+
+    def weigh(self, works: Mapping[str, Work]) -> dict[str, int]:
+        """Weights of a round's members, as many tokens in all as were trained."""
+        power = {"tokens": 1.0, "roots": 0.5, "equal": 0.0}[self.weights]
+        parts = {peer: float(work.tokens) ** power if work.tokens else 0.0 for peer, work in works.items()}
+        total = sum(work.tokens for work in works.values())
+        weights = {peer: int(part * total / sum(parts.values())) for peer, part in parts.items()}
+        weights[max(weights, key=weights.__getitem__)] += total - sum(weights.values())
+        return weights
+
+    def prepare(self, loop: InnerLoop) -> None:
+        """Give a loop that has made no step its inner optimiser."""
+        if self.inner == "muon":
+            loop.stepper = _MuonStepper(loop)
+            loop.set_committed_tokens(loop.committed_tokens)
+
+
+PUBLISHED = Recipe()
+
+
+class _MuonStepper(Stepper):
+    """Muon (Jordan 2024) for the matrices of blocks, AdamW for the rest; one learning rate, as both have equal RMS."""
+
+    def __init__(self, loop: InnerLoop) -> None:
+        section = loop.spec.optimizer
+        super().__init__(loop.model, section, loop.device, loop.precision)
+        blocks = [layer for layer in loop.model.layers if isinstance(layer, Block)]
+        matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.dim() == 2]
+        for group in self.optimizer.param_groups:
+            group["params"] = [
+                parameter for parameter in group["params"] if not any(parameter is matrix for matrix in matrices)
+            ]
+        self.muon = torch.optim.Muon(
+            matrices, lr=section.learning_rate, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        super().set_learning_rate(learning_rate)
+        for group in self.muon.param_groups:
+            group["lr"] = learning_rate
+
+    def step(self, gradients_E: Tensor) -> None:
+        self.scaler.unscale_(self.optimizer)
+        gradients_E.mul_(torch.clamp(self._clip_norm / (torch.linalg.vector_norm(gradients_E) + 1e-6), max=1.0))
+        self.optimizer.step()
+        self.muon.step()
+        gradients_E.zero_()
+
+
+class RecipeSwarm(VirtualSwarm):
+    """A virtual swarm that follows a recipe."""
+
+    def __init__(
+        self, spec: RunSpec, corpus: Corpus, ingredients: Ingredients, saved: Saved | None, recipe: Recipe
+    ) -> None:
+        super().__init__(spec, corpus, ingredients, saved)
+        self._recipe = recipe
+        self._speeds = ingredients.step_times
+        self._anchors: list[Tensor] = []
+        self._before_E: Tensor | None = None
+        self.looks: dict[str, list[float]] = defaultdict(list)
+        for loop in self.loops.values():
+            recipe.prepare(loop)
+
+    @property
+    def time(self) -> float:
+        """Steps of a member of speed 1 so far."""
+        return min(self._due.values())
+
+    def final_loss(self) -> float:
+        """Of the mean of the last anchors."""
+        anchors = self._anchors[-self._recipe.last :]
+        mean_E = torch.stack(anchors).mean(dim=0)
+        return self.loops[self.members[0]].evaluate(mean_E)
+
+    def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:
+        share = self.committed_tokens / self._spec.run.stop_tokens
+        rate, momentum = self._recipe.outer_at(share)
+        if self._recipe.layers == "agreement":
+            average_E = self._by_agreement(average_E, works)
+        before_E = self.anchor_E
+        self.anchor_E, self.momentum_E = outer_step(before_E, self.momentum_E, average_E, rate, momentum)
+        self._anchors = [*self._anchors[-self._recipe.last :], self.anchor_E]
+        if self._recipe.look and self.rounds % LOOK_EVERY == 0:
+            self._look(before_E, average_E, works)
+        self._before_E = average_E
+
+    def _by_agreement(self, average_E: Tensor, works: Mapping[str, Work]) -> Tensor:
+        """Each tensor of the average times the share of it that is not noise, relative to the whole vector's."""
+        gradients = [work.gradient_E for work in works.values()]
+        whole = _signal(average_E, gradients)
+        scaled_E = torch.empty_like(average_E)
+        for slot in self.loops[self.members[0]].layout.slots:
+            part = slice(slot.offset, slot.offset + slot.elements)
+            share = _signal(average_E[part], [gradient_E[part] for gradient_E in gradients])
+            scaled_E[part] = average_E[part] * min(1.5, share / max(whole, 1e-3))
+        return scaled_E
+
+    def _look(self, before_E: Tensor, average_E: Tensor, works: Mapping[str, Work]) -> None:
+        """Held-out loss along the outer step and along the plain average, and how much members and rounds agree."""
+        loop, looks = self.loops[self.members[0]], self.looks
+        looks["tokens"].append(self.committed_tokens)
+        looks["before"].append(loop.evaluate(before_E))
+        for factor in LOOK_FACTORS:
+            looks[f"step × {factor}"].append(loop.evaluate(before_E + (self.anchor_E - before_E) * factor))
+            looks[f"average × {factor}"].append(loop.evaluate(before_E - average_E * factor))
+        gradients = [work.gradient_E for work in works.values()]
+        looks["signal"].append(_signal(average_E, gradients))
+        looks["norm"].append(float(average_E.norm()))
+        exact_E = torch.stack(gradients).mean(dim=0)
+        looks["length kept"].append(float(torch.dot(average_E, exact_E) / exact_E.square().sum()))
+        if self._before_E is not None:
+            cosine = torch.dot(average_E, self._before_E) / (average_E.norm() * self._before_E.norm())
+            looks["cosine with last"].append(float(cosine))
+
+
+def _signal(average_E: Tensor, gradients: list[Tensor]) -> float:
+    """The share of ‖average‖² that is not members' independent noise: (K·c − 1)/((K − 1)·c), c = ‖ḡ‖²/mean ‖gᵢ‖²."""
+    members = len(gradients)
+    mean = sum(float(gradient_E.square().sum()) for gradient_E in gradients) / members
+    agreement = float(average_E.square().sum()) / max(mean, 1e-30)
+    return max(0.0, (members * agreement - 1) / ((members - 1) * max(agreement, 1e-30)))

@@ -1,0 +1,193 @@
+"""What real processes did, made again by a virtual swarm from the manifests and plans that they left: bit for bit.
+
+A manifest says how much every member trained since its last snapshot, in which order the sums were made, and what came
+out. It does not say how much of that a member trained before the last anchor reached it (the carry). That is found by
+trying, round by round: only the right counts lead to the digests of the next manifest.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.core.data_position import drop
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.codecs import BY_NUMBER
+from atoll.node.averaging.decide import position_at
+from atoll.node.averaging.outer import layer_states, outer_schedule, outer_step
+from atoll.node.training.corpus import Corpus
+from atoll.node.training.loop import InnerLoop
+from atoll.node.training.progress import Progress
+from atoll.v1 import manifest_pb2
+from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm
+
+Carry = Mapping[str, int]  # steps that each member made between a snapshot and the anchor that it led to
+
+
+class Differs(Exception):
+    """No carry leads from one manifest to the next."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What processes left: their run spec, the manifests from round 1 on, and every plan by its version."""
+
+    spec: RunSpec
+    heads: Sequence[Head]
+    plans: Mapping[int, Plan]
+
+    def plan(self, head: Head) -> Plan:
+        """That a round was made under."""
+        return self.plans[head.manifest.round.plan_version]
+
+
+class Replay(VirtualSwarm):
+    """A virtual swarm whose members train as much as manifests say."""
+
+    def __init__(self, history: History, corpus: Corpus) -> None:
+        first = history.heads[0]
+        members = history.plan(first).members
+        genesis = Head(manifest_pb2.CommittedManifest(payload=b""))
+        loop = InnerLoop(history.spec, corpus, "cpu")
+        anchor_E = torch.empty(loop.layout.elements)
+        loop.initialise_into(anchor_E)
+        loop.close()
+        saved = Saved(anchor_E, torch.zeros_like(anchor_E), position_at(genesis, history.plan(first)))
+        codec = BY_NUMBER[first.manifest.codec].name
+        ingredients = Ingredients((1.0,) * len(members), codec, 0.0, history.spec.sync.screening)
+        super().__init__(history.spec, corpus, ingredients, saved, members=members)
+        self._history = history
+        self._trained: Mapping[str, int] = {}  # steps between snapshots
+        self._carry: Carry = {}
+
+    def again(self, head: Head, carry: Carry) -> bool:
+        """Make this round; whether it came to what the manifest says."""
+        self._expect(head)
+        self._carry = carry
+        self.round()
+        return self._is(head, self.anchor_E, self.momentum_E) and self.position == head.data
+
+    def _expect(self, head: Head) -> None:
+        made = head.manifest.contributions
+        assignments = self._history.plan(head).assignments
+        self.members = [item.peer_id for item in made]  # the order of the sums
+        self.bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in assignments}
+        self._trained = {item.peer_id: item.weight // self._spec.tokens_per_step for item in made}
+
+    def _is(self, head: Head, anchor_E: Tensor, momentum_E: Tensor) -> bool:
+        offsets = self.loops[self.members[0]].layout.layer_offsets
+        return layer_states(anchor_E, momentum_E, offsets, head.round) == tuple(head.manifest.layers)
+
+    def _train_until_due(self) -> None:
+        for peer, steps in self._trained.items():
+            for _ in range(steps - self.loops[peer].progress.steps):
+                self.loops[peer].step()
+
+    def _train_meanwhile(self) -> None:
+        for peer, steps in self._carry.items():
+            for _ in range(steps):
+                self.loops[peer].step()
+
+
+def find_carries(history: History, corpus: Corpus) -> list[Carry]:
+    """The carry after every round but the last, with which all digests come out. Raises `Differs`."""
+    search = _Search(history, corpus)
+    try:
+        return [search.follow(head) for head in history.heads][1:]
+    finally:
+        search.close()
+
+
+def check(history: History, corpus: Corpus, carries: Sequence[Carry]) -> None:
+    """Make all rounds again with these carries. Raises `Differs` unless all digests come out."""
+    swarm = Replay(history, corpus)
+    try:
+        for head, carry in zip(history.heads, [*carries, {}], strict=True):
+            if not swarm.again(head, carry):
+                raise Differs(f"round {head.round} came to other digests")
+    finally:
+        swarm.close()
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One member at its snapshot."""
+
+    peer: str
+    carry: int  # steps before the last anchor reached it
+    weights_E: Tensor  # noqa: N815
+    gradient_E: Tensor  # noqa: N815
+    progress: Progress
+    moments: Any
+
+
+class _Search(Replay):
+    """Goes from manifest to manifest with every carry that a member can have had."""
+
+    def __init__(self, history: History, corpus: Corpus) -> None:
+        super().__init__(history, corpus)
+        self._before = self.anchor_E, self.position.holdings, 0  # of the anchor that members had at their snapshots
+        self._at_snapshot: dict[str, _Member] = {}
+
+    def follow(self, head: Head) -> Carry:
+        """The carry that leads to this round."""
+        self._expect(head)
+        ways = {peer: self._ways(peer, steps) for peer, steps in self._trained.items()}
+        for chosen in sorted(itertools.product(*ways.values()), key=self._unlikely):
+            members = {it.peer: it for it in chosen}
+            weights = {item.peer_id: item.weight for item in head.manifest.contributions}
+            average_E = self._average({peer: it.gradient_E for peer, it in members.items()}, weights).average_E
+            schedule = outer_schedule(self._spec.sync, self.committed_tokens)
+            anchor_E, momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
+            if self._is(head, anchor_E, momentum_E):
+                self._before = self.anchor_E, self.position.holdings, self.committed_tokens
+                self.anchor_E, self.momentum_E = anchor_E, momentum_E
+                self.position, self.committed_tokens = head.data, head.committed_tokens
+                self._at_snapshot = members
+                return {peer: it.carry for peer, it in members.items()}
+        raise Differs(f"no carry leads to the digests of round {head.round}")
+
+    def _ways(self, peer: str, steps: int) -> list[_Member]:
+        if not self._at_snapshot:
+            return [self._way(peer, steps, 0)]
+        return [self._way(peer, steps, carry) for carry in range(steps + 1)]
+
+    def _way(self, peer: str, steps: int, carry: int) -> _Member:
+        """What the member has at its next snapshot if the last anchor reached it after so many steps."""
+        loop = self.loops[peer]
+        if self._at_snapshot:
+            self._restore(peer)
+            for _ in range(carry):
+                loop.step()
+            loop.apply(self.anchor_E, ranges=self.position.holdings[peer], committed_tokens=self.committed_tokens)
+        for _ in range(steps - carry):
+            loop.step()
+        loop.snapshot()
+        gradient_E = torch.empty_like(self.anchor_E)
+        loop.pseudo_gradient_into(gradient_E)
+        return _Member(
+            peer, carry, loop.weights_E.clone(), gradient_E, copy.deepcopy(loop.progress), self.moments(peer)
+        )
+
+    def _restore(self, peer: str) -> None:
+        loop, it = self.loops[peer], self._at_snapshot[peer]
+        anchor_E, holdings, committed_tokens = self._before
+        loop.load(anchor_E, ranges=drop(holdings[peer], it.progress.samples), committed_tokens=committed_tokens)
+        loop.weights_E.copy_(it.weights_E)
+        loop.progress = copy.deepcopy(it.progress)
+        loop.stepper.optimizer.load_state_dict(copy.deepcopy(it.moments))
+        loop.set_committed_tokens(committed_tokens)  # the learning rate too stands in AdamW's state
+        loop.snapshot()
+
+    def _unlikely(self, members: Sequence[_Member]) -> int:
+        """How far from the carries of the round before."""
+        before = self._at_snapshot
+        return sum(abs(it.carry - before[it.peer].carry) if it.peer in before else 0 for it in members)

@@ -1,0 +1,38 @@
+"""Benchmarks compare recipes in a swarm in one process: its bits are those of real processes."""
+
+import pytest
+from benchmarks.replay import History, check, find_carries
+from support.reef import Reef, reef
+
+from atoll.core.plan import Plan
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.training.corpus import load_corpus
+from atoll.v1 import plan_pb2
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+PACES = {"ann": 0.3, "bob": 0.3, "cid": 0.6}  # seconds a step: few steps are made while a round is settled
+
+
+async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tmp_path):
+    """Genesis, data, inner steps at unequal speeds, carry, codec, screening, sums, outer steps: every digest."""
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=3, tokens=6_000, codec="int4")
+        for name, pace in PACES.items():
+            await swarm.node(name, pace)
+        for name in PACES:
+            await swarm.reach(name, "finished")
+        chain = swarm.chain("ann")
+        versions = {head.manifest.round.plan_version for head in chain.values()}
+        plans = {version: await _plan(swarm, version) for version in versions}
+    spec = parse_run_spec((tmp_path / "run.toml").read_text())
+    history = History(spec, [chain[number] for number in sorted(chain)], plans)
+    assert len(history.heads) >= 5
+    corpus = load_corpus(spec, None)
+    carries = find_carries(history, corpus)
+    check(history, corpus, carries)
+    assert any(sum(carry.values()) for carry in carries)
+
+
+async def _plan(swarm: Reef, version: int) -> Plan:
+    shown = await swarm.json("plan", "show", "--version", str(version))
+    return Plan.from_proto(plan_pb2.Plan.FromString(bytes.fromhex(shown["signed"]["payload"])))
