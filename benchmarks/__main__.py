@@ -9,8 +9,8 @@ import sys
 from benchmarks.common import RESULTS
 
 ALL = (
-    "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "parity", "allreduce", "utilisation",
-    "join_wan", "nat",
+    "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "parity", "allreduce",
+    "utilisation", "join_wan", "nat",
 )  # fmt: skip
 
 
