@@ -20,13 +20,10 @@ from pathlib import Path
 
 import torch
 
-from atoll.core import log, protocol
+from atoll.core import log
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, sign_vote
-from atoll.core.plan import Assignment, Base, Plan
-from atoll.core.quorum import Ballot
-from atoll.core.round_id import RoundId
+from atoll.core.plan import Plan
 from atoll.node.averaging.outer import layer_states
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
@@ -34,15 +31,13 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.transport import Stream
-from atoll.v1 import manifest_pb2
 from benchmarks.common import Report
+from benchmarks.join_state import RUN, commit, make_state, mapped, offsets_of, plan_of, read_head, write_head
 from benchmarks.member_host import OPERATOR_KEY, start_host
 
-RUN = "join"
 MEGABYTES = (40, 400)  # anchor and momentum together
 DONORS = (1, 3, 4, 7)
 REPETITIONS = 3
-BLOCKS = 12
 FRAME_BYTES = 1 << 20
 START = timedelta(seconds=60)
 POISONED_TIMES = 2.0
@@ -83,15 +78,8 @@ class Swarm:
 
     def plan(self, donors: tuple[str, ...]) -> Plan:
         """A plan whose members are these donors and the joiner; the first seven decided the first round."""
-        peers = sorted([self.host.peer_id, *(self.peers[name] for name in donors)])
-        voters = tuple(sorted(self.peers[name] for name in HONEST))
-        return Plan(
-            RUN,
-            1,
-            tuple(Assignment(peer, 0, len(self.offsets) - 2, (), 1, 1) for peer in peers),
-            tuple((peer,) for peer in peers),
-            Base(self.genesis_hash, voters),
-        )
+        peers = [self.host.peer_id, *(self.peers[name] for name in donors)]
+        return plan_of(peers, [self.peers[name] for name in HONEST], self.genesis_hash, len(self.offsets) - 1)
 
 
 async def _measure(report: Report, folder: Path, megabytes: int) -> None:
@@ -154,14 +142,14 @@ async def _raw(swarm: Swarm, wanted_bytes: int) -> float:
 
 async def _prepare(stack: AsyncExitStack, folder: Path, elements: int) -> Swarm:
     names = (*HONEST, *LIARS, FORGER)
-    offsets = _offsets(elements)
+    offsets = offsets_of(elements)
     identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in names}
-    true, poison = _state(folder / "true", elements, 1), _state(folder / "poison", elements, 2)
-    genesis = _commit(true, 0, b"", [])
-    head = _commit(true, 1, genesis.hash, [identities[name] for name in HONEST])
-    forged = _commit(poison, 10**6, head.hash, [identities[FORGER]])
+    true, poison = make_state(folder / "true", elements, 1), make_state(folder / "poison", elements, 2)
+    genesis = commit(true, 0, b"", [])
+    head = commit(true, 1, genesis.hash, [identities[name] for name in HONEST])
+    forged = commit(poison, 10**6, head.hash, [identities[FORGER]])
     for name, item in (("genesis", genesis), ("head", head), ("forged", forged)):
-        (folder / f"{name}.manifest").write_bytes(item.committed.SerializeToString())
+        write_head(folder / f"{name}.manifest", item)
     operator = Identity.load_or_create(folder / OPERATOR_KEY)
     host = await start_host(folder, "joiner", (), run_id=RUN, relay_service=True)
     stack.push_async_callback(host.close, timedelta(seconds=5))
@@ -192,12 +180,11 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 async def _donate(folder: Path, name: str, seeds: str) -> None:
     """Serve until standard input ends."""
     torch.set_num_threads(1)
-    state = _mapped(folder / ("true" if name in HONEST else "poison"))
+    state = mapped(folder / ("true" if name in HONEST else "poison"))
     store = ManifestStore(folder / f"{name}-manifests", RUN)
     heads = ("genesis", "head", "forged") if name == FORGER else ("genesis", "head")
     for item in heads:
-        committed = manifest_pb2.CommittedManifest.FromString((folder / f"{item}.manifest").read_bytes())
-        head = Head(committed)
+        head = read_head(folder / f"{item}.manifest")
         store.append(head)
     host = await start_host(folder, name, tuple(seeds.split()), run_id=RUN, relay_service=False)
     try:
@@ -217,45 +204,6 @@ async def _pour(stream: Stream) -> None:
         await stream.send(FrameKind.BODY, b"", body[: min(left, FRAME_BYTES)])
         left -= FRAME_BYTES
     await stream.receive(START)  # until the reader hangs up
-
-
-# --- both ----------------------------------------------------------------------------------------------------
-
-
-def _offsets(elements: int) -> tuple[int, ...]:
-    """An embedding and a head of a sixth each, and equal blocks."""
-    sixth = elements // 6
-    block = (elements - 2 * sixth) // BLOCKS
-    return (0, *(sixth + number * block for number in range(BLOCKS)), elements - sixth, elements)
-
-
-def _state(path: Path, elements: int, seed: int) -> AnchorState:
-    """Random anchor and momentum, kept in two files that donors map."""
-    generator = torch.Generator().manual_seed(seed)
-    for name in ("anchor", "momentum"):
-        torch.randn(elements, generator=generator).numpy().tofile(f"{path}.{name}")
-    return _mapped(path)
-
-
-def _mapped(path: Path) -> AnchorState:
-    elements = Path(f"{path}.anchor").stat().st_size // 4
-    vectors = [torch.from_file(f"{path}.{name}", shared=False, size=elements) for name in ("anchor", "momentum")]
-    state = AnchorState(vectors[0], _offsets(elements))
-    state.momentum_E = vectors[1]
-    return state
-
-
-def _commit(state: AnchorState, number: int, previous: bytes, voters: list[Identity]) -> Head:
-    manifest = manifest_pb2.Manifest(
-        protocol=protocol.ours(),
-        round=RoundId(RUN, 1, 0, number, 0).to_proto(),
-        previous_hash=previous,
-        contributions=[manifest_pb2.Contribution(peer_id=voter.peer_id, present=True) for voter in voters],
-        layers=state.layer_states(number),
-    )
-    payload = manifest.SerializeToString()
-    votes = [sign_vote(voter, payload, Ballot(1, 0)) for voter in voters]
-    return Head(manifest_pb2.CommittedManifest(payload=payload, signatures=votes, ballot_plan_version=1))
 
 
 if __name__ == "__main__":

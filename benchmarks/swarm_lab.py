@@ -177,18 +177,25 @@ async def start(root: Path, names: Sequence[str], corpus: Path, places: Places |
 
     `places` is where they run: this machine as it is, or the hosts of a WAN.
     """
-    local = LocalSwarm(make_private_dir(root), places or Loopback())
     toml = _spec_toml(len(names), corpus)
+    return await start_run(root, names, toml, places or Loopback(), step_seconds=_PACE_SECONDS, rounds=_WARM_ROUNDS)
+
+
+async def start_run(
+    root: Path, names: Sequence[str], toml: str, places: Places, *, step_seconds: float, rounds: int
+) -> LabSwarm:
+    """The same with a run of one's own, named as the demo's, whose steps take so long at least; after `rounds`."""
+    local = LocalSwarm(make_private_dir(root), places)
     swarm = LabSwarm(local, list(names), parse_run_spec(toml))
     try:
         swarm.endpoints = await local.start_coordinator("--lost-after-seconds", str(_LOST_AFTER_SECONDS))
         await local.create_run(toml)
         await local.start_member("seed", "seed")
         await swarm.until(lambda: local.in_state("seed", "ready"), "the seed did not become ready")
-        pace = ("--cpu-threads", "1", "--minimum-step-seconds", str(_PACE_SECONDS))
+        pace = ("--cpu-threads", "1", "--minimum-step-seconds", str(step_seconds))
         for name in names:
             await local.start_member(name, "node", *pace, "--log-format", "json")
-        await swarm.until(lambda: swarm.newest() >= _WARM_ROUNDS, "the swarm did not begin")
+        await swarm.until(lambda: swarm.newest() >= rounds, "the swarm did not begin")
         for name in names:
             status = await asyncio.to_thread(local.status, name)
             assert status is not None, f"{name} does not answer"
