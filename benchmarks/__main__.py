@@ -8,7 +8,10 @@ import sys
 
 from benchmarks.common import RESULTS
 
-ALL = ("codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "allreduce", "utilisation")
+ALL = (
+    "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "allreduce", "utilisation",
+    "join_wan", "nat",
+)  # fmt: skip
 
 
 def main() -> int:

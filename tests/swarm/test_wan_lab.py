@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 from support.wan import needs_wan, parts
 
+from atoll.core.manifest import Head
+from atoll.node.state.manifests import ManifestStore
+
 pytestmark = [*needs_wan, pytest.mark.swarm, pytest.mark.timeout(400)]
 ATOLL = str(Path(sys.executable).parent / "atoll")
 
 
 def test_all_train_to_one_model_also_behind_nat(tmp_path):
     text = parts(3, rtt_ms=40, nat=True)
-    topology = tmp_path / "nat.toml"
-    topology.write_text(text.replace('name = "h2"', 'name = "h2"\nnat = false\nspeed = 0.5'))
-    command = [ATOLL, "lab", "run", str(topology), "--tokens", "80000", "--minutes", "5", "-o", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)["lab_run"]
+    text = text.replace('name = "h2"', 'name = "h2"\nnat = false\nspeed = 0.5')
+    result = run(tmp_path, text, "--tokens", "80000")
     assert result["anchors_equal"]
     assert result["tokens"] >= 80_000
     hosts = {host["name"]: host for host in result["hosts"]}
@@ -27,3 +26,32 @@ def test_all_train_to_one_model_also_behind_nat(tmp_path):
     assert all(host["sent_megabytes"] > 1 for host in hosts.values())
     assert hosts["h2"]["steps"] < max(hosts["h0"]["steps"], hosts["h1"]["steps"])
     assert 0.3 < result["utilisation"] <= 1
+
+
+def test_who_can_only_be_relayed_has_a_part_in_every_round(tmp_path):
+    """Two of three take no calls, not even each other's: what they say to each other goes through the seed."""
+    text = parts(3, rtt_ms=40, nat=True, hole_punching=False).replace('name = "h2"', 'name = "h2"\nnat = false')
+    result = run(tmp_path, text, "--tokens", "60000", "--keep", str(tmp_path / "kept"))
+    assert result["anchors_equal"]
+    rounds = manifests(tmp_path / "kept" / "h2")
+    counted = [sum(item.weight > 0 for item in manifest.contributions) for manifest in rounds]
+    begun = counted.index(3)  # before, not everybody had loaded
+    assert counted[begun:] == [3] * (len(counted) - begun), counted
+    assert len(counted) - begun >= 5
+    assert not any(item.partial for manifest in rounds[begun:] for item in manifest.contributions)
+
+
+def run(tmp_path, topology, *flags):
+    path = tmp_path / "nat.toml"
+    path.write_text(topology)
+    command = [ATOLL, "lab", "run", str(path), "--minutes", "5", "-o", "json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["lab_run"]
+
+
+def manifests(node):
+    """Of all rounds after genesis that this node holds, in order."""
+    store = ManifestStore(node / "runs" / "demo" / "manifests", "demo")
+    numbers = sorted(int(path.stem) for path in (node / "runs" / "demo" / "manifests").glob("*.manifest"))
+    return [Head(store.get(number)).manifest for number in numbers if number]
