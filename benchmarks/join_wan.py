@@ -59,7 +59,7 @@ async def downlink(network: WanNetwork) -> float:
         assert server.stdout is not None
         await server.stdout.readline()
         request = {"address": network.address(donor), "port": _PROBE_PORT}
-        request |= {"task": "download", "warm_up": 1.5, "seconds": 5.0}
+        request |= {"task": "download", "warm_up": 2.0, "seconds": 8.0}
         asking = await network.exec(newcomer, [*_PROBE, "ask", json.dumps(request)], stdout=pipe)
         async with asyncio.timeout(30):
             printed, _ = await asking.communicate()
