@@ -67,7 +67,7 @@ class Outcome:
     """What a run came to."""
 
     loss: float  # held-out, nats per byte
-    tokens: int  # committed
+    tokens: int  # committed; all but what screening left out
     time: float = 0.0  # steps of the fastest member
     looks: dict[str, list[float]] = field(default_factory=dict)  # what a recipe wanted to know of every round
 
@@ -126,7 +126,7 @@ def _run_swarm(job: Job, corpus_path: str) -> Outcome:
     ingredients = Ingredients(speeds, job.codec, job.delay, job.screening)
     saved = fresh(spec, job.members, _warm_start(job.seed, corpus_path))
     swarm = RecipeSwarm(spec, _corpus(corpus_path), ingredients, saved, job.recipe)
-    while swarm.committed_tokens < job.tokens:
+    while swarm.trained_tokens < job.tokens:  # screening may keep some from being committed
         swarm.round(job.recipe.weigh)
         for member in list(swarm.members):
             if rng.random() < job.churn:
