@@ -31,6 +31,11 @@ class Stream(Protocol):
         """Bytes taken from the socket so far."""
         ...
 
+    @property
+    def has_own_connection(self) -> bool:
+        """Whether no other stream shares its connection, so that another one would have to begin slowly."""
+        ...
+
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
         """Write one frame; returns when the socket's buffer has room again. Raises `Unreachable`, and
         `Busy` for a body, here and in `receive`, once the owner's month is spent."""

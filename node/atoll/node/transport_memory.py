@@ -101,6 +101,10 @@ class MemoryStream:
     def bytes_received(self) -> int:
         return self._received
 
+    @property
+    def has_own_connection(self) -> bool:
+        return True
+
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
         pack_prefix(kind, header, body)  # refuses what is over the cap, as a real stream does
         frame = Frame(kind, bytes(header), bytes(body))  # copies: a sender may reuse its buffer

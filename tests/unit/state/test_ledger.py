@@ -176,6 +176,36 @@ def test_a_slow_donor_keeps_no_large_part_to_itself():
     assert now < 1.05 * 1002 / (1 / 0.02 + 1 / 0.4)  # together, to the end
 
 
+@pytest.mark.parametrize("turned", [2.9, 14.0])
+def test_a_fast_donor_that_turns_slow_holds_nobody_up(turned):
+    """It has much on the wire by then, and answers just in time to be called alive."""
+    ledger = Ledger(pieces_of([4, 4, 4000]), 4, ["steady", "turning"])
+    due = {}  # donor -> when its oldest question is answered
+    now, answered = 0.0, dict.fromkeys(("steady", "turning"), 0)
+
+    def seconds(donor: str) -> float:
+        return turned if donor == "turning" and answered[donor] > 300 else 0.02
+
+    for donor in answered:
+        ledger.join(donor)
+    while not ledger.finished:
+        for donor in answered:
+            while ledger.may_ask(donor, 32) and ledger.take(donor, now) is not None:
+                due.setdefault(donor, now + seconds(donor))
+        donor = min(due, key=due.__getitem__)
+        if due[donor] > now + 0.5:  # nothing happens: the shell looks again
+            now += 0.5
+            continue
+        now = due.pop(donor)
+        answered[donor] += 1
+        chunk = ledger.expected(donor)
+        if ledger.arrived(donor, now) and ledger.to_check(chunk.piece):
+            ledger.checked(chunk.piece, True, [])
+        if ledger.expected(donor) is not None:
+            due[donor] = now + seconds(donor)
+    assert now < 1.3 * 1002 * 0.02
+
+
 def test_the_only_donor_is_never_too_slow():
     world = Simulation([40], {"slow": always(True)})
     world.ask("slow")

@@ -146,6 +146,10 @@ class Exchange:
         repairer = Repairer(self.round_id, self._network, self._average, patience, self._counted, self._fault)
         await repairer.fetch(wanted, holders, timeout)
 
+    def let_go(self) -> None:
+        """Nobody takes the average any more; members that lack parts of it are still served."""
+        self._average.let_go()
+
     def end(self) -> None:
         """The round is over: serve nobody any more, forget the encoded bytes."""
         for task in self._serving:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import TypeVar, TypeVarTuple, Unpack
 
 import torch
@@ -87,10 +88,14 @@ class Average:
             self._bodies[index], self._digests[index] = None, b""
         await self.compute(self._clear, [self._parts[index] for index in indices])
 
+    def let_go(self) -> None:
+        """Forget who took the average; tracebacks of ended streams would keep it. Others are still served."""
+        self._take = lambda start, values_E: None
+
     def release(self) -> None:
-        """Forget the encoded bytes, and who took what they decode to."""
+        """Forget the encoded bytes, too."""
+        self.let_go()
         self._bodies = [None] * len(self._parts)
-        self._take = lambda start, values_E: None  # else it lived as long as the last stream's traceback
 
     async def compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
         """Run `work` in the executor. When cancelled, it still waits: nobody takes a part behind our back."""
@@ -98,7 +103,9 @@ class Average:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            while not future.done():
+                with suppress(asyncio.CancelledError):  # again
+                    await asyncio.wait([future])
             raise
 
     def _apply(self, part: Part, body: Buffer, digest: bytes | None) -> tuple[bytes, bytes]:

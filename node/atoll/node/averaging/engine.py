@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, RoundAbandoned, first_error
@@ -137,7 +139,9 @@ class AveragingEngine:
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._looking = False
-        self._executor = ThreadPoolExecutor(threads(os.cpu_count() or 1), thread_name_prefix="codec")
+        self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
+            threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
+        )
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
         self.finished = asyncio.Event()
@@ -423,6 +427,7 @@ class AveragingEngine:
         running, self._exchange = self._exchange, None
         if running is not None:
             running.task.cancel()
+            running.exchange.let_go()
 
     def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1

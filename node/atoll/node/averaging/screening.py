@@ -34,21 +34,24 @@ AGREEMENT = 0.3  # of the usual cosine: less is left out
 CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
 JUDGES = 3  # contributions, at least
 
-_LANES = 2**14  # sums that run side by side, few enough that they stay in the cache
+_LANES = 2**10, 2**14  # sums of a product that run side by side: at least, at most
+_SUMS = 2**19  # of all products, about: as many as stay in the cache
 
 
 def inner_products(values: Sequence[Tensor]) -> Tensor:
     """Of every two fp32 tensors [E]: fp64 [n, n], summed in one order on any machine and any number of threads.
 
-    Element i is added to lane i modulo `_LANES`, and the lanes are folded at the end.
+    Element i is added to lane i modulo their number, which follows from n; the lanes are folded at the end.
     """
     count, elements = len(values), values[0].numel()
-    chunk_nL = torch.empty(count, _LANES, dtype=torch.float64)
-    terms_nL = torch.empty(count, _LANES, dtype=torch.float64)
-    lanes = [torch.zeros(count - row, _LANES, dtype=torch.float64) for row in range(count)]
-    for start in range(0, elements, _LANES):
+    least, most = _LANES
+    width = min(most, 2 ** (max(least, _SUMS // (count * (count + 1) // 2)).bit_length() - 1))
+    chunk_nL = torch.empty(count, width, dtype=torch.float64)
+    terms_nL = torch.empty(count, width, dtype=torch.float64)
+    lanes = [torch.zeros(count - row, width, dtype=torch.float64) for row in range(count)]
+    for start in range(0, elements, width):
         for row, value_E in enumerate(values):
-            piece = value_E[start : start + _LANES]
+            piece = value_E[start : start + width]
             chunk_nL[row, : piece.numel()] = piece
             chunk_nL[row, piece.numel() :] = 0.0
         for row, sums_mL in enumerate(lanes):

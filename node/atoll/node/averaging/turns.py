@@ -19,7 +19,7 @@ from atoll.v1 import dataplane_pb2 as dp
 MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
-_REPORTS = 10  # of a round at least, if it lasts as long as the last one, so that no round is long overdue
+_REPORTS = 10  # of a round, if it lasts as long as the last one, so that none is long overdue
 _LEAST_INTERVAL = 0.1  # seconds
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 _TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
@@ -52,7 +52,7 @@ class Turns:
 
     def move(self, head: Head, plan: Plan, now: float) -> None:
         """A round was committed."""
-        self._report_every = min(self._interval, max(_LEAST_INTERVAL, (now - self._last_commit) / _REPORTS))
+        self._lasted = now - self._last_commit
         self._last_commit = now
         self.begin(head, plan, now)
 
@@ -86,7 +86,8 @@ class Turns:
     def hear_self(self, tokens: int, leaving: bool, step_seconds: float, now: float) -> bool:
         """Our own figures; whether it is time to report them."""
         self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds)
-        if now - self._reported < self._report_every:
+        lasted = max(self._lasted, now - self._last_commit)
+        if now - self._reported < min(self._interval, max(_LEAST_INTERVAL, lasted / _REPORTS)):
             return False
         self._reported = now
         return True

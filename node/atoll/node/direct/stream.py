@@ -66,6 +66,10 @@ class DirectStream(_TlsStream):
         self._peer_closed = False
         self._reading = False
 
+    @property
+    def has_own_connection(self) -> bool:
+        return True
+
     async def close(self) -> None:
         if self._closed:
             return

@@ -32,6 +32,11 @@ class Conversation:
         """Dial. Raises `Unreachable`, `Rejected`."""
         return cls(await network.open(peer, PROTOCOL, timeout), run_id, timeout)
 
+    @property
+    def has_own_connection(self) -> bool:
+        """As its stream says."""
+        return self._stream.has_own_connection
+
     async def close(self) -> None:
         """End it; twice is fine."""
         await self._stream.close()

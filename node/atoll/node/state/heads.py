@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -56,9 +56,12 @@ async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head 
     inquiry = _Inquiry(network, plan)
     try:
         best = await _choose(inquiry, plan, operator_key, held)
-        return best and replace(best, conversations=inquiry.hand_over(best.holders))
-    finally:
+        kept = inquiry.worth_keeping(best.holders) if best is not None else {}
+        await inquiry.close(kept)
+    except BaseException:
         await inquiry.close()
+        raise
+    return best and replace(best, conversations=kept)
 
 
 async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
@@ -196,12 +199,13 @@ class _Inquiry:
         self._answered: list[str] = []  # with a head
         self._slow: set[str] = set()
 
-    async def close(self) -> None:
-        await asyncio.gather(*(conversation.close() for conversation in self._open.values()))
+    async def close(self, kept: Collection[str] = ()) -> None:
+        await asyncio.gather(*(self._open[peer].close() for peer in self._open if peer not in kept))
 
-    def hand_over(self, peers: Iterable[str]) -> dict[str, Conversation]:
-        """The conversations with these peers; they are not ours any more."""
-        return {peer: self._open.pop(peer) for peer in peers if peer in self._open}
+    def worth_keeping(self, peers: Iterable[str]) -> dict[str, Conversation]:
+        """Conversations with these peers that a fetch should go on with. On other paths it had better dial: meanwhile
+        there may be a direct one."""
+        return {peer: self._open[peer] for peer in peers if peer in self._open and self._open[peer].has_own_connection}
 
     async def heads(self) -> dict[str, Head]:
         """The head of every member that answers and holds one that the plan accepts, in the order of the plan."""

@@ -7,6 +7,8 @@ false is fetched again from one donor alone; then the chunks that differ name th
 
 How many questions a donor may have unanswered follows how long it takes to answer: as many as it answers in about half
 a second. So all donors end together, and one whose share of our downlink is small does not keep a large part to itself.
+When nothing is left to ask for, who has proved itself is also asked for what others are long about: a donor that was
+fast and turns slow holds nobody up.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from atoll.node.state.pieces import Piece
 WAIT_SECONDS = 0.5  # for an answer, as long as that is more than two round trips
 SHORTEST_WAITS = 2.0
 FIRST_DEPTH, LEAST_DEPTH, MOST_DEPTH = 4, 2, 1024
+OVERDUE = 2.0  # times that wait, for all that a donor was asked: then others are asked for it, too
 _NEWEST = 0.2  # its part in what is smoothed
 
 
@@ -46,6 +49,7 @@ class _Work:
     alone: bool = False  # all of it must come from its owner
     avoid: frozenset[str] = frozenset()  # donors of the false version
     suspects: tuple[tuple[str, bytes], ...] = ()  # donor and digest of each chunk of the false version
+    asked_twice: set[int] = field(default_factory=set)  # indices that somebody was long about
     checking: bool = False
     done: bool = False
 
@@ -61,6 +65,7 @@ class _Work:
         self.sources = [None] * len(self.chunks)
         self.wanted = set(range(len(self.chunks)))
         self.owner = None
+        self.asked_twice.clear()
 
     def forget(self, peers: Set[str]) -> None:
         for index, source in enumerate(self.sources):
@@ -93,8 +98,16 @@ class _Donor:
         """How many questions may be under way."""
         if not self.pace:
             return FIRST_DEPTH
-        wait = max(WAIT_SECONDS, SHORTEST_WAITS * self.shortest_wait)
-        return max(LEAST_DEPTH, math.ceil(min(wait / max(self.pace, 1e-6), MOST_DEPTH)))
+        return max(LEAST_DEPTH, math.ceil(min(self.usual_wait / max(self.pace, 1e-6), MOST_DEPTH)))
+
+    @property
+    def usual_wait(self) -> float:
+        """Seconds from a question to its answer, when as many are under way as may be."""
+        return max(WAIT_SECONDS, SHORTEST_WAITS * self.shortest_wait)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether all that it was asked takes it much longer than it should, at the pace of late."""
+        return len(self.wire) * max(self.pace, now - self.since) > OVERDUE * self.usual_wait
 
 
 class Ledger:
@@ -143,7 +156,7 @@ class Ledger:
         donor = self._donors[peer]
         if donor.gone or donor.slow or not donor.present:
             return None
-        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help(donor)
+        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help(donor, now)
         if chunk is None:
             return None
         self._works[chunk.piece].wanted.discard(chunk.index)
@@ -261,14 +274,27 @@ class Ledger:
     def _brisk(self) -> set[str]:
         return {peer for peer, donor in self._donors.items() if donor.present and not donor.slow and not donor.gone}
 
-    def _help(self, donor: _Donor) -> Chunk | None:
+    def _help(self, donor: _Donor, now: float) -> Chunk | None:
         if not donor.proven:
             return None
         shared = [work for work in self._works if work.open and work.wanted and not work.alone]
         if not shared:
-            return None
+            return self._overdue(donor, now)
         work = max(shared, key=lambda work: len(work.wanted))
         return work.chunks[max(work.wanted)]
+
+    def _overdue(self, donor: _Donor, now: float) -> Chunk | None:
+        """What somebody else was asked last, and is long about; the first answer counts."""
+        for other in self._donors.values():
+            if other is donor or not other.is_overdue(now):
+                continue
+            for chunk, _ in reversed(other.wire):
+                work = self._works[chunk.piece]
+                missing = work.open and not work.alone and work.sources[chunk.index] is None
+                if missing and chunk.index not in work.asked_twice:
+                    work.asked_twice.add(chunk.index)
+                    return chunk
+        return None
 
     def _release(self, peer: str, donor: _Donor, *, slow_only: bool = False) -> None:
         for work in self._works:

@@ -84,6 +84,10 @@ class SocketStream:
     def bytes_received(self) -> int:
         return self._received
 
+    @property
+    def has_own_connection(self) -> bool:
+        return False
+
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
         self._guard()
         await self._write(kind, header, body)
