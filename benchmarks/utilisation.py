@@ -88,7 +88,7 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
                 yield Case(method, codec, warm_rounds=4, rounds=6, patience=240 * slower, slower=slower)
         for tuning in TUNINGS.get(method, ()):
             if chosen.tuning is None or tuning in chosen.tuning:
-                yield Case(method, tuning, warm_rounds=2, rounds=3, patience=900)
+                yield Case(method, tuning, warm_rounds=2, rounds=3, patience=300)
 
 
 async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
                     except (RuntimeError, TimeoutError) as error:
                         names = ("utilisation", "worst", "h_real", "at_h", "at_h_free", "used", "round_s", "mb_sent")
                         figures = dict.fromkeys((*names, "cpu_share", "abandoned"), None)
-                        figures["note"] = f"could not run: {error}"[:90]
+                        figures["note"] = f"could not run: {str(error) or type(error).__name__}"[:90]
             report.cell(
                 mbit=mbit, h=inner_steps, method=case.method, setting=case.setting, slower=case.slower, **figures
             )

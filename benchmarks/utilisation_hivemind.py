@@ -24,7 +24,7 @@ from hivemind.optim.grad_averager import GradientAverager
 
 from benchmarks.utilisation_peer import answer_all
 
-_LEAST_TIMEOUT = 15.0  # seconds for a round
+_LEAST_TIMEOUT = 30.0  # seconds for a round
 _REQUEST_SHARE = 0.6  # of the time for matchmaking, that a request for a group may take
 _DONE = re.compile(r"Averaged (?:parameters|gradients) with (\d+) peers")
 _FAILED = re.compile(r"Averaging (?:gradients )?failed with")

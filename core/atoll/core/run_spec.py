@@ -102,7 +102,7 @@ class SyncSection(_Section):
     round_max_seconds: timedelta = timedelta(seconds=60)
     codec: CodecName = "int4"
     outer_learning_rate: Rate = 0.7
-    outer_momentum: Fraction = 0.9
+    outer_momentum: Fraction = 0.8
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above
     screening: bool = True  # contributions that do not look like training are left out of sums
     part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # at most; a multiple of 128
