@@ -19,8 +19,8 @@ is as it was but for processors, which are so much faster; and for fixed times, 
 much shorter.
 
     python -m benchmarks.utilisation
-    python -m benchmarks.utilisation --mbit 50 --inner-steps 128 --method atoll --codec auto int4
-    python -m benchmarks.utilisation --mbit 1000 --method torchft --tuning delayed 4-fragments-delayed
+    python -m benchmarks.utilisation --cells 50x128 --method atoll --codec auto int4
+    python -m benchmarks.utilisation --cells 1000x32 1000x128 --method torchft --tuning delayed 4-fragments-delayed
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ TUNINGS = {
 }
 METHODS = ("atoll", *TUNINGS)
 _LOOK_SECONDS = 0.5
+CELLS = tuple(product((50.0, 200.0, 1000.0), (32, 128)))  # rate of the links in Mbit/s, H
 _TARGETS = {(50.0, 128): 0.95, (200.0, 32): 0.90}
 
 
@@ -137,8 +138,8 @@ async def rounds_done(joined: Sequence[Member], rounds: float, patience: float) 
 
 async def run(chosen: argparse.Namespace, report: Report) -> None:
     """All cells that were asked for."""
-    for mbit in chosen.mbit:
-        for inner_steps, case in product(chosen.inner_steps, cases(chosen)):
+    for mbit, inner_steps in chosen.cells:
+        for case in cases(chosen):
             setting = Setting(f"{mbit:g} Mbit/s", (mbit / case.slower,) * HOSTS, RTT_MS * case.slower)
             with tempfile.TemporaryDirectory(prefix="atoll-") as place:
                 async with wan_network(setting.topology()) as network:
@@ -187,6 +188,12 @@ def judge(report: Report) -> None:
             )
 
 
+def cell_of(text: str) -> tuple[float, int]:
+    """Of an argument. Raises `ValueError`."""
+    mbit, inner_steps = text.split("x")
+    return float(mbit), int(inner_steps)
+
+
 def slowly(factor: float) -> str:
     """In words."""
     return "as it is" if factor == 1 else f"{factor:g} times slower"
@@ -195,8 +202,7 @@ def slowly(factor: float) -> str:
 def main() -> None:
     """Choose cells, run, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", nargs="+", type=float, default=[50.0, 200.0, 1000.0])
-    parser.add_argument("--inner-steps", nargs="+", type=int, default=[32, 128])
+    parser.add_argument("--cells", type=cell_of, nargs="+", default=list(CELLS), metavar="MBITxSTEPS")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--codec", nargs="+", default=["auto"], help="of Atoll")
     parser.add_argument("--slower", nargs="+", type=float, default=[1.0, 4.0], help="Atoll's slow motion")
