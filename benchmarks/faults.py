@@ -88,7 +88,7 @@ async def under_fire(swarm: LabSwarm, kind: str, attack: Attack) -> Outcome:
             held={name: await asyncio.to_thread(_held_fault, swarm, name, chains) for name in swarm.names},
             window=(began, ended),
             rounds=(first, last),
-            limit_seconds=longest_round_seconds(swarm.spec, layers=len(sizes), elements=sum(sizes), nodes=nodes),
+            limit_seconds=longest_round_seconds(swarm.spec, sizes, nodes),
             strikes=tuple(fire.strikes),
             accounts=accounts,
             behind=sum(began <= line["when"] <= ended for n in swarm.names for line in swarm.log_lines(n, "behind")),

@@ -24,7 +24,7 @@ from atoll.core import log
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan
-from atoll.node.averaging.outer import layer_states
+from atoll.node.averaging.outer import holds
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
@@ -124,8 +124,7 @@ async def _join(swarm: Swarm, donors: tuple[str, ...], elements: int) -> float:
     seconds = time.perf_counter() - started
     assert fetched is not None
     assert fetched.head.hash == swarm.head_hash
-    layers = layer_states(fetched.anchor_E, fetched.momentum_E, swarm.offsets, fetched.head.round)
-    assert layers == tuple(fetched.head.manifest.layers)
+    assert holds(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, swarm.offsets)
     return seconds
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.outer import outer_step
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.model import Block
@@ -134,7 +133,7 @@ class RecipeSwarm(VirtualSwarm):
         if self._recipe.layers == "agreement":
             average_E = self._by_agreement(average_E, works)
         before_E = self.anchor_E
-        self.anchor_E, self.momentum_E = outer_step(before_E, self.momentum_E, average_E, rate, momentum)
+        self.anchor_E, self.momentum_E = self._stepped(average_E, rate, momentum)
         self._anchors = [*self._anchors[-self._recipe.last :], self.anchor_E]
         if self._recipe.look and self.rounds % LOOK_EVERY == 0:
             self._look(before_E, average_E, works)

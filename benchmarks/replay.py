@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.data_position import drop
+from atoll.core.data_position import Range, drop
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.averaging.decide import position_at
-from atoll.node.averaging.outer import layer_states, outer_schedule, outer_step
+from atoll.node.averaging.outer import holds, outer_schedule
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Progress
@@ -80,11 +80,12 @@ class Replay(VirtualSwarm):
         assignments = self._history.plan(head).assignments
         self.members = [item.peer_id for item in made]  # the order of the sums
         self.bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in assignments}
-        self._trained = {item.peer_id: item.weight // self._spec.tokens_per_step for item in made}
+        samples = self._spec.optimizer.micro_batch_samples * self._spec.optimizer.accumulate
+        self._trained = {item.peer_id: item.samples // samples for item in made}
 
     def _is(self, head: Head, anchor_E: Tensor, momentum_E: Tensor) -> bool:
         offsets = self.loops[self.members[0]].layout.layer_offsets
-        return layer_states(anchor_E, momentum_E, offsets, head.round) == tuple(head.manifest.layers)
+        return holds(head.manifest.layers, anchor_E, momentum_E, offsets)
 
     def _train_until_due(self) -> None:
         for peer, steps in self._trained.items():
@@ -129,12 +130,22 @@ class _Member:
     moments: Any
 
 
+@dataclass(frozen=True)
+class _Before:
+    """The anchor that members had at their snapshots, and the part that these were of."""
+
+    anchor_E: Tensor  # noqa: N815
+    holdings: Mapping[str, tuple[Range, ...]]
+    committed_tokens: int
+    part: slice
+
+
 class _Search(Replay):
     """Goes from manifest to manifest with every carry that a member can have had."""
 
     def __init__(self, history: History, corpus: Corpus) -> None:
         super().__init__(history, corpus)
-        self._before = self.anchor_E, self.position.holdings, 0  # of the anchor that members had at their snapshots
+        self._before = _Before(self.anchor_E, self.position.holdings, 0, self._part)
         self._at_snapshot: dict[str, _Member] = {}
 
     def follow(self, head: Head) -> Carry:
@@ -146,9 +157,10 @@ class _Search(Replay):
             weights = {item.peer_id: item.weight for item in head.manifest.contributions}
             average_E = self._average({peer: it.gradient_E for peer, it in members.items()}, weights).average_E
             schedule = outer_schedule(self._spec.sync, self.committed_tokens)
-            anchor_E, momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
+            anchor_E, momentum_E = self._stepped(average_E, *schedule)
             if self._is(head, anchor_E, momentum_E):
-                self._before = self.anchor_E, self.position.holdings, self.committed_tokens
+                self._before = _Before(self.anchor_E, self.position.holdings, self.committed_tokens, self._part)
+                self.rounds += 1
                 self.anchor_E, self.momentum_E = anchor_E, momentum_E
                 self.position, self.committed_tokens = head.data, head.committed_tokens
                 self._at_snapshot = members
@@ -167,25 +179,31 @@ class _Search(Replay):
             self._restore(peer)
             for _ in range(carry):
                 loop.step()
-            loop.apply(self.anchor_E, ranges=self.position.holdings[peer], committed_tokens=self.committed_tokens)
+            ranges, tokens = self.position.holdings[peer], self.committed_tokens
+            loop.apply(self.anchor_E, ranges=ranges, committed_tokens=tokens, moved=self._before.part)
         for _ in range(steps - carry):
             loop.step()
-        loop.snapshot()
+        loop.snapshot(self._part)
         gradient_E = torch.empty_like(self.anchor_E)
         loop.pseudo_gradient_into(gradient_E)
         return _Member(
-            peer, carry, loop.weights_E.clone(), gradient_E, copy.deepcopy(loop.progress), self.moments(peer)
+            peer,
+            carry,
+            loop.weights_E.clone(),
+            gradient_E[self._part],
+            copy.deepcopy(loop.progress),
+            self.moments(peer),
         )
 
     def _restore(self, peer: str) -> None:
-        loop, it = self.loops[peer], self._at_snapshot[peer]
-        anchor_E, holdings, committed_tokens = self._before
-        loop.load(anchor_E, ranges=drop(holdings[peer], it.progress.samples), committed_tokens=committed_tokens)
+        loop, it, before = self.loops[peer], self._at_snapshot[peer], self._before
+        left, committed_tokens = drop(before.holdings[peer], it.progress.samples), before.committed_tokens
+        loop.load(before.anchor_E, ranges=left, committed_tokens=committed_tokens)
         loop.weights_E.copy_(it.weights_E)
         loop.progress = copy.deepcopy(it.progress)
         loop.stepper.optimizer.load_state_dict(copy.deepcopy(it.moments))
         loop.set_committed_tokens(committed_tokens)  # the learning rate too stands in AdamW's state
-        loop.snapshot()
+        loop.snapshot(before.part)
 
     def _unlikely(self, members: Sequence[_Member]) -> int:
         """How far from the carries of the round before."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,15 @@ def _spec_toml(nodes: int, corpus: Path) -> str:
     return toml.replace(f"warmup_tokens = {tokens // 20}", "warmup_tokens = 20000")
 
 
-def longest_round_seconds(spec: RunSpec, *, layers: int, elements: int, nodes: int) -> float:
+def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> float:
     """Seconds after a commit by which the next attempt is over whatever happens, from shipped deadlines.
+
+    `sizes` are the layers' elements.
 
     A round is due after `round_max` at the latest; every peer before the opener may have to be passed over; each stage
     may take its ceiling, and the coordinator may be asked for a promise and for a vote.
     """
-    policy = policy_of(spec, layers=layers, elements=elements)
+    policy = policy_of(spec, [0, *accumulate(sizes)])
     paces = Paces.of(policy)
     due = policy.round_max + nodes * policy.open_timeout
     stages = paces.ready.ceiling + paces.exchange_ceiling + paces.decision.floor + paces.decision.ceiling

@@ -109,24 +109,24 @@ class Device:
                 progress_tokens=self._progress.tokens,
             )
 
-    async def snapshot(self) -> Snapshot:
-        """At the end of the step under way; the device then copies out."""
+    async def snapshot(self, start: int, end: int) -> Snapshot:
+        """At the end of the step under way; the device then copies these elements out."""
         await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
         with self._lock:
-            self._busy_until += self._copy_seconds
-            return self._progress.freeze()
+            self._busy_until += self._copy_seconds * (end - start) / len(self.anchor)
+            return self._progress.freeze(start)
 
-    async def apply(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
-        """The device copies in."""
+    async def apply(self, *, ranges: Sequence[Range], committed_tokens: int, moved: Range | None = None) -> None:
+        """The device copies in what `moved` (all)."""
         with self._lock:
             self._progress.commit()
-            self._busy_until += self._copy_seconds
+            self._busy_until += self._share(moved) * self._copy_seconds
 
-    async def rebase(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
-        """The device copies in."""
+    async def rebase(self, *, ranges: Sequence[Range], committed_tokens: int, moved: Range | None = None) -> None:
+        """The device copies in what `moved` (all)."""
         with self._lock:
             self._progress.thaw()
-            self._busy_until += self._copy_seconds
+            self._busy_until += self._share(moved) * self._copy_seconds
 
     async def load(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
         """The device copies in."""
@@ -142,6 +142,9 @@ class Device:
     async def evaluate(self) -> float:
         """Nothing is learnt here."""
         return 0.0
+
+    def _share(self, moved: Range | None) -> float:
+        return (moved[1] - moved[0]) / len(self.anchor) if moved else 1.0
 
     def _run(self) -> None:
         while not self._over.wait(max(0.0, self._busy_until - time.monotonic())):
@@ -195,7 +198,7 @@ class Member:
             identity=Identity.load_or_create(self._directory / f"member-{self._index}.key"),
             operator_key=operator.public_key,
             spec=spec,
-            policy=policy_of(spec, layers=LAYERS, elements=elements),
+            policy=policy_of(spec, state.offsets),
             trainer=cast("Trainer", self._device),
             state=state,
             manifests=manifests,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, first_position
 from atoll.core.errors import PartInvalid
+from atoll.core.fragments import cut_layers, turn_of
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS, is_finite
 from atoll.node.averaging.outer import due_tokens, outer_schedule, outer_step, weighted_mean
@@ -43,10 +44,10 @@ class Ingredients:
 
 @dataclass(frozen=True)
 class Work:
-    """What one member brings to a round."""
+    """What one member brings to a round, of the fragment whose turn it is."""
 
     gradient_E: Tensor  # noqa: N815
-    steps: int
+    steps: int  # since the round before
     tokens: int
     age: int  # rounds that it took part in since it joined
 
@@ -117,6 +118,7 @@ class VirtualSwarm:
         self.averaged: list[Averaged] = []  # every round's, without its average
         self.members = list(members) or member_names(len(ingredients.step_times))
         self.loops = {peer: InnerLoop(spec, corpus, "cpu") for peer in self.members}
+        self._fragments = cut_layers(self.loops[self.members[0]].layout.layer_offsets, spec.sync.fragments)
         self._minimum_lease = _round_samples(spec)
         self._step_times = dict(zip(self.members, ingredients.step_times, strict=True))
         saved = saved or self._genesis()
@@ -220,7 +222,7 @@ class VirtualSwarm:
 
     def _train_until_due(self) -> None:
         first = len(self.members) * self._spec.tokens_per_step
-        due = due_tokens(self._spec.sync, self.committed_tokens, first)
+        due = due_tokens(self._spec.sync, self.committed_tokens, first, len(self._fragments))
         while sum(loop.progress.tokens for loop in self.loops.values()) < due:
             self._advance(min(self._due.values()))
 
@@ -230,11 +232,13 @@ class VirtualSwarm:
             self._advance(min(self._due.values()) + self._it.delay)
 
     def _round(self, weigh: Weigh) -> None:
+        part, count = self._part, len(self._fragments)
         works, consumed = {}, {}
         for peer, loop in self.loops.items():
-            snapshot, gradient_E = loop.snapshot(), torch.empty_like(self.anchor_E)
+            snapshot, gradient_E = loop.snapshot(part), torch.empty_like(self.anchor_E)
             loop.pseudo_gradient_into(gradient_E)
-            works[peer] = Work(gradient_E, snapshot.steps, snapshot.tokens, self.rounds - self._joined[peer])
+            age = self.rounds - self._joined[peer]
+            works[peer] = Work(gradient_E[part], snapshot.steps, snapshot.fragment_tokens, age)
             consumed[peer] = snapshot.samples
         self._train_meanwhile()
         weights = weigh(works)
@@ -246,24 +250,37 @@ class VirtualSwarm:
         uncounted = {peer for peer, parts in averaged.left_out.items() if 2 * parts > averaged.parts}
         counted = {peer: 0 if peer in left_out else count for peer, count in consumed.items()}
         self.position = advance(self.position, self.members, counted, self._minimum_lease)
-        self.committed_tokens += sum(weight for peer, weight in weights.items() if peer not in uncounted)
-        self.trained_tokens += sum(work.tokens for work in works.values())
+        self.committed_tokens += sum(weight // count for peer, weight in weights.items() if peer not in uncounted)
+        self.trained_tokens += sum(work.tokens // count for work in works.values())
         self.rounds += 1
         for peer, loop in self.loops.items():
             ranges = self.position.holdings[peer]
             if peer in left_out:  # its work is thrown away, its samples are trained again; AdamW's state stays
                 loop.load(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
             else:
-                loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
+                loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens, moved=part)
+
+    @property
+    def _part(self) -> slice:
+        """What the next round averages."""
+        fragment = self._fragments[turn_of(self.rounds + 1, len(self._fragments))]
+        return slice(fragment.start, fragment.end)
 
     def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:
         schedule = outer_schedule(self._spec.sync, self.committed_tokens)
-        self.anchor_E, self.momentum_E = outer_step(self.anchor_E, self.momentum_E, average_E, *schedule)
+        self.anchor_E, self.momentum_E = self._stepped(average_E, *schedule)
+
+    def _stepped(self, average_E: Tensor, rate: float, momentum: float) -> tuple[Tensor, Tensor]:
+        """Anchor and momentum after the step of the part that `average_E` is of."""
+        part, anchor_E, momentum_E = self._part, self.anchor_E.clone(), self.momentum_E.clone()
+        out = anchor_E[part], momentum_E[part]
+        outer_step(self.anchor_E[part], self.momentum_E[part], average_E, rate, momentum, out)
+        return anchor_E, momentum_E
 
     def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
         """What the butterfly computes: contributions coded once, the average coded once."""
         codec = CODECS[self._it.codec]
-        average_E = torch.empty_like(self.anchor_E)
+        average_E = torch.empty_like(next(iter(gradients.values())))
         ranges = partition(average_E.numel(), self.members, self.bandwidth)
         cut = shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
         left_out: Counter[str] = Counter()

@@ -33,7 +33,7 @@ class Ledger:
         self.votes: dict[tuple[str, int, Ballot], bytes] = {}
         self._promises: dict[tuple[str, int], Ballot] = {}
         self._contributed: dict[tuple[RoundId, str], tuple[int, Span]] = {}  # → incarnation, tokens
-        self._counted: dict[tuple[str, int], list[Span]] = {}
+        self._counted: dict[tuple[str, int, int], list[Span]] = {}  # by life and fragment
 
     def pledge(self, peer: str, record: VoteRecord) -> None:
         """`peer` promises, and perhaps votes."""
@@ -86,7 +86,7 @@ class Ledger:
             if made is None or not item.weight:
                 continue
             incarnation, (start, end) = made
-            spans = self._counted.setdefault((item.peer_id, incarnation), [])
+            spans = self._counted.setdefault((item.peer_id, incarnation, round_id.fragment), [])
             if any(start < other_end and other_start < end for other_start, other_end in spans):
                 raise Violation(f"round {head.round} counts tokens of {item.peer_id} twice")
             spans.append((start, end))

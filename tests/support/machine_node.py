@@ -34,6 +34,15 @@ class Disk:
             self.checkpoint = head
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Tokens (start, end] of a life, in one fragment."""
+
+    fragment: int
+    start: int
+    end: int
+
+
 @dataclass(eq=False)
 class Node:
     """One life of a member."""
@@ -49,7 +58,8 @@ class Node:
     catching_up: bool = False
     trained: int = 0  # tokens of this incarnation
     spent: int = 0  # of them, counted in committed rounds or given up
-    snapshot: tuple[int, int] | None = None  # from, to
+    counted: dict[int, int] = field(default_factory=dict)  # fragment → tokens that its last round with us holds
+    snapshot: Snapshot | None = None
     parts: dict[RoundId, tuple[bytes, ...]] = field(default_factory=dict)
     staged: set[bytes] = field(default_factory=set)  # digests of states that it holds beside its head
     backlog: list[tuple[Callable[..., None], tuple]] = field(default_factory=list)  # what came while it was frozen
@@ -71,7 +81,7 @@ class Node:
     def spend(self) -> None:
         """The snapshot is part of a committed round."""
         assert self.snapshot is not None
-        self.spent = self.snapshot[1]
+        self.spent = self.counted[self.snapshot.fragment] = self.snapshot.end
 
     def move(self) -> None:
         """It stands at another head: what belonged to the last one is gone."""

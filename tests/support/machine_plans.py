@@ -3,17 +3,17 @@
 from datetime import timedelta
 
 from atoll.core import protocol
+from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.node.averaging.round_types import RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
+OFFSETS = (0, 256, 512, 1024)  # of the layers
 POLICY = RoundPolicy(
     run_id="r",
-    fragment=0,
-    layers=1,
-    elements=1024,
+    fragments=cut_layers(OFFSETS, 1),
     part_elements=256,
     codecs=("int4",),
     screening=True,
@@ -29,8 +29,12 @@ POLICY = RoundPolicy(
 
 
 def genesis() -> Head:
+    layers = [
+        manifest_pb2.LayerState(layer=layer, anchor_digest=bytes(32), momentum_digest=bytes(32))
+        for layer in range(POLICY.layers)
+    ]
     payload = manifest_pb2.Manifest(
-        protocol=protocol.ours(), round=pb.RoundId(run_id="r"), layers=[manifest_pb2.LayerState(layer=0)]
+        protocol=protocol.ours(), round=pb.RoundId(run_id="r"), layers=layers
     ).SerializeToString()
     return Head(manifest_pb2.CommittedManifest(payload=payload))
 
@@ -46,8 +50,17 @@ def make_plan(members: list[str], version: int = 1, base: Base | None = None) ->
 
 
 def state_of(payload: bytes) -> bytes:
-    """The state that a manifest names."""
-    return manifest_pb2.Manifest.FromString(payload).layers[0].anchor_digest
+    """The state that a manifest names: that of the layers which its round changed."""
+    return max(manifest_pb2.Manifest.FromString(payload).layers, key=lambda layer: layer.round).anchor_digest
+
+
+def layers_after(policy: RoundPolicy, head: Head, digest: bytes) -> tuple[manifest_pb2.LayerState, ...]:
+    """The layers that the round after `head` comes to when its fragment becomes `digest`."""
+    number = head.round + 1
+    layers = list(head.manifest.layers)
+    for layer in policy.fragment_of(number).layers:
+        layers[layer] = manifest_pb2.LayerState(layer=layer, round=number, anchor_digest=digest, momentum_digest=digest)
+    return tuple(layers)
 
 
 def longest_attempt(policy: RoundPolicy) -> float:

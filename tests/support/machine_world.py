@@ -13,8 +13,8 @@ from collections.abc import Callable
 from support.machine_exchange import Exchanges, outer_step
 from support.machine_ledger import Ledger, Violation
 from support.machine_network import Network
-from support.machine_node import Disk, Node
-from support.machine_plans import GENESIS, POLICY, longest_attempt, make_plan, state_of
+from support.machine_node import Disk, Node, Snapshot
+from support.machine_plans import GENESIS, POLICY, layers_after, longest_attempt, make_plan, state_of
 from support.machine_time import Agenda
 from support.machine_votes import Acceptor, FakeSeals
 
@@ -24,7 +24,6 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.round import RoundMachine
 from atoll.v1 import dataplane_pb2 as dp
-from atoll.v1 import manifest_pb2
 
 TICK = 0.25
 TICKED = rt.Tick()
@@ -247,13 +246,13 @@ class World(Agenda):
             self._send(node.peer, to, message)
 
     def _freeze_snapshot(self, node: Node, round_id: RoundId) -> None:
-        node.snapshot = (node.spent, node.trained)
-        tokens = node.trained - node.spent
-        self.feed(node.peer, rt.Frozen(round_id, tokens, tokens // 10))
+        node.snapshot = Snapshot(round_id.fragment, node.counted.get(round_id.fragment, 0), node.trained)
+        tokens = node.trained - node.snapshot.start
+        self.feed(node.peer, rt.Frozen(round_id, tokens, (node.trained - node.spent) // 10))
 
     def _run_exchange(self, node: Node, round_id: RoundId, start: dp.Start, seconds: float) -> None:
         assert node.snapshot is not None, "an exchange needs a snapshot"
-        self.ledger.contribute(round_id, node.peer, node.incarnation, node.snapshot)
+        self.ledger.contribute(round_id, node.peer, node.incarnation, (node.snapshot.start, node.snapshot.end))
         self._exchanges.join(round_id, node.peer)
         self._later(min(seconds, self.rng.uniform(0.2, 1.0)), node, self._end_exchange, round_id, start)
 
@@ -274,8 +273,7 @@ class World(Agenda):
         result = outer_step(round_id, settle.digests)
         node.staged.add(result)
         told = self.layers_of(node.peer, result)
-        layer = manifest_pb2.LayerState(layer=0, round=round_id.number, anchor_digest=told, momentum_digest=told)
-        self.feed(node.peer, rt.Staged(round_id, (layer,)))
+        self.feed(node.peer, rt.Staged(round_id, layers_after(self.policy, node.machine.head, told)))
 
     def _obtain(self, node: Node, round_id: RoundId, payload: bytes, holders: tuple[str, ...]) -> None:
         state = state_of(payload)

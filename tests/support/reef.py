@@ -61,16 +61,22 @@ class Reef(LocalSwarm):
     endpoints: dict[str, Any]
 
     async def begin(
-        self, *, nodes: int, tokens: int, round_tokens: int = 3000, codec: str = "int4", **flags: str
+        self,
+        *,
+        nodes: int,
+        tokens: int,
+        round_tokens: int = 3000,
+        codec: str = "int4",
+        fragments: int = 1,
+        **flags: str,
     ) -> None:
         """Coordinator, run and seed."""
         corpus = write_corpus(self.root / "corpus.txt")
         self.endpoints = await self.start_coordinator(
             *(word for name, value in flags.items() for word in (f"--{name}", value))
         )
-        await self.create_run(
-            SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, round_tokens=round_tokens, codec=codec)
-        )
+        spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, round_tokens=round_tokens, codec=codec)
+        await self.create_run(f"{spec}fragments = {fragments}\n")
         await self.start_member("seed", "seed")
         await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)
 

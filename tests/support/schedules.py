@@ -4,12 +4,13 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from support.machine_plans import make_plan, state_of
+from support.machine_plans import OFFSETS, POLICY, make_plan, state_of
 from support.machine_world import World
 
+from atoll.core.fragments import cut_layers
 from atoll.node.averaging.round import RoundMachine
 
 CHUNK = 250
@@ -29,7 +30,8 @@ class Outcome:
 def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine) -> Outcome:
     """Trouble for a while, then peace. Raises `Violation`, or AssertionError when peace does not bring progress."""
     size = 1 + seed % 5 if seed % 7 else 3
-    world = World(size, seed, machine)
+    policy = replace(POLICY, fragments=cut_layers(OFFSETS, 1 + seed % 3))
+    world = World(size, seed, machine, policy)
     rng = world.rng
     world.network.loss, world.network.duplicate = rng.choice([(0, 0), (0.02, 0.05), (0.15, 0.1)])
     world.network.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])

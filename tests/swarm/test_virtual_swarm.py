@@ -13,10 +13,11 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 PACES = {"ann": 0.3, "bob": 0.3, "cid": 0.6}  # seconds a step: few steps are made while a round is settled
 
 
-async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("fragments", [1, 2])
+async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tmp_path, fragments):
     """Genesis, data, inner steps at unequal speeds, carry, codec, screening, sums, outer steps: every digest."""
     async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=3, tokens=6_000, codec="int4")
+        await swarm.begin(nodes=3, tokens=6_000, codec="int4", fragments=fragments)
         for name, pace in PACES.items():
             await swarm.node(name, pace)
         for name in PACES:

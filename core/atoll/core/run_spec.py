@@ -101,6 +101,7 @@ class SyncSection(_Section):
     round_growth: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # early rounds: this share of the tokens so far
     round_max_seconds: timedelta = timedelta(seconds=60)
     codec: CodecName = "int4"
+    fragments: Annotated[int, Field(ge=1, le=64)] = 1  # layers take turns in so many groups, one a round
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.8
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above

@@ -280,7 +280,7 @@ class TrainingSession:
             identity=it.identity,
             operator_key=it.operator_key,
             spec=it.spec,
-            policy=policy_of(it.spec, layers=len(trainer.facts.layers.layers), elements=trainer.facts.elements),
+            policy=policy_of(it.spec, trainer.facts.layer_offsets),
             trainer=trainer,
             state=self._state,
             manifests=it.manifests,

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from support.reef import SPEC, write_corpus
 
 from atoll.core import protocol
 from atoll.core.clock import SystemClock
+from atoll.core.errors import Unreachable
+from atoll.core.fragments import cut_layers
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
@@ -23,6 +26,7 @@ from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import PROTOCOL as ROUND
 from atoll.node.averaging.links import RoundLinks
+from atoll.node.averaging.outer import holds
 from atoll.node.averaging.round_policy import policy_of
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
@@ -60,6 +64,7 @@ class Member:
             directory,
         )
         self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
+        self.fragments = cut_layers(self.state.offsets, spec.sync.fragments)
         self.heads: list[Head] = []
         self.counters = RoundCounters()
         self.committed = asyncio.Condition()
@@ -73,9 +78,7 @@ class Member:
             identity=self.identity,
             operator_key=b"",
             spec=self.spec,
-            policy=policy_of(
-                self.spec, layers=len(self.trainer.facts.layers.layers), elements=self.trainer.facts.elements
-            ),
+            policy=policy_of(self.spec, self.trainer.facts.layer_offsets),
             trainer=self.trainer,
             state=self.state,
             manifests=manifests,
@@ -116,9 +119,10 @@ class Member:
 
 
 @asynccontextmanager
-async def members(tmp_path, count, fault, codec="int4", round_tokens=2000):
+async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragments=1):
     corpus = write_corpus(tmp_path / "corpus.txt")
     text = SPEC.format(nodes=count, tokens=10**9, corpus=corpus, round_tokens=round_tokens, codec=codec)
+    text += f"fragments = {fragments}\n"
     spec = parse_run_spec(text)
     hub = MemoryHub(fault)
     async with AsyncExitStack() as stack:
@@ -218,6 +222,55 @@ async def test_a_vote_is_on_disk_before_it_is_sent(tmp_path):
 
 
 @pytest.mark.timeout(180)
+async def test_fragments_take_turns_replicas_stay_equal_and_who_was_away_catches_up(tmp_path):
+    """The one that is away hears of no round for a while: it fetches what changed, and its progress enters a round."""
+    away, sent = set(), []
+
+    async def fault(passage):
+        if passage.sender in away and passage.protocol == ROUND:
+            raise Unreachable("the link is down")
+        if passage.protocol == AVERAGE and passage.frame.kind is FrameKind.PART:
+            sent.append(len(passage.frame.body))
+        return passage.frame
+
+    async with members(tmp_path, 3, fault, fragments=2) as made:
+        await asyncio.gather(*(member.rounds(3) for member in made))
+        late = made[2]
+        away.add(late.identity.peer_id)
+        until = len(made[0].heads) + 4
+        await asyncio.gather(*(member.rounds(until) for member in made[:2]))
+        away.clear()
+        newest = made[0].heads[-1].round
+        await _reaches(late, newest + 2)
+        number = late.heads[-1].round
+        await asyncio.gather(*(_reaches(member, number) for member in made))
+        for member in made:
+            await member.end()
+        chains = [{head.round: head for head in member.heads} for member in made]
+        for number in chains[0].keys() & chains[2].keys():
+            assert chains[0][number].hash == chains[2][number].hash
+        for before, after in pairwise(made[0].heads):
+            layers = zip(before.manifest.layers, after.manifest.layers, strict=True)
+            changed = [old != new for old, new in layers]
+            middle = next(f.first_layer for f in made[0].fragments if f.index == 1)
+            first = after.manifest.round.fragment == 0
+            assert changed == [first] * middle + [not first] * (len(changed) - middle)
+        for member in made:
+            layers, offsets = member.heads[-1].manifest.layers, member.state.offsets
+            assert holds(layers, member.state.anchor_E, member.state.momentum_E, offsets)
+        rejoined = [head for head in late.heads if head.round > newest]
+        assert any(item.peer_id == late.identity.peer_id for head in rejoined for item in head.manifest.contributions)
+
+
+async def _reaches(member, number):
+    async with asyncio.timeout(TIMEOUT.total_seconds()):
+        while member.engine.head.round < number:
+            if member.running.done():
+                member.running.result()
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(180)
 async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_it(tmp_path, monkeypatch):
     """Its replica stays equal to the others', its tokens do not count, and everybody can read why."""
 
@@ -228,8 +281,8 @@ async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_i
         *rest, bad = made
         snapshot = bad.trainer.snapshot
 
-        async def backwards():
-            taken = await snapshot()
+        async def backwards(start, end):
+            taken = await snapshot(start, end)
             bad.trainer.pseudo_gradient.mul_(-5)
             return taken
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.exchange_swarm import ELEMENTS, Swarm
-from support.machine_plans import GENESIS, POLICY, make_plan
+from support.machine_plans import GENESIS, POLICY, layers_after, make_plan
 from support.machine_world import World
 from support.virtual_time import run_virtually
 
@@ -83,7 +83,7 @@ def test_without_screening_everything_finite_counts() -> None:
 PEERS = ["p0", "p1", "p2", "p3"]
 NUMBER = RoundId("r", 1, 0, 1, 0)
 PLAN = make_plan(PEERS)
-LAYERS = (manifest_pb2.LayerState(layer=0, round=1, anchor_digest=b"a" * 32, momentum_digest=b"m" * 32),)
+LAYERS = layers_after(POLICY, GENESIS, b"a" * 32)
 
 
 def started() -> dp.Start:

@@ -5,9 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.fragments import cut_layers
+from atoll.core.manifest import Head
 from atoll.core.run_spec import SyncSection
 from atoll.node.averaging.outer import (
     due_tokens,
+    holds,
     is_stale,
     layer_states,
     outer_schedule,
@@ -15,6 +18,8 @@ from atoll.node.averaging.outer import (
     weighted_mean,
 )
 from atoll.node.state.anchor import AnchorState
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum():
@@ -35,21 +40,48 @@ def test_the_outer_step_leaves_its_arguments_alone():
     assert all(torch.equal(vector, torch.ones(4)) for vector in (anchor, momentum, average))
 
 
+def head_of(state: AnchorState, number: int) -> Head:
+    """The manifest that says what the state is."""
+    manifest = manifest_pb2.Manifest(round=pb.RoundId(number=number), layers=state.layer_states(number))
+    return Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
+
+
 @given(st.permutations(range(8)), st.lists(st.integers(0, 7), max_size=4))
 def test_a_step_in_parts_is_the_step_of_the_whole(order, wrong):
     vectors = torch.randn(3, 800, generator=torch.Generator().manual_seed(0))
     state = AnchorState(vectors[0], (0, 250, 800))
     state.momentum_E = vectors[1]
-    staging = state.staging(0.7, 0.9)
+    staging = state.staging(cut_layers(state.offsets, 1)[0], 0.7, 0.9)
     for part in wrong:  # and repaired later
         staging.take(100 * part, torch.zeros(100))
     for part in order:
         staging.take(100 * part, vectors[2, 100 * part : 100 * part + 100])
-    staged = staging.finish(5)
+    staged = staging.finish(head_of(state, 4))
     whole = outer_step(*vectors, 0.7, 0.9)
     assert torch.equal(staged.anchor_E, whole[0])
     assert torch.equal(staged.momentum_E, whole[1])
     assert staged.layers == layer_states(*whole, state.offsets, 5)
+
+
+def test_a_round_of_a_fragment_changes_its_layers_and_no_others():
+    vectors = torch.randn(3, 800, generator=torch.Generator().manual_seed(0))
+    state = AnchorState(vectors[0].clone(), (0, 100, 250, 600, 800))
+    state.momentum_E = vectors[1].clone()
+    before = head_of(state, 4)
+    first, second = cut_layers(state.offsets, 2)
+    staging = state.staging(second, 0.7, 0.9)
+    staging.take(0, vectors[2, second.start : second.end])
+    staged = staging.finish(before)
+    assert staged.layers[: second.first_layer] == tuple(before.manifest.layers[: second.first_layer])
+    assert [item.round for item in staged.layers] == [4] * len(first.layers) + [5] * len(second.layers)
+    state.commit(staged)
+    whole = outer_step(*vectors, 0.7, 0.9)
+    for found, old, new in ((state.anchor_E, vectors[0], whole[0]), (state.momentum_E, vectors[1], whole[1])):
+        assert torch.equal(found[: second.start], old[: second.start])
+        assert torch.equal(found[second.start :], new[second.start :])
+    assert holds(staged.layers, state.anchor_E, state.momentum_E, state.offsets)
+    state.momentum_E[0] += 1
+    assert not holds(staged.layers, state.anchor_E, state.momentum_E, state.offsets)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**9))

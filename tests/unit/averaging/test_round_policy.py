@@ -14,7 +14,7 @@ HOME_UPLINK = 10e6 / 8  # bytes per second
 @pytest.mark.parametrize("elements", [100_000, 100_000_000, 3_000_000_000])
 def test_a_home_uplink_is_never_too_thin_for_the_first_rounds(codec, elements):
     spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"codec": codec})})
-    policy = policy_of(spec, layers=3, elements=elements)
+    policy = policy_of(spec, (0, 10, 20, elements))
     vector = CODECS[codec].encoded_bytes(elements)
     assert policy.exchange_timeout.total_seconds() >= 2 * vector / HOME_UPLINK
     assert policy.decision_timeout.total_seconds() >= vector / HOME_UPLINK
@@ -24,4 +24,4 @@ def test_a_home_uplink_is_never_too_thin_for_the_first_rounds(codec, elements):
 
 
 def test_a_small_model_waits_no_longer_than_a_minute_for_the_dead():
-    assert policy_of(SPEC, layers=3, elements=100_000).exchange_timeout.total_seconds() < 61
+    assert policy_of(SPEC, (0, 10, 20, 100_000)).exchange_timeout.total_seconds() < 61

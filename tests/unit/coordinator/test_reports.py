@@ -569,6 +569,25 @@ def test_only_members_of_a_round_evaluate_it(world: World) -> None:
     assert (world.run.loss, world.kinds()[-1]) == (0, "evaluation.rejected")
 
 
+def test_fragments_have_their_turns_and_each_counts_its_share() -> None:
+    world = World()
+    both = world.train("ann", "bob", fragments=2, stop_tokens=10**6)
+    opener = world.name_of(both[0].peer_id)
+    before = genesis_hash(world)
+    for report in (
+        round_report(1, before, both),  # counts all of every token
+        round_report(1, before, both, fragments=3),
+    ):
+        world.say(opener, rounds=[report])
+        assert world.run.head_round == 0
+    first = round_report(1, before, both, fragments=2)
+    world.say(opener, rounds=[first])
+    world.say(opener, rounds=[round_report(2, hash_of(first), both, fragments=3, committed_before=500)])
+    assert (world.run.head_round, world.run.committed_tokens) == (1, 500)
+    world.say(opener, rounds=[round_report(2, hash_of(first), both, fragments=2, committed_before=500)])
+    assert (world.run.head_round, world.run.committed_tokens) == (2, 1000)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0, 1e300])
 def test_a_loss_that_is_no_number_is_dropped(world: World, loss: float) -> None:
     world.say("ann", evaluations=[mb.EvaluationReport(round=0, loss=loss)])

@@ -9,6 +9,7 @@ from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Change, Event, Node, Run, Token
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.core import protocol
+from atoll.core.fragments import turn_of
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash, sign_vote
 from atoll.core.plan import Plan
@@ -27,11 +28,14 @@ SECRET = "5" * 48
 FIT = mb.NODE_STATE_READY
 
 
-def spec_toml(*, min_nodes: int = 2, stop_tokens: int = 10_000, round_tokens: int = 1000, name: str = RUN) -> str:
+def spec_toml(
+    *, min_nodes: int = 2, stop_tokens: int = 10_000, round_tokens: int = 1000, name: str = RUN, fragments: int = 1
+) -> str:
     """A run spec as an operator would write it."""
     return (
         f'version = 1\n[run]\nname = "{name}"\nmin_nodes = {min_nodes}\nstop_tokens = {stop_tokens}\n'
         f'[data]\npath = "corpus"\nsequence_length = 64\n[sync]\nround_tokens = {round_tokens}\n'
+        f"fragments = {fragments}\n"
     )
 
 
@@ -80,24 +84,26 @@ def round_report(
     layers: int = len(LAYERS),
     gone: tuple[Identity, ...] = (),
     ballot: Ballot | None = None,
+    fragments: int = 1,
 ) -> mb.RoundReport:
     """A committed round of `members`, as its opener reports it.
 
     `gone` were not there any more when it was settled; `ballot` is the attempt that committed it, if a later one.
     """
-    name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt)
+    fragment, counted = turn_of(number, fragments), tokens_each // fragments
+    name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt, fragment=fragment)
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=name,
         previous_hash=previous,
         contributions=[
             manifest_pb2.Contribution(
-                peer_id=member.peer_id, tokens=tokens_each, weight=tokens_each, present=member not in gone
+                peer_id=member.peer_id, tokens=counted, weight=tokens_each, present=member not in gone
             )
             for member in members
         ],
         layers=layer_states(layers, number % 200),
-        committed_tokens=committed_before + tokens_each * len(members),
+        committed_tokens=committed_before + counted * len(members),
     )
     voters = [member for member in members if member not in gone] if signers is None else signers
     committed = commit(manifest.SerializeToString(), voters, ballot)
@@ -106,6 +112,7 @@ def round_report(
         plan_version=committed.ballot_plan_version,
         number=number,
         attempt=committed.ballot_attempt,
+        fragment=fragment,
     )
     return mb.RoundReport(round=told, committed=True, manifest=committed, seconds=1.5)
 

@@ -37,6 +37,7 @@ from support.donors import (
 )
 
 from atoll.core.errors import AtollError, Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.fragments import cut_layers
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up, fetch_staged
 from atoll.node.state.conversation import Conversation
@@ -226,9 +227,10 @@ async def test_a_head_of_another_model_is_an_error_not_a_crash(reef):
 
 
 async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
-    staging = STATE.staging(0.7, 0.9)
+    whole = cut_layers(OFFSETS, 1)[0]
+    staging = STATE.staging(whole, 0.7, 0.9)
     staging.take(0, torch.ones(164))
-    staged = staging.finish(2)
+    staged = staging.finish(HEAD)
     state = AnchorState(staged.anchor_E, OFFSETS)
     state.momentum_E = staged.momentum_E
     result = commit(state, 2, [ANN], after=HEAD)
@@ -238,16 +240,16 @@ async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
     reef.behaviours[ANN.peer_id] = lies
     holders = [member.peer_id for member in (ANN, BOB, DAN, CLEO)]
     payload = result.committed.payload
-    found = await fetch_staged(reef.network, holders, payload, "r", STATE, policy=QUICK)
+    found = await fetch_staged(reef.network, holders, payload, "r", OFFSETS, whole, policy=QUICK)
     assert torch.equal(found.anchor_E, staged.anchor_E)
     assert torch.equal(found.momentum_E, staged.momentum_E)
     assert found.layers == staged.layers
     with pytest.raises(Unreachable):
-        await fetch_staged(reef.network, [DAN.peer_id], payload, "r", STATE, policy=QUICK)
+        await fetch_staged(reef.network, [DAN.peer_id], payload, "r", OFFSETS, whole, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
-        await fetch_staged(reef.network, holders, b"\xff", "r", STATE, policy=QUICK)
+        await fetch_staged(reef.network, holders, b"\xff", "r", OFFSETS, whole, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
-        await fetch_staged(reef.network, holders, payload, "another run", STATE, policy=QUICK)
+        await fetch_staged(reef.network, holders, payload, "another run", OFFSETS, whole, policy=QUICK)
 
 
 # --- what one peer may ask -------------------------------------------------------------------------------

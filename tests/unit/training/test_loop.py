@@ -109,7 +109,7 @@ def test_a_pseudo_gradient_is_anchor_minus_weights_as_of_the_snapshot(make_loop:
     for _ in range(3):
         loop.step()
     weights_E = loop.weights_E.clone()
-    assert loop.snapshot() == Snapshot(tokens=3 * 4 * 16, samples=12, steps=3)
+    assert loop.snapshot() == Snapshot(3 * 4 * 16, 12, 3, 3 * 4 * 16)
     loop.step()
     out_E = torch.empty_like(anchor_E)
     loop.pseudo_gradient_into(out_E)
@@ -128,7 +128,7 @@ def test_apply_carries_what_was_trained_since_the_snapshot(make_loop: LoopMaker)
     new_anchor_E = anchor_E * 0.5
     loop.apply(new_anchor_E, ranges=((4, 10_000),), committed_tokens=64)
     assert torch.equal(loop.weights_E, carried_E + new_anchor_E)
-    assert loop.snapshot() == Snapshot(tokens=2 * 64, samples=8, steps=2)
+    assert loop.snapshot() == Snapshot(2 * 64, 8, 2, 2 * 64)
     out_E = torch.empty_like(anchor_E)
     loop.pseudo_gradient_into(out_E)
     assert torch.equal(out_E, new_anchor_E - loop.weights_E)
@@ -142,7 +142,7 @@ def test_an_abandoned_round_keeps_all_progress(make_loop: LoopMaker) -> None:
     loop.step()
     loop.discard()
     loop.step()
-    assert loop.snapshot() == Snapshot(tokens=3 * 64, samples=12, steps=3)
+    assert loop.snapshot() == Snapshot(3 * 64, 12, 3, 3 * 64)
     out_E = torch.empty_like(anchor_E)
     loop.pseudo_gradient_into(out_E)
     assert torch.equal(out_E, anchor_E - loop.weights_E)
@@ -167,12 +167,57 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
     assert rounds.progress.samples_repeated == 0
 
 
+def test_fragments_take_turns_and_each_holds_what_was_trained_since_its_own(make_loop: LoopMaker) -> None:
+    """A node alone, whose outer step takes over its own update: its weights never move but by training."""
+    plain, turns = make_loop(), make_loop()
+    for loop in (plain, turns):
+        started(loop)
+    middle = turns.layout.layer_offsets[2]
+    parts = (slice(0, middle), slice(middle, turns.layout.elements))
+    left, since = 0, [0, 0]
+    for number in range(5):
+        part = parts[number % 2]
+        for _ in range(3):
+            plain.step()
+        turns.step()
+        turns.step()
+        since = [tokens + 2 * 64 for tokens in since]
+        snapshot, out_E = turns.snapshot(part), torch.zeros(turns.layout.elements)
+        assert snapshot.fragment_tokens == since[number % 2]
+        turns.pseudo_gradient_into(out_E)
+        assert not out_E[parts[1 - number % 2]].any()  # nothing is said of the others
+        turns.step()
+        since = [tokens + 64 for tokens in since]
+        since[number % 2] = 64
+        left += snapshot.samples
+        turns.apply(turns._anchor_E - out_E, ranges=((left, 10_000),), moved=part)
+        assert torch.allclose(turns.weights_E, plain.weights_E, atol=1e-6)
+    assert turns.progress.samples_repeated == 0
+
+
+def test_after_several_rounds_a_snapshot_is_carried_and_other_fragments_are_rebased(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    anchor_E = started(loop)
+    middle = loop.layout.layer_offsets[2]
+    first, second = slice(0, middle), slice(middle, loop.layout.elements)
+    loop.step()
+    loop.snapshot(first)
+    frozen_E = loop.weights_E.clone()
+    loop.step()
+    trained_E, new_anchor_E = loop.weights_E.clone(), anchor_E * 0.5
+    loop.apply(new_anchor_E, ranges=((4, 10_000),), committed_tokens=64)
+    assert torch.equal(loop.weights_E[first], (trained_E - frozen_E + new_anchor_E)[first])
+    assert torch.equal(loop.weights_E[second], (trained_E - anchor_E + new_anchor_E)[second])
+    assert loop.snapshot(second).fragment_tokens == 2 * 64
+    assert loop.snapshot(first).fragment_tokens == 64
+
+
 def test_a_dry_node_trains_on_and_counts_repeated_samples(make_loop: LoopMaker) -> None:
     loop = make_loop()
     started(loop, ((0, 6),))
     for _ in range(3):
         loop.step()
-    assert loop.snapshot() == Snapshot(tokens=3 * 64, samples=6, steps=3)
+    assert loop.snapshot() == Snapshot(3 * 64, 6, 3, 3 * 64)
     assert loop.progress.samples_repeated == 6
 
 

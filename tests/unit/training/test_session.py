@@ -73,19 +73,19 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
     channel = run(
         tmp_path,
         ms.Train(),
-        ms.TakeSnapshot(),
-        ms.Apply((), 0),
+        ms.TakeSnapshot(0, 9),
+        ms.Apply((), 0, (0, 9)),
         ms.Initialise(),
         ms.Load(((0, 100),), 0),
-        ms.Apply((), 0),
-        ms.TakeSnapshot(),
-        ms.Apply(((0, 100),), 10),
+        ms.Apply((), 0, (0, 9)),
+        ms.TakeSnapshot(0, 9),
+        ms.Apply(((0, 100),), 10, (0, 99)),
         ms.Discard(),
         ms.Evaluate(),
     )
     reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
     assert reasons == dict.fromkeys((1, 2, 3, 6), "InvalidTransition")
-    assert channel.answers[7] == ms.Taken(0, 0, 0)
+    assert channel.answers[7] == ms.Taken(0, 0, 0, 0)
     loss = channel.answers[10]
     assert isinstance(loss, ms.Loss)
     assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
@@ -108,7 +108,7 @@ def test_limits_change_between_two_steps(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         channel = run(
-            tmp_path, ms.Initialise(), ms.Load(((0, 100),), 0), ms.Limit(1, 0.0, 0.5), ms.Train(), ms.TakeSnapshot()
+            tmp_path, ms.Initialise(), ms.Load(((0, 100),), 0), ms.Limit(1, 0.0, 0.5), ms.Train(), ms.TakeSnapshot(0, 9)
         )
         assert torch.get_num_threads() == 1
     finally:
@@ -146,7 +146,7 @@ def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], mini
     [
         ms.Load(((0, 5), (9, 12)), 77),
         ms.Generate("ünï\ncode", 3, 1),
-        ms.Taken(1, 2, 3),
+        ms.Taken(1, 2, 3, 4),
         ms.Refused("CorpusError", "is empty", "give more"),
         ms.TrainerConfig("version = 1\n", None),
     ],

@@ -21,6 +21,7 @@ from atoll.coordinator.state.records import Round, Run
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.text import clean
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
+from atoll.core.fragments import fragment_count, turn_of
 from atoll.core.manifest import Head, parse_head, require_quorum, stored_form
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
@@ -52,7 +53,7 @@ def told_row(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.Roun
     ahead = MAX_GAP if report.committed else 2  # who abandons a round knows the one before it, or is about to tell it
     if not 1 <= named.number <= run.head_round + ahead:
         raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
-    if named.attempt > MAX_ATTEMPT or named.fragment >= MAX_LAYERS:
+    if named.attempt > MAX_ATTEMPT or named.fragment != turn_of(named.number, fragments_of(run, memory)):
         raise PeerMisbehaved(f"round {named.number} has an attempt or a fragment that cannot be")
     if not math.isfinite(report.seconds) or report.wire_bytes > _MAX:
         raise PeerMisbehaved(f"the report of round {named.number} holds a value that cannot be")
@@ -92,8 +93,8 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
         raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
     if not head.signers <= state.nodes.keys():
         raise PeerMisbehaved(f"round {row.number} is signed by somebody who was never a member")
-    tokens = _contributed(head, memory.caps.get(made.plan_version, {}))
-    check_layers(head.manifest, len(plan_pb2.LayerTable.FromString(run.layers).layers))
+    check_layers(head.manifest, _layers(run))
+    tokens = _contributed(head, memory.caps.get(made.plan_version, {}), fragments_of(run, memory))
     _check_place(head, run, memory, tokens)
     contributions = head.manifest.contributions
     return head, replace(
@@ -119,6 +120,15 @@ def _codec_name(codec: pb.Codec) -> str:
         return pb.Codec.Name(codec).removeprefix("CODEC_").lower()
     except ValueError:
         return str(codec)
+
+
+def fragments_of(run: Run, memory: RunMemory) -> int:
+    """Among how many fragments the run's rounds take turns."""
+    return fragment_count(memory.spec.sync.fragments, _layers(run))
+
+
+def _layers(run: Run) -> int:
+    return len(plan_pb2.LayerTable.FromString(run.layers).layers)
 
 
 def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
@@ -167,14 +177,14 @@ def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
         raise PeerMisbehaved(f"attempt {named.attempt} at round {named.number} was not this node's to open")
 
 
-def _contributed(head: Head, caps: Mapping[str, int]) -> int:
+def _contributed(head: Head, caps: Mapping[str, int], fragments: int) -> int:
     """Tokens of a round to which members of its plan contributed, each once and within its cap."""
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
     check_form(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
-    for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
+    for item, counted in zip(contributions, counted_tokens(head.manifest, fragments), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")
     return sum(item.tokens for item in contributions)

@@ -17,9 +17,10 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.state import find
 from atoll.coordinator.state.allowance import ATTEMPTS, Allowance
 from atoll.coordinator.state.records import Run, Vote
-from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES
+from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES, fragments_of
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.core.errors import Banned, InvalidRequest
+from atoll.core.fragments import turn_of
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
@@ -114,8 +115,10 @@ def _refusal(run: Run, memory: RunMemory, number: int) -> str:
 def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None:
     members = memory.caps.get(round_id.plan_version, {})
     current = memory.plan.members if memory.plan else ()
-    if round_id.run_id != run.run_id or round_id.fragment or peer_id not in current or peer_id not in members:
+    if round_id.run_id != run.run_id or peer_id not in current or peer_id not in members:
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
+    if round_id.fragment != turn_of(round_id.number, fragments_of(run, memory)):
+        raise InvalidRequest(f"round {round_id.number} is not one of fragment {round_id.fragment}")
     if not 0 < round_id.number <= run.head_round + MAX_GAP:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
     if round_id.attempt > MAX_ATTEMPT:

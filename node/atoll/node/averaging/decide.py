@@ -41,11 +41,12 @@ def build_start(
     Tokens count towards the run up to the same cap, so that no single claim can end it.
     """
     members = round_id.order(ready)
-    ranges = _ranges(policy, plan, members)
+    elements = policy.fragment_of(round_id.number).elements
+    ranges = _ranges(elements, plan, members)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
-            tokens=min(ready[peer].tokens, _cap(plan, peer)),
+            tokens=min(ready[peer].tokens, _cap(plan, peer)) // len(policy.fragments),
             weight=min(ready[peer].tokens, _cap(plan, peer)),
             samples=min(ready[peer].samples, MAX_SAMPLES),
         )
@@ -56,7 +57,7 @@ def build_start(
         contributions=contributions,
         partition=_to_proto(ranges),
         codec=codec.number,
-        elements=policy.elements,
+        elements=elements,
         part_elements=part_elements(ranges, codec.encoded_bytes, policy.part_elements),
         deadline_ms=int(exchange_seconds * 1000),
         unix_ms=unix_ms,
@@ -70,18 +71,20 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start names members that are not the plan's, or in another order, or leaves us out")
     for item in start.contributions:
         cap = _cap(plan, item.peer_id)
-        if item.weight != item.tokens or item.tokens > cap or item.samples > MAX_SAMPLES:
+        counted = item.weight // len(policy.fragments)
+        if item.tokens != counted or item.weight > cap or item.samples > MAX_SAMPLES:
             raise PeerMisbehaved(f"Start gives {item.peer_id} more than the plan allows")
         if item.present or item.partial:
             raise PeerMisbehaved("Start says how the round ended before it began")
-        if item.peer_id == me and (item.tokens, item.samples) != (min(mine.tokens, cap), mine.samples):
+        if item.peer_id == me and (item.weight, item.samples) != (min(mine.tokens, cap), mine.samples):
             raise PeerMisbehaved("Start does not repeat what we reported")
     if not any(item.weight for item in start.contributions):
         raise PeerMisbehaved("Start of a round to which nobody contributes")
     if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
-    ranges = _ranges(policy, plan, members)
-    if start.elements != policy.elements or list(start.partition) != _to_proto(ranges):
+    elements = policy.fragment_of(round_id.number).elements
+    ranges = _ranges(elements, plan, members)
+    if start.elements != elements or list(start.partition) != _to_proto(ranges):
         raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
     if start.part_elements != part_elements(ranges, BY_NUMBER[start.codec].encoded_bytes, policy.part_elements):
         raise PeerMisbehaved("Start cuts the ranges otherwise than codec and run spec say")
@@ -129,14 +132,15 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     except (DecodeError, ProtocolMismatch) as error:
         raise PeerMisbehaved("a result to vote for does not parse") from error
     named, made = manifest.round, manifest.contributions
-    if (named.run_id, named.fragment, named.number) != (policy.run_id, policy.fragment, head.round + 1):
+    fragment = policy.fragment_of(head.round + 1)
+    if (named.run_id, named.fragment, named.number) != (policy.run_id, fragment.index, head.round + 1):
         raise PeerMisbehaved("a result to vote for is of another round")
     if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(_head_of(payload)):
         raise PeerMisbehaved("a result to vote for builds on another history")
     most = max(item.max_round_tokens for item in plan.assignments)
     weights = [item.weight for item in made]
     check_form(manifest.verdicts, weights, manifest.parts_total)
-    for item, counted in zip(made, counted_tokens(manifest), strict=True):
+    for item, counted in zip(made, counted_tokens(manifest, len(policy.fragments)), strict=True):
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment else most
         if item.weight > cap or item.tokens != counted or item.samples > MAX_SAMPLES:
@@ -148,7 +152,12 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
-    most_parts = -(-policy.elements // min(LEAST_PART, policy.part_elements)) + len(made)
+    others = set(range(policy.layers)) - set(fragment.layers)
+    if any(manifest.layers[layer] != head.manifest.layers[layer] for layer in others):
+        raise PeerMisbehaved("a result to vote for changes layers that are not of its fragment")
+    if any(manifest.layers[layer].round != head.round + 1 for layer in fragment.layers):
+        raise PeerMisbehaved("a result to vote for does not say that it changes its fragment's layers")
+    most_parts = -(-fragment.elements // min(LEAST_PART, policy.part_elements)) + len(made)
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
@@ -202,7 +211,7 @@ def manifest_payload(
         committed_unix_ms=start.unix_ms,
         verdicts=plain(settle.verdicts),
     )
-    counted = counted_tokens(message)
+    counted = counted_tokens(message, len(policy.fragments))
     for item, tokens in zip(message.contributions, counted, strict=True):
         item.tokens = tokens
     message.committed_tokens = head.committed_tokens + sum(counted)
@@ -233,9 +242,9 @@ def _cap(plan: Plan, peer: str) -> int:
     return assignment.max_round_tokens if assignment else 0
 
 
-def _ranges(policy: RoundPolicy, plan: Plan, members: tuple[str, ...]) -> tuple[ReduceRange, ...]:
+def _ranges(elements: int, plan: Plan, members: tuple[str, ...]) -> tuple[ReduceRange, ...]:
     bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
-    return partition(policy.elements, members, bandwidth)
+    return partition(elements, members, bandwidth)
 
 
 def _to_proto(ranges: Sequence[ReduceRange]) -> list[dp.PartRange]:

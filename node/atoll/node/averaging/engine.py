@@ -81,7 +81,7 @@ class Listener:
 
 
 class AveragingEngine:
-    """Outer rounds of one fragment (all layers) on one node."""
+    """Outer rounds on one node."""
 
     def __init__(
         self,
@@ -289,9 +289,10 @@ class AveragingEngine:
     async def _freeze(self, round_id: RoundId) -> None:
         if not self._machine.is_freezing(round_id):
             return  # given up while other orders were carried out
-        snapshot = await self._trainer.snapshot()
+        fragment = self._policy.fragment_of(round_id.number)
+        snapshot = await self._trainer.snapshot(fragment.start, fragment.end)
         self._frozen_tokens = snapshot.tokens
-        self._events.put_nowait(rt.Frozen(round_id, snapshot.tokens, snapshot.samples))
+        self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
     async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
         staged = self._staged.get(_key_of(head.manifest.layers))
@@ -302,12 +303,12 @@ class AveragingEngine:
         await self._move(head, self._state.commit, staged)
         self._forget_staged()
         self._counters.committed += 1
-        ranges = self._ranges(head)
+        ranges, fragment = self._ranges(head), self._policy.fragment_of(head.round)
         if counted:
             self._count_frozen()
-            await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
-        else:
-            await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
+        take = self._trainer.apply if counted else self._trainer.rebase
+        moved = (fragment.start, fragment.end)
+        await take(ranges=ranges, committed_tokens=head.committed_tokens, moved=moved)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
         if opened_here:
@@ -356,12 +357,13 @@ class AveragingEngine:
     def _begin_exchange(self, round_id: RoundId, start: dp.Start, seconds: float) -> None:
         members = len(start.contributions)
         self._counters.joined += 1
-        self._counters.bytes_fp32 += 2 * 4 * self._policy.elements * (members - 1) // members
-        staging = self._state.staging(*outer_schedule(self._spec.sync, self.head.committed_tokens))
+        fragment = self._policy.fragment_of(round_id.number)
+        self._counters.bytes_fp32 += 2 * 4 * fragment.elements * (members - 1) // members
+        staging = self._state.staging(fragment, *outer_schedule(self._spec.sync, self.head.committed_tokens))
         exchange = Exchange(
             start,
             self._network,
-            self._trainer.pseudo_gradient,
+            self._trainer.pseudo_gradient[fragment.start : fragment.end],
             staging.take,
             self._executor,
             timedelta(seconds=seconds),
@@ -373,7 +375,7 @@ class AveragingEngine:
             self._exchanges.end(self._served)
         self._served = exchange.round_id
         self._exchanges.begin(exchange)
-        self._exchange = _Running(exchange, staging, self._aside(self._run_exchange(exchange)))
+        self._exchange = _Running(exchange, self.head, staging, self._aside(self._run_exchange(exchange)))
 
     async def _run_exchange(self, exchange: Exchange) -> None:
         try:
@@ -393,7 +395,7 @@ class AveragingEngine:
         except RoundAbandoned as error:
             self._events.put_nowait(rt.Failed(round_id, str(error)))
             return
-        staged = await asyncio.to_thread(running.staging.finish, round_id.number, self._executor.map)
+        staged = await asyncio.to_thread(running.staging.finish, running.before, self._executor.map)
         if self._exchange is running:
             self._keep_staged(staged)
             self._events.put_nowait(rt.Staged(round_id, staged.layers))
@@ -402,7 +404,9 @@ class AveragingEngine:
         """The state of an earlier attempt's result, from those who still have it."""
         try:
             async with asyncio.timeout(seconds):
-                staged = await fetch_staged(self._network, holders, payload, self._policy.run_id, self._state)
+                fragment = self._policy.fragment_of(round_id.number)
+                run_id, offsets = self._policy.run_id, self._state.offsets
+                staged = await fetch_staged(self._network, holders, payload, run_id, offsets, fragment)
         except (AtollError, TimeoutError) as error:
             self._events.put_nowait(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
             return
@@ -560,6 +564,7 @@ class _Running:
     """The exchange of the attempt that this node takes part in."""
 
     exchange: Exchange
+    before: Head
     staging: Staging  # its own: a cancelled exchange may still write
     task: asyncio.Task[None]
 

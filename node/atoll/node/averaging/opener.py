@@ -55,7 +55,7 @@ class Paces:
         """Nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
-        choice = CodecChoice(policy.codecs, policy.elements)
+        choice = CodecChoice(policy.codecs, max(fragment.elements for fragment in policy.fragments))
         return cls(Pace(_FLOOR, ready), {}, Pace(_FLOOR, decision), choice, exchange)
 
     def exchange(self, codec: int) -> Pace:

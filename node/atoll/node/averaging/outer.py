@@ -33,13 +33,15 @@ def outer_schedule(sync: SyncSection, committed_tokens: int) -> tuple[float, flo
     return 1.0 + (sync.outer_learning_rate - 1.0) * warm, sync.outer_momentum * warm
 
 
-def due_tokens(sync: SyncSection, committed_tokens: int, first_tokens: int) -> int:
+def due_tokens(sync: SyncSection, committed_tokens: int, first_tokens: int, fragments: int = 1) -> int:
     """How many tokens since the head make a round due: few at first, `round_tokens` in the long run.
 
     Replicas that start from random weights and drift for a whole round land in different basins, and their mean is in
-    none. `first_tokens` is one inner step of every member.
+    none. `first_tokens` is one inner step of every member. With more than one of the `fragments`, whose rounds take
+    turns, that is what makes each due again, and a round is due after a fragment's share; but after a step of all.
     """
-    return min(sync.round_tokens, first_tokens + int(sync.round_growth * committed_tokens))
+    whole = min(sync.round_tokens, first_tokens + int(sync.round_growth * committed_tokens))
+    return max(min(first_tokens, whole), whole // fragments)
 
 
 def is_stale(tokens: int, usual_tokens: int, rounds: int) -> bool:
@@ -75,6 +77,17 @@ def layer_states(
     return tuple(
         layer_state(layer, anchor_E[start:end], momentum_E[start:end], round_number)
         for layer, (start, end) in enumerate(pairwise(offsets))
+    )
+
+
+def holds(
+    layers: Sequence[manifest_pb2.LayerState], anchor_E: Tensor, momentum_E: Tensor, offsets: Sequence[int]
+) -> bool:
+    """Whether both vectors are, bit for bit, what a manifest says of its `layers`."""
+    spans = list(pairwise(offsets))
+    return len(layers) == len(spans) and all(
+        item == layer_state(layer, anchor_E[start:end], momentum_E[start:end], item.round)
+        for layer, (item, (start, end)) in enumerate(zip(layers, spans, strict=True))
     )
 
 

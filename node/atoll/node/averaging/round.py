@@ -40,7 +40,7 @@ _LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say som
 
 
 class RoundMachine:
-    """One fragment's rounds on one node. Feed `step`; carry out what it returns, in order."""
+    """A run's rounds on one node. Feed `step`; carry out what it returns, in order."""
 
     # what belongs to the head; `_reset` begins it anew
     _following: Follower | None
@@ -94,7 +94,9 @@ class RoundMachine:
     @property
     def round_id(self) -> RoundId:
         """The attempt that would open next."""
-        return RoundId(self.policy.run_id, self.plan.version, self.policy.fragment, self.head.round + 1, self.attempt)
+        number = self.head.round + 1
+        fragment = self.policy.fragment_of(number).index
+        return RoundId(self.policy.run_id, self.plan.version, fragment, number, self.attempt)
 
     @property
     def electorate(self) -> Electorate:
@@ -287,7 +289,8 @@ class RoundMachine:
         if kind is None or kind == "plan":
             return
         round_id = RoundId.from_proto(getattr(message, kind).round)
-        if round_id.run_id != self.policy.run_id or round_id.fragment != self.policy.fragment:
+        fragment = self.policy.fragment_of(round_id.number)
+        if (round_id.run_id, round_id.fragment) != (self.policy.run_id, fragment.index):
             return
         if kind == "commit":
             self._committed(peer, message.commit)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
+from atoll.core.fragments import cut_layers
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codec_choice import allowed
 from atoll.node.averaging.codecs import CODECS
@@ -18,22 +20,24 @@ _STALL = timedelta(seconds=0.5)
 _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 
-def policy_of(spec: RunSpec, *, layers: int, elements: int) -> RoundPolicy:
-    """The round policy of a run; `elements` of the flat vector."""
+def policy_of(spec: RunSpec, layer_offsets: Sequence[int]) -> RoundPolicy:
+    """The round policy of a run. `layer_offsets` has one entry more than there are layers."""
+    fragments = cut_layers(layer_offsets, spec.sync.fragments)
+    elements = max(fragment.elements for fragment in fragments)
     codecs = allowed(spec.sync.codec)
     coded = CODECS[codecs[0]].encoded_bytes
     part_bytes = min(MOST_PART_BYTES, coded(spec.sync.part_elements))
     vector, part = (timedelta(seconds=size / _SLOWEST_LINK) for size in (coded(elements), part_bytes))
     return RoundPolicy(
         run_id=spec.run.name,
-        fragment=0,
-        layers=layers,
-        elements=elements,
+        fragments=fragments,
         part_elements=spec.sync.part_elements,
         codecs=codecs,
         screening=spec.sync.screening,
         change_per_token=spec.optimizer.learning_rate / spec.tokens_per_step,
-        due_tokens=lambda committed, members: due_tokens(spec.sync, committed, members * spec.tokens_per_step),
+        due_tokens=lambda committed, members: due_tokens(
+            spec.sync, committed, members * spec.tokens_per_step, len(fragments)
+        ),
         round_max=spec.sync.round_max_seconds,
         stop_tokens=spec.run.stop_tokens,
         minimum_lease=-(-spec.sync.round_tokens // spec.data.sequence_length),

@@ -8,6 +8,7 @@ from datetime import timedelta
 from enum import Enum, auto
 from typing import Protocol
 
+from atoll.core.fragments import Fragment, turn_of
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Voted
@@ -37,9 +38,7 @@ class RoundPolicy:
     """
 
     run_id: str
-    fragment: int
-    layers: int
-    elements: int  # of the flat vector
+    fragments: tuple[Fragment, ...]  # of the flat vector; rounds take turns
     part_elements: int  # that a part has at most
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screening: bool
@@ -54,6 +53,15 @@ class RoundPolicy:
     stall: timedelta = timedelta(seconds=0.5)  # in an exchange: nobody is given up for a shorter silence
     open_timeout: timedelta = timedelta(seconds=2)  # after which the next in the order opens
     report_interval: timedelta = timedelta(seconds=1)  # at most, and what `lately` is measured in
+
+    @property
+    def layers(self) -> int:
+        """How many the model has."""
+        return self.fragments[-1].end_layer
+
+    def fragment_of(self, number: int) -> Fragment:
+        """What round `number` averages."""
+        return self.fragments[turn_of(number, len(self.fragments))]
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,10 @@ class Received:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The trainer froze its pseudo-gradient for `round_id`."""
+    """The trainer froze its pseudo-gradient for `round_id`.
+
+    `tokens` were trained since this fragment was last averaged with ours, `samples` since any was.
+    """
 
     round_id: RoundId
     tokens: int

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.node.averaging.outer import layer_state, layer_states, outer_step
+from atoll.node.state.pieces import Kind
 from atoll.v1 import manifest_pb2
 
 Each = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], Iterator[manifest_pb2.LayerState]]
@@ -21,11 +23,16 @@ Each = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], Itera
 
 @dataclass(frozen=True)
 class Staged:
-    """What a round would make of the state, kept apart until the round commits."""
+    """What a round would make of its fragment, the elements from `start` on; kept apart until the round commits."""
 
+    start: int
     anchor_E: Tensor
     momentum_E: Tensor
-    layers: tuple[manifest_pb2.LayerState, ...]
+    layers: tuple[manifest_pb2.LayerState, ...]  # all
+
+    def vector(self, kind: Kind) -> Tensor:
+        """The fragment's values."""
+        return self.anchor_E if kind == "anchor" else self.momentum_E
 
 
 @dataclass(frozen=True)
@@ -38,35 +45,36 @@ class Fetched:
 
 
 class Staging:
-    """An outer step that is taken part by part, as the average comes, beside the state that it starts from."""
+    """An outer step of one fragment that is taken part by part, as the average comes, beside the state before it."""
 
-    def __init__(
-        self, anchor_E: Tensor, momentum_E: Tensor, offsets: Sequence[int], learning_rate: float, momentum: float
-    ) -> None:
-        self._before = anchor_E, momentum_E
-        self._offsets = offsets
+    def __init__(self, state: AnchorState, fragment: Fragment, learning_rate: float, momentum: float) -> None:
+        self._fragment = fragment
+        self._offsets = state.offsets
+        self._before = state.anchor_E[fragment.start : fragment.end], state.momentum_E[fragment.start : fragment.end]
         self._schedule = learning_rate, momentum
-        self._made = torch.empty_like(anchor_E), torch.empty_like(momentum_E)
+        self._made = torch.empty(fragment.elements), torch.empty(fragment.elements)
 
     def take(self, start: int, average_P: Tensor) -> None:
-        """The step of the elements from `start` on. A later one for the same elements stands in its place."""
+        """The step of the fragment's elements from `start` on. A later one for the same stands in its place."""
         part = slice(start, start + len(average_P))
         anchor_E, momentum_E = self._before
         anchor_P, momentum_P = (vector_E[part] for vector_E in self._made)
         outer_step(anchor_E[part], momentum_E[part], average_P, *self._schedule, (anchor_P, momentum_P))
 
-    def finish(self, round_number: int, each: Each = map) -> Staged:
-        """With the digests that a commit would have, once every element was stepped.
+    def finish(self, before: Head, each: Each = map) -> Staged:
+        """With the digests that a commit after `before` would have, once every element was stepped.
 
         `each` may do the layers side by side, as an executor's `map` does.
         """
 
         def layer(number: int) -> manifest_pb2.LayerState:
-            own = slice(self._offsets[number], self._offsets[number + 1])
+            start, end = (offset - self._fragment.start for offset in self._offsets[number : number + 2])
             anchor_E, momentum_E = self._made
-            return layer_state(number, anchor_E[own], momentum_E[own], round_number)
+            return layer_state(number, anchor_E[start:end], momentum_E[start:end], before.round + 1)
 
-        return Staged(*self._made, tuple(each(layer, range(len(self._offsets) - 1))))
+        layers = list(before.manifest.layers)
+        layers[self._fragment.first_layer : self._fragment.end_layer] = each(layer, self._fragment.layers)
+        return Staged(self._fragment.start, *self._made, tuple(layers))
 
 
 class AnchorState:
@@ -81,14 +89,22 @@ class AnchorState:
         """Digests of what stands now."""
         return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
 
-    def staging(self, learning_rate: float, momentum: float) -> Staging:
-        """The outer step beside the current state."""
-        return Staging(self.anchor_E, self.momentum_E, self.offsets, learning_rate, momentum)
+    def staging(self, fragment: Fragment, learning_rate: float, momentum: float) -> Staging:
+        """The outer step of `fragment` beside the current state."""
+        return Staging(self, fragment, learning_rate, momentum)
 
     def commit(self, staged: Staged) -> None:
-        """The staged state becomes the state."""
-        self.anchor_E.copy_(staged.anchor_E)
-        self.momentum_E = staged.momentum_E
+        """The staged fragment becomes part of the state."""
+        own = slice(staged.start, staged.start + len(staged.anchor_E))
+        self.anchor_E[own].copy_(staged.anchor_E)
+        if len(staged.momentum_E) == len(self.momentum_E):
+            self.momentum_E = staged.momentum_E
+        else:
+            self.momentum_E[own].copy_(staged.momentum_E)
+
+    def vector(self, kind: Kind) -> Tensor:
+        """Anchor or momentum."""
+        return self.anchor_E if kind == "anchor" else self.momentum_E
 
     def adopt(self, fetched: Fetched) -> None:
         """Take state that was fetched and checked."""

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import log
 from atoll.core.errors import PeerMisbehaved, Unreachable
+from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState, Fetched, Staged
@@ -79,7 +80,7 @@ async def catch_up(
             followed = head if best.grown else followed
             wanted = Wanted(plan.run_id, head.hash, pieces_of(head.manifest.layers, state.offsets))
             if workspace is None:
-                workspace = Workspace(state.anchor_E.numel())
+                workspace = Workspace(0, state.anchor_E.numel())
                 if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
                     await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations)
@@ -98,12 +99,14 @@ async def fetch_staged(
     holders: Sequence[str],
     payload: bytes,
     run_id: str,
-    state: AnchorState,
+    offsets: Sequence[int],
+    fragment: Fragment,
     *,
     policy: FetchPolicy = _POLICY,
 ) -> Staged:
-    """The state of a result that was voted for and is not held here: that of the manifest `payload`, every digest
-    checked. `state` says what the model's layers are. Raises `Unreachable`, `PeerMisbehaved`, `CheckpointCorrupt`.
+    """The state of a result that was voted for and is not held here: `fragment`, which alone it changes, as the
+    manifest `payload` has it, every digest checked. `offsets` are those of the layers. Raises `Unreachable`,
+    `PeerMisbehaved`, `CheckpointCorrupt`.
     """
     try:
         manifest = manifest_pb2.Manifest.FromString(payload)
@@ -111,11 +114,12 @@ async def fetch_staged(
         raise PeerMisbehaved("the manifest of a staged result does not parse") from error
     if manifest.round.run_id != run_id:
         raise PeerMisbehaved("the manifest of a staged result is of another run")
-    workspace = Workspace(state.anchor_E.numel())
-    wanted = Wanted(run_id, manifest_hash(payload), pieces_of(manifest.layers, state.offsets))
+    workspace = Workspace(fragment.start, fragment.end)
+    pieces = tuple(piece for piece in pieces_of(manifest.layers, offsets) if piece.layer in fragment.layers)
+    wanted = Wanted(run_id, manifest_hash(payload), pieces)
     donors = [peer for peer in holders if peer != network.peer_id]
     try:
         await fetch_state(network, donors, wanted, workspace, policy)
     except StateMoved as error:
         raise Unreachable(str(error)) from error
-    return Staged(workspace.vectors["anchor"], workspace.vectors["momentum"], tuple(manifest.layers))
+    return Staged(fragment.start, workspace.vectors["anchor"], workspace.vectors["momentum"], tuple(manifest.layers))

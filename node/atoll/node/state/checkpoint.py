@@ -29,7 +29,7 @@ from atoll.core.errors import AtollError, CheckpointCorrupt, DataDirUnusable
 from atoll.core.files import make_private_dir, unusable, write_synced
 from atoll.core.manifest import Head, read_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.averaging.outer import layer_states
+from atoll.node.averaging.outer import holds
 from atoll.node.state import tensor_file
 from atoll.node.state.tensor_file import Facts, Layers, TensorFile
 from atoll.v1 import manifest_pb2
@@ -106,8 +106,7 @@ class CheckpointStore:
         are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
         """
         head = state.head
-        found = layer_states(state.anchor_E, state.momentum_E, state.layers.offsets, head.round)
-        if found != tuple(head.manifest.layers):
+        if not holds(head.manifest.layers, state.anchor_E, state.momentum_E, state.layers.offsets):
             raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
         target = self.path(head.round)
         with self._writing:
@@ -263,8 +262,7 @@ def _require_true(directory: Path, head: Head, anchor: TensorFile, momentum: Ten
     facts = _facts(head)
     if anchor.facts != facts or momentum.facts != facts or anchor.layers != momentum.layers:
         raise CheckpointCorrupt(f"{directory}: the vectors are not of the manifest's round")
-    found = layer_states(anchor.vector_E, momentum.vector_E, anchor.layers.offsets, head.round)
-    if found != tuple(head.manifest.layers):
+    if not holds(head.manifest.layers, anchor.vector_E, momentum.vector_E, anchor.layers.offsets):
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
 
 

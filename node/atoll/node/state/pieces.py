@@ -56,10 +56,11 @@ def pieces_of(layers: Sequence[manifest_pb2.LayerState], offsets: Sequence[int])
 
 
 class Workspace:
-    """Two vectors that are filled piece by piece, and what of them is known to be true."""
+    """The elements [start, end) of two vectors, filled piece by piece, and what of them is known to be true."""
 
-    def __init__(self, elements: int) -> None:
-        self.vectors: dict[Kind, Tensor] = {"anchor": torch.empty(elements), "momentum": torch.empty(elements)}
+    def __init__(self, start: int, end: int) -> None:
+        self._start = start
+        self.vectors: dict[Kind, Tensor] = {"anchor": torch.empty(end - start), "momentum": torch.empty(end - start)}
         self._true: dict[tuple[Kind, int], bytes] = {}
 
     def take_over(self, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
@@ -68,7 +69,7 @@ class Workspace:
         for piece in pieces:
             values_E = sources[piece.kind][piece.start : piece.end]
             if digest(values_E) == piece.digest:
-                self.vectors[piece.kind][piece.start : piece.end] = values_E
+                self._values(piece.kind, piece.start, piece.end).copy_(values_E)
                 self.confirm(piece)
 
     def has(self, piece: Piece) -> bool:
@@ -81,8 +82,11 @@ class Workspace:
 
     def bytes_of(self, kind: Kind, start: int, end: int) -> memoryview:
         """The memory of some elements, to be written or hashed."""
-        return self.vectors[kind][start:end].numpy().data.cast("B")
+        return self._values(kind, start, end).numpy().data.cast("B")
 
     def digest_of(self, kind: Kind, start: int, end: int) -> bytes:
         """SHA-256 of some elements."""
         return sha256(self.bytes_of(kind, start, end)).digest()
+
+    def _values(self, kind: Kind, start: int, end: int) -> Tensor:
+        return self.vectors[kind][start - self._start : end - self._start]

@@ -112,20 +112,22 @@ class StateServer:
         await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
 
     async def _send_slice(self, stream: Stream, piece: dp.StateSlice, kind: Kind) -> None:
-        vector_E = self._vector(piece.manifest_hash, kind)
-        if not 0 <= piece.start < piece.end <= vector_E.numel() or piece.end - piece.start > MAX_SLICE_ELEMENTS:
+        first_E, vector_E = self._vector(piece.manifest_hash, kind)
+        start, end = piece.start - first_E, piece.end - first_E
+        if not 0 <= start < end <= vector_E.numel() or end - start > MAX_SLICE_ELEMENTS:
             raise PeerMisbehaved("a state request is outside the vector or over the cap")
-        values_E = vector_E[piece.start : piece.end].clone()  # ours may change while it is sent
+        values_E = vector_E[start:end].clone()  # ours may change while it is sent
         await stream.send(FrameKind.MESSAGE, dp.StateReply(body_bytes=4 * values_E.numel()).SerializeToString())
         await stream.send(FrameKind.BODY, b"", values_E.numpy().data.cast("B"))
 
-    def _vector(self, state_hash: bytes, kind: Kind) -> Tensor:
+    def _vector(self, state_hash: bytes, kind: Kind) -> tuple[int, Tensor]:
+        """What we hold of that state, and the element that it begins with: of a staged result, its fragment."""
         current = self._current()
         if current is not None and current[0].hash == state_hash:
-            return current[1].anchor_E if kind == "anchor" else current[1].momentum_E
+            return 0, current[1].vector(kind)
         staged = self._staged(state_hash)
         if staged is not None:
-            return staged.anchor_E if kind == "anchor" else staged.momentum_E
+            return staged.start, staged.vector(kind)
         if current is None:
             raise Busy("the state is changing; ask again")
         raise NotFound("that state is not the head here, nor staged")

@@ -37,6 +37,7 @@ from atoll.node.training.schedule import learning_rate
 from atoll.node.training.shape import resolve_shape
 
 PROBE_STEPS = 8
+_ALL = slice(0, None)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class InnerLoop:
         self._gradients_E = torch.zeros_like(self.weights_E)
         self._anchor_E = torch.zeros_like(self.weights_E)
         self._snapshot_E: Tensor | None = None
+        self._snapped = _ALL  # its part
         self.layout.bind(self.model, self.weights_E, self._gradients_E)
         self._forward = torch.compile(self.model) if self._compiles else self.model
         self.stepper: Stepper | None = None
@@ -125,25 +127,30 @@ class InnerLoop:
         self._loader.restart(SampleFeed(ranges))
         self.set_committed_tokens(committed_tokens)
 
-    def snapshot(self) -> Snapshot:
-        """Freeze what was trained since the anchor. A second snapshot replaces the first."""
-        self._snapshot_E = self.weights_E.clone()
-        return self.progress.freeze()
+    def snapshot(self, part: slice = _ALL) -> Snapshot:
+        """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
+        self._snapshot_E, self._snapped = self.weights_E[part].clone(), part
+        return self.progress.freeze(part.start)
 
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
-        """anchor − weights as of the snapshot, into a host vector."""
-        out_E.copy_(torch.sub(self._anchor_E, self._frozen()))
+        """anchor − weights as of the snapshot, into the snapshot's part of a host vector."""
+        out_E[self._snapped].copy_(torch.sub(self._anchor_E[self._snapped], self._frozen()))
 
     def apply(
-        self, new_anchor_E: Tensor, *, ranges: Sequence[Range] | None = None, committed_tokens: int | None = None
+        self,
+        new_anchor_E: Tensor,
+        *,
+        ranges: Sequence[Range] | None = None,
+        committed_tokens: int | None = None,
+        moved: slice = _ALL,
     ) -> None:
         """Carry: weights := new anchor + (weights − weights at the snapshot); the progress since then stays.
 
         `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
+        `moved` holds the snapshot's part and all other elements in which the new anchor differs: those are rebased.
         """
-        self.weights_E.sub_(self._frozen())
-        self._anchor_E.copy_(new_anchor_E)
-        self.weights_E.add_(self._anchor_E)
+        self._anchor_E[self._snapped].copy_(self._frozen())
+        self._move_to(new_anchor_E, moved)
         self._snapshot_E = None
         self.progress.commit()
         if ranges is not None:
@@ -151,14 +158,15 @@ class InnerLoop:
         if committed_tokens is not None:
             self.set_committed_tokens(committed_tokens)
 
-    def rebase(self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int) -> None:
+    def rebase(
+        self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int, moved: slice = _ALL
+    ) -> None:
         """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
 
-        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor.
+        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor; `moved`
+        holds the elements in which the new one differs.
         """
-        self.weights_E.sub_(self._anchor_E)
-        self._anchor_E.copy_(new_anchor_E)
-        self.weights_E.add_(self._anchor_E)
+        self._move_to(new_anchor_E, moved)
         self.discard()
         self._set_ranges(ranges)
         self.set_committed_tokens(committed_tokens)
@@ -167,6 +175,13 @@ class InnerLoop:
         """An abandoned round: forget the snapshot, keep all progress."""
         self._snapshot_E = None
         self.progress.thaw()
+
+    def _move_to(self, new_anchor_E: Tensor, moved: slice) -> None:
+        """Keep the distance from the anchor."""
+        weights_E, anchor_E = self.weights_E[moved], self._anchor_E[moved]
+        weights_E.sub_(anchor_E)
+        anchor_E.copy_(new_anchor_E[moved])
+        weights_E.add_(anchor_E)
 
     def _set_ranges(self, ranges: Sequence[Range]) -> None:
         """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""

@@ -72,23 +72,28 @@ class Pause:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Write the pseudo-gradient; answer what it holds."""
+    """Write the pseudo-gradient of the elements [start, end); answer what it holds."""
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Take the new anchor, carry what was trained since the snapshot."""
+    """Take the new anchor, carry what was trained since the snapshot. `moved`: the elements that changed."""
 
     ranges: Ranges
     committed_tokens: int
+    moved: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Rebase:
-    """Take the new anchor, keep all progress."""
+    """Take the new anchor, keep all progress. `moved`: the elements that changed."""
 
     ranges: Ranges
     committed_tokens: int
+    moved: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,7 @@ class Taken:
     tokens: int
     samples: int
     steps: int
+    fragment_tokens: int
 
 
 @dataclass(frozen=True)

@@ -173,16 +173,16 @@ class Session:
             case ms.Pause():
                 self._training = False
                 self._pace.forget()
-            case ms.TakeSnapshot():
+            case ms.TakeSnapshot(start, end):
                 self._require(self._loaded, "take a snapshot before an anchor was loaded")
-                return self._take_snapshot()
-            case ms.Apply(ranges, committed_tokens):
+                return self._take_snapshot(slice(start, end))
+            case ms.Apply(ranges, committed_tokens, moved):
                 self._require(self._snapped, "apply an anchor without a snapshot")
-                loop.apply(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens)
+                loop.apply(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
                 self._snapped = False
-            case ms.Rebase(ranges, committed_tokens):
+            case ms.Rebase(ranges, committed_tokens, moved):
                 self._require(self._loaded, "rebase before an anchor was loaded")
-                loop.rebase(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens)
+                loop.rebase(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
                 self._snapped = False
             case ms.Discard():
                 loop.discard()
@@ -199,11 +199,11 @@ class Session:
                 raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
         return ms.Done()
 
-    def _take_snapshot(self) -> ms.Taken:
-        snapshot = self._loop.snapshot()
+    def _take_snapshot(self, part: slice) -> ms.Taken:
+        snapshot = self._loop.snapshot(part)
         self._loop.pseudo_gradient_into(self._gradient_E)
         self._snapped = True
-        return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps)
+        return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
 
     def _limit(self, cpu_threads: int, minimum_step_seconds: float, vram_fraction: float) -> None:
         facts = device_facts(torch.device(self._facts.device), vram_fraction)

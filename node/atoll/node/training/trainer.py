@@ -174,23 +174,43 @@ class Trainer:
         """Returns at a step boundary, with no step under way."""
         await self._order(ms.Pause(), timeout)
 
-    async def snapshot(self, *, timeout: timedelta = ORDER_TIMEOUT) -> Snapshot:
-        """At the next step boundary: `pseudo_gradient` := anchor − weights. Training goes on meanwhile."""
-        taken = await self._order(ms.TakeSnapshot(), timeout)
+    async def snapshot(self, start: int = 0, end: int | None = None, *, timeout: timedelta = ORDER_TIMEOUT) -> Snapshot:
+        """At the next step boundary: `pseudo_gradient` := anchor − weights, from element `start` to `end` (the last).
+
+        Training goes on meanwhile.
+        """
+        taken = await self._order(ms.TakeSnapshot(start, self.facts.elements if end is None else end), timeout)
         assert isinstance(taken, ms.Taken)
-        return Snapshot(taken.tokens, taken.samples, taken.steps)
+        return Snapshot(taken.tokens, taken.samples, taken.steps, taken.fragment_tokens)
 
     async def apply(
-        self, *, ranges: Sequence[Range], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
+        self,
+        *,
+        ranges: Sequence[Range],
+        committed_tokens: int,
+        moved: Range | None = None,
+        timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
-        """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays."""
-        await self._order(ms.Apply(tuple(ranges), committed_tokens), timeout)
+        """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays.
+
+        `moved` are the elements in which the anchor is another one (all). Those that the snapshot does not hold are
+        rebased.
+        """
+        await self._order(ms.Apply(tuple(ranges), committed_tokens, moved or self._all), timeout)
 
     async def rebase(
-        self, *, ranges: Sequence[Range], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
+        self,
+        *,
+        ranges: Sequence[Range],
+        committed_tokens: int,
+        moved: Range | None = None,
+        timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
-        """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays."""
-        await self._order(ms.Rebase(tuple(ranges), committed_tokens), timeout)
+        """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
+
+        `moved` are the elements in which the anchor is another one (all).
+        """
+        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all), timeout)
 
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """An abandoned round: forget the snapshot, keep all progress."""
@@ -223,6 +243,10 @@ class Trainer:
     def pid(self) -> int:
         """The child's process id."""
         return self._process.pid
+
+    @property
+    def _all(self) -> Range:
+        return (0, self.facts.elements)
 
     # --- the wire ---------------------------------------------------------------------------------------
 
