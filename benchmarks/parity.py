@@ -29,6 +29,7 @@ CELLS = ((4, 480), (8, 240), (4, 1440), (8, 960))  # members, steps of each on a
 GRIDS = {"ddp": (2e-3, 4e-3, 8e-3), "swarm": (1e-3, 2e-3, 4e-3), "alone": (1e-3, 2e-3, 4e-3)}
 SPEEDS = (4.0, 4.0, 2.0, 1.0)  # step times of every four members: speeds 1:1:2:4
 CARRY = 5.0  # steps of a member that an exchange lasts
+FRAGMENTS = 4
 CHURN = 0.1  # of the members, a round
 GENTLE = Recipe(outer=((0, 1.0, 0.0), (0.25, 0.7, 0.8)))  # the best of the outer steps that `--explore` compares
 BETTER = "fp32, plain to 0.7/0.8"
@@ -39,6 +40,8 @@ ROWS: Mapping[str, Mapping[str, object]] = {
     "int2": {"codec": "int2"},
     "int4, screening": {"codec": "int4", "screening": True},
     "int4, carry": {"codec": "int4", "delay": CARRY},
+    "fp32, 4 fragments": {"fragments": FRAGMENTS},
+    "int4, 4 fragments, carry": {"codec": "int4", "fragments": FRAGMENTS, "delay": CARRY / FRAGMENTS},
     "fp32, speeds 1:1:2:4": {"speeds": SPEEDS},
     "int4, churn": {"codec": "int4", "churn": CHURN},
     BETTER: {"recipe": GENTLE},
@@ -135,7 +138,7 @@ def _tell(found: Mapping[Key, list[Outcome]], arguments: argparse.Namespace, rat
         f"outer Nesterov 0.7/0.9 where no other is named. `gap`, `by_seed`: percent above DDP at equal tokens. "
         f"`alone`: one member, as many steps. `time`: in steps of the fastest member; carry: {CARRY:g} of them. Churn: "
         f"each member is replaced with a chance of {CHURN:g} a round. Rates tuned at the short length, seed 0: {rates} "
-        f"(grids {GRIDS}, grown at their edges). Fragments are not measured: the engine does not have them yet"
+        f"(grids {GRIDS}, grown at their edges). Of {FRAGMENTS} fragments each is exchanged in that part of the time"
     )
 
 
@@ -157,6 +160,7 @@ def _accept(report: Report, found: Mapping[Key, list[Outcome]], members: int, st
     equal_steps = max(SPEEDS) * of("fp32")[0].time  # everybody waits for the slowest
     accept("their time beside equal steps", 55.0, 100 * unequal[0].time / equal_steps)
     accept("churn above none", 2.0, _above(of("int4, churn"), of("int4")))
+    accept("4 fragments above whole rounds", 0.3, _above(of("fp32, 4 fragments"), of("fp32")))
     accept("screening above none", 0.2, _above(of("int4, screening"), of("int4")))
 
 

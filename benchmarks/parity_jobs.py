@@ -47,6 +47,7 @@ class Job:
     delay: float = 0.0
     churn: float = 0.0  # chance of each member to be replaced after a round
     screening: bool = False
+    fragments: int = 1
     recipe: Recipe = PUBLISHED
 
     @property
@@ -151,7 +152,11 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
             betas=job.recipe.betas,
             minimum_learning_rate_fraction=job.recipe.floor,
         ),
-        sync=SyncSection(round_tokens=job.members * INNER_STEPS * STEP_TOKENS, round_growth=job.recipe.growth),
+        sync=SyncSection(
+            round_tokens=job.members * INNER_STEPS * STEP_TOKENS,
+            round_growth=job.recipe.growth,
+            fragments=job.fragments,
+        ),
     )
 
 
