@@ -94,7 +94,7 @@ class _MuonStepper(Stepper):
             group["lr"] = learning_rate
 
     def step(self, gradients_E: Tensor) -> None:
-        self.scaler.unscale_(self.optimizer)
+        self.gather()
         gradients_E.mul_(torch.clamp(self._clip_norm / (torch.linalg.vector_norm(gradients_E) + 1e-6), max=1.0))
         self.optimizer.step()
         self.muon.step()

@@ -9,7 +9,7 @@ Shape suffix: E all elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +42,23 @@ class FlatLayout:
     @classmethod
     def of(cls, model: Decoder) -> FlatLayout:
         """Read the layout off a model; any device, the meta device included."""
+        seen: set[nn.Parameter] = set()
+        layers: list[dict[str, nn.Parameter]] = []
+        for index, layer in enumerate(model.layers):
+            own = {name: parameter for name, parameter in layer.named_parameters() if parameter not in seen}
+            seen.update(own.values())
+            layers.append({f"layers.{index}.{name}": parameter for name, parameter in own.items()})
+        return cls.of_layers(layers)
+
+    @classmethod
+    def of_layers(cls, layers: Iterable[Mapping[str, Tensor]], first: int = 0) -> FlatLayout:
+        """Lay out the parameters of consecutive layers, by name, of which the first has the number `first`."""
         slots: list[Slot] = []
         offsets = [0]
-        seen: set[nn.Parameter] = set()
-        for index, layer in enumerate(model.layers):
+        for index, parameters in enumerate(layers, first):
             end = offsets[-1]
-            for name, parameter in layer.named_parameters():
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
-                slots.append(Slot(f"layers.{index}.{name}", index, end, tuple(parameter.shape)))
+            for name, parameter in parameters.items():
+                slots.append(Slot(name, index, end, tuple(parameter.shape)))
                 end += parameter.numel()
             offsets.append(end)
         return cls(tuple(slots), tuple(offsets))
@@ -65,13 +72,19 @@ class FlatLayout:
         for slot in self.slots:
             yield slot.name, flat_E[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
-    def bind(self, model: Decoder, weights_E: Tensor, gradients_E: Tensor) -> None:
-        """Replace the model's parameters, with their gradients, by views of two flat tensors; ties stay ties."""
+    def bind(self, model: nn.Module, weights_E: Tensor, gradients_E: Tensor | None) -> None:
+        """Replace the parameters laid out here, with their gradients, by views of two flat tensors; ties stay ties.
+
+        Without gradients they become constants. Parameters that are not laid out here are left as they are.
+        """
         named = dict(model.named_parameters())
         bound: dict[nn.Parameter, nn.Parameter] = {}
-        for (name, weight), (_, gradient) in zip(self.views(weights_E), self.views(gradients_E), strict=True):
-            bound[named[name]] = nn.Parameter(weight)
-            bound[named[name]].grad = gradient
+        for name, weight in self.views(weights_E):
+            bound[named[name]] = nn.Parameter(weight, requires_grad=gradients_E is not None)
+        if gradients_E is not None:
+            for name, gradient in self.views(gradients_E):
+                bound[named[name]].grad = gradient
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, bound[parameter])
+                if parameter in bound:
+                    setattr(module, name, bound[parameter])

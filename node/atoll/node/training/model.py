@@ -11,7 +11,7 @@ Shape suffixes: B batch, T sequence, D model, H heads, K key-value heads, E head
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,16 +123,49 @@ class Block(nn.Module):
         return cast("Tensor", x_BTD + self.mlp(self.mlp_norm(x_BTD)))
 
 
+class _Aside(torch.autograd.Function):
+    """The identity on a borrowed matrix; its gradient is added to a sum of its own and not to the owner's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, sum_VD: Tensor) -> Tensor:
+        ctx.sum_VD = sum_VD
+        return weight_VD.view_as(weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_VD: Tensor) -> tuple[None, None]:
+        ctx.sum_VD.add_(gradient_VD)
+        return None, None
+
+
 class Head(nn.Module):
-    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed."""
+    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed.
+
+    What the head adds to the gradient of a borrowed matrix is summed here until `return_gradient`, because that is
+    the order of a route whose head is another node's: one transfer a flush, and the same bits.
+    """
 
     def __init__(self, shape: ModelShape, tied: nn.Parameter | None = None) -> None:
         super().__init__()
         self.norm = Norm(shape.dimension)
         self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.dimension)) if tied is None else tied
+        self._tied = tied is not None
+        self._borrowed_VD: Tensor | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return nn.functional.linear(self.norm(x_BTD), self.weight)
+        borrows = self._tied and torch.is_grad_enabled()
+        return nn.functional.linear(self.norm(x_BTD), self._borrow() if borrows else self.weight)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a sum on the side cannot be traced
+    def _borrow(self) -> Tensor:
+        if self._borrowed_VD is None or self._borrowed_VD.device != self.weight.device:
+            self._borrowed_VD = torch.zeros_like(self.weight)
+        return cast("Tensor", _Aside.apply(self.weight, self._borrowed_VD))  # type: ignore[no-untyped-call]
+
+    def return_gradient(self) -> None:
+        """Add what was summed to the owner's gradient, and begin again at zero."""
+        if self._borrowed_VD is not None and self.weight.grad is not None:
+            self.weight.grad.add_(self._borrowed_VD)
+            self._borrowed_VD.zero_()
 
 
 class Decoder(nn.Module):

@@ -1,0 +1,49 @@
+"""Cuts of the built-in decoder."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import Cut, Tie
+from atoll.node.training.model import Decoder, Head
+from atoll.node.training.shape import ModelShape
+
+
+class BuiltIn:
+    """A decoder of `training/model.py`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+
+    @property
+    def layers(self) -> int:
+        """Embedding, blocks, head."""
+        return self.shape.layers + 2
+
+    def cut(self, span: Span) -> Cut:
+        """Raises `InvalidRequest` for layers that the model does not have."""
+        span.check_within(self.layers)
+        last = self.layers - 1
+        with torch.device("meta"):
+            decoder = Decoder(self.shape)
+            decoder.layers[last] = Head(self.shape)  # with a matrix of its own, borrowed or not
+        for index in range(self.layers):
+            if index not in span:
+                decoder.layers[index] = nn.Identity()
+        names = [f"layers.{index}." for index in range(span.first, span.last + 1)]
+        named = dict(decoder.named_parameters())
+        return Cut(
+            span,
+            self.layers,
+            self.shape.dimension,
+            self.shape.vocabulary,
+            decoder,
+            lambda x: cast("Tensor", decoder(x)),
+            tuple({name: each for name, each in named.items() if name.startswith(start)} for start in names),
+            "layers.0.weight",
+            Tie("layers.0.weight", f"layers.{last}.weight") if self.shape.tie_embeddings else None,
+        )

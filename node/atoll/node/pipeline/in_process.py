@@ -1,0 +1,79 @@
+"""A route whose stages share one process: the transport of tests, and of a node that holds several spans.
+
+Messages of one link arrive in order. Which link delivers next, or which stage works next, is for `pick` to say, so
+tests can try every order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from atoll.core.errors import InvalidTransition
+from atoll.node.pipeline.messages import Message
+from atoll.node.pipeline.runner import Flushed, Runner
+
+Link = tuple[int, int]  # from stage, to stage; from a stage to itself: its next action
+Pick = Callable[[Sequence[Link]], Link]
+
+
+def oldest(links: Sequence[Link]) -> Link:
+    """What has waited longest."""
+    return links[0]
+
+
+class InProcessRoute:
+    """Runners in the order of their stages, and what is on its way between them."""
+
+    def __init__(self, runners: Sequence[Runner], pick: Pick = oldest) -> None:
+        self.runners, self._pick = tuple(runners), pick
+        self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
+
+    def flush(self, tokens: Sequence[Tensor]) -> Flushed:
+        """One optimiser step over micro-batches of tokens [B, T+1]. Raises what a stage raises."""
+        flush = self.begin(tokens)
+        while any(runner.ended < flush for runner in self.runners):
+            if not self.turn():
+                raise InvalidTransition(f"flush {flush} stands still: every stage waits for another")
+        flushed = self.runners[0].finished
+        assert flushed is not None
+        return flushed
+
+    def begin(self, tokens: Sequence[Tensor]) -> int:
+        """Feed the driver; the flush's number."""
+        flush = self.runners[0].feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens])
+        self._wake(0)
+        return flush
+
+    def abort(self) -> None:
+        """Let the flush under way end with nothing. Raises `InvalidTransition` once it is decided."""
+        self.runners[0].abort()
+        self._wake(0)
+
+    def turn(self) -> bool:
+        """Carry out one action or deliver one message; False if there is nothing to do."""
+        waiting = list(self._links)
+        if not waiting:
+            return False
+        link = sender, receiver = self._pick(waiting)
+        if sender == receiver:
+            self._work(receiver)
+            return True
+        message = self._links[link].popleft()
+        if not self._links[link]:
+            del self._links[link]
+        self.runners[receiver].deliver(sender, message)
+        self._wake(receiver)
+        return True
+
+    def _work(self, stage: int) -> None:
+        sent = self.runners[stage].advance()
+        if sent is None:
+            del self._links[stage, stage]
+        for receiver, message in sent or ():
+            self._links.setdefault((stage, receiver), deque()).append(message)
+
+    def _wake(self, stage: int) -> None:
+        self._links.setdefault((stage, stage), deque())

@@ -1,0 +1,197 @@
+"""One stage's arithmetic: forward, recompute, backward and step of its span.
+
+A stage keeps only the input of each micro-batch that is in flight; backward computes the span again from it. The last
+stage turns round at once and keeps its graph instead. Gradients add up in the flat gradient of the span; nothing
+else changes before the step, so a flush is forgotten by making that zero.
+
+Shape suffixes: B batch, T sequence, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.run_spec import OptimizerSection
+from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
+from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.training.loop import cross_entropy
+from atoll.node.training.optim import layer_norms, make_optimizer
+
+
+@dataclass(frozen=True)
+class Room:
+    """The largest micro-batch of a run."""
+
+    samples: int  # at most
+    tokens: int  # of each sample, exactly
+
+
+class Stage:
+    """Holds one span in memory. fp32, or bf16 where matrices are multiplied; there is no loss scaling."""
+
+    def __init__(self, model: SpanModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
+        self.model, self._room, self._precision = model, room, precision
+        self.optimizer = make_optimizer(model.parameters(), model.embedding, section, model.device)
+        self.skipped_steps = 0
+        self._micro_batches = 1
+        self._inputs: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._loss_sum = torch.zeros((), device=model.device)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """From the next step on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    # --- a flush ------------------------------------------------------------------------------------
+
+    def begin(self, micro_batches: int) -> None:
+        """A flush of so many micro-batches."""
+        self._micro_batches = micro_batches
+        self._loss_sum.zero_()
+
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+        """Activations [B,T,D]; on the last stage this micro-batch's share of the flush's loss, a number."""
+        x = x.to(self.model.device, non_blocking=True)
+        if self.model.cut.last:
+            return self._lose(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
+        self._inputs[micro_batch] = x
+        with torch.no_grad():
+            return self._run(x)
+
+    def _lose(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+        x = _leaf(x)
+        loss = cross_entropy(self._run(x), targets_BT) / self._micro_batches
+        self._inputs[micro_batch], self._losses[micro_batch] = x, loss
+        self._loss_sum += loss.detach()
+        return loss.detach()
+
+    def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
+        """The gradient [B,T,D] of the span's input, None on the first stage. `gradient_BTD` is that of its output."""
+        x = self._inputs.pop(micro_batch)
+        if gradient_BTD is None:
+            output = self._losses.pop(micro_batch)
+        else:
+            x = _leaf(x)
+            output = self._run(x)
+            gradient_BTD = gradient_BTD.to(self.model.device, non_blocking=True)
+        if output.requires_grad:
+            output.backward(gradient_BTD)  # type: ignore[no-untyped-call]
+        return None if self.model.cut.first else x.grad
+
+    def norms(self) -> tuple[float, ...]:
+        """Of the span's gradient, layer by layer."""
+        return layer_norms(self.model.gradients_E, self.model.trained.layer_offsets)
+
+    def loss(self) -> float:
+        """Nats per token, mean over the flush."""
+        return float(self._loss_sum)
+
+    def step(self, factor: float | None) -> None:
+        """Clip by `factor` and step; None takes no step. Leaves the gradient zero."""
+        if factor is None:
+            self.skipped_steps += 1
+        else:
+            self.model.gradients_E.mul_(factor)
+            self.optimizer.step()
+        self.model.gradients_E.zero_()
+
+    def abort(self) -> None:
+        """As if the flush had not been."""
+        self._inputs.clear()
+        self._losses.clear()
+        self.model.gradients_E.zero_()
+        if self.model.cut.tie is not None and self.model.cut.last:
+            self._borrowed_gradient().zero_()
+
+    # --- a tied matrix ------------------------------------------------------------------------------
+
+    def tied_weights(self) -> Tensor:
+        """A copy [V,D] of what this stage lends."""
+        return self.model.owned.detach().clone()
+
+    def borrow(self, weights_VD: Tensor) -> None:
+        """Take over what its owner lends for this flush."""
+        with torch.no_grad():
+            self.model.borrowed.copy_(weights_VD)
+
+    def tied_gradient(self) -> Tensor:
+        """What this stage returns [V,D]; its own sum begins again at zero."""
+        gradient_VD = self._borrowed_gradient()
+        returned_VD = gradient_VD.clone()
+        gradient_VD.zero_()
+        return returned_VD
+
+    def add_tied(self, gradient_VD: Tensor) -> None:
+        """Add what was returned to the owner's gradient."""
+        gradient = self.model.owned.grad
+        assert gradient is not None
+        gradient.add_(gradient_VD.to(gradient.device))
+
+    def _borrowed_gradient(self) -> Tensor:
+        gradient = self.model.borrowed.grad
+        assert gradient is not None
+        return gradient
+
+    # --- what may come in ---------------------------------------------------------------------------
+
+    def check(self, message: Message) -> None:
+        """Raise `PeerMisbehaved` unless its tensors have the shapes and dtypes of this run."""
+        cut, problem = self.model.cut, ""
+        match message:
+            case Activation(x_BTD=x, targets_BT=targets):
+                problem = self._misfit(x) or self._mistarget(x, targets)
+            case Gradient(micro_batch=number, gradient_BTD=gradient):
+                held = self._inputs.get(number)
+                problem = self._misfit(gradient) or _unlike(gradient, held)
+            case Report(norms=norms) if len(norms) != cut.layers - 1 - cut.span.last:
+                problem = f"has {len(norms)} norms"
+            case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.owned):
+                problem = f"is {_described(tied)}"
+            case TiedWeights(weights_VD=tied) if _differs(tied, self.model.borrowed):
+                problem = f"is {_described(tied)}"
+        if problem:
+            raise PeerMisbehaved(f"{type(message).__name__} of flush {message.flush} {problem}")
+
+    def _misfit(self, x_BTD: Tensor) -> str:
+        room, cut = self._room, self.model.cut
+        fits = x_BTD.dim() == 3 and 1 <= x_BTD.shape[0] <= room.samples
+        fits = fits and tuple(x_BTD.shape[1:]) == (room.tokens, cut.dimension) and x_BTD.dtype is torch.float32
+        return "" if fits else f"is {_described(x_BTD)}"
+
+    def _mistarget(self, x_BTD: Tensor, targets_BT: Tensor) -> str:
+        if targets_BT.shape != x_BTD.shape[:2] or targets_BT.dtype is not torch.int64:
+            return f"has targets that are {_described(targets_BT)}"
+        low, high = (int(end) for end in torch.aminmax(targets_BT))
+        return "" if 0 <= low <= high < self.model.cut.vocabulary else f"has targets from {low} to {high}"
+
+    def _run(self, x: Tensor) -> Tensor:
+        bf16 = self._precision == "bf16"
+        with self._autocast(bf16):
+            return self.model.cut.run(x)
+
+    def _autocast(self, enabled: bool) -> AbstractContextManager[None]:
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.is_floating_point() else x
+
+
+def _differs(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape != other.shape or tensor.dtype != other.dtype
+
+
+def _unlike(gradient_BTD: Tensor, input_BTD: Tensor | None) -> str:
+    """A gradient has as many samples as what was sent."""
+    unlike = input_BTD is not None and input_BTD.shape[0] != gradient_BTD.shape[0]
+    return f"is {_described(gradient_BTD)}" if unlike else ""
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")

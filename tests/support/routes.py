@@ -1,0 +1,56 @@
+"""Routes of stages in one process, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.core.run_spec import OptimizerSection
+from atoll.node.pipeline.in_process import InProcessRoute, Pick, oldest
+from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.runner import Runner
+from atoll.node.pipeline.span import Span, equal_cuts
+from atoll.node.pipeline.span_model import Architecture, SpanModel
+from atoll.node.pipeline.stage import Room, Stage
+
+
+class Reef:
+    """The stages of one route, and what they hold together."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        stages: int | Sequence[Span],
+        section: OptimizerSection,
+        room: Room,
+        ahead: int = 0,
+        pick: Pick = oldest,
+    ) -> None:
+        spans = equal_cuts(architecture.layers, stages) if isinstance(stages, int) else tuple(stages)
+        self.models = [SpanModel(architecture.cut(span), torch.device("cpu")) for span in spans]
+        self.stages = [Stage(model, section, room) for model in self.models]
+        tied = self.models[0].cut.tie is not None
+        places = [Place(index, len(spans), tied, ahead) for index in range(len(spans))]
+        self.runners = [
+            Runner(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
+        ]
+        self.route = InProcessRoute(self.runners, pick)
+
+    def load(self, flat_E: Tensor) -> None:
+        """Every layer's trained parameters, from all of them in order."""
+        pieces = torch.split(flat_E, [layer_E.numel() for layer_E in self._layers()])
+        for layer_E, piece_E in zip(self._layers(), pieces, strict=True):
+            layer_E.copy_(piece_E)
+
+    def weights(self) -> Tensor:
+        """All trained parameters in the order of the layers."""
+        return torch.cat(self._layers())
+
+    def _layers(self) -> list[Tensor]:
+        return [
+            model.layer(layer)
+            for model in self.models
+            for layer in range(model.cut.span.first, model.cut.span.last + 1)
+        ]

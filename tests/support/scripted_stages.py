@@ -1,0 +1,118 @@
+"""Stages without a model, whose arithmetic is counting: for tests of the schedule and of what may be said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import InvalidTransition
+from atoll.node.pipeline.in_process import InProcessRoute, Link, oldest
+from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.ledger import Ledger
+from atoll.node.pipeline.messages import Message
+from atoll.node.pipeline.runner import Flushed, Runner
+
+
+class ScriptedStage:
+    """Adds micro-batch m's gradient m + 1; its norm is its number."""
+
+    def __init__(self, number: int, last: bool) -> None:
+        self.number, self.last = number, last
+        self.own_norm = float(number)
+        self.backwards: list[int] = []
+        self.steps = self.skipped = 0
+        self.added_gradient = self._gradient = 0
+        self.most_held = 0
+        self._held: set[int] = set()
+
+    def check(self, message: Message) -> None:
+        """Everything fits."""
+
+    def begin(self, micro_batches: int) -> None:
+        assert self._gradient == 0
+        assert not self._held
+
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+        assert int(x) == micro_batch
+        self._held.add(micro_batch)
+        self.most_held = max(self.most_held, len(self._held))
+        return x
+
+    def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
+        assert gradient_BTD is None or int(gradient_BTD) == micro_batch
+        self._held.remove(micro_batch)
+        self.backwards.append(micro_batch)
+        self._gradient += micro_batch + 1
+        return None if self.number == 0 else torch.tensor(micro_batch)
+
+    def norms(self) -> tuple[float, ...]:
+        return (self.own_norm,)
+
+    def loss(self) -> float:
+        return 1.0
+
+    def step(self, factor: float | None) -> None:
+        if factor is None:
+            self.skipped += 1
+        else:
+            self.steps += 1
+            self.added_gradient += self._gradient
+        self._gradient = 0
+
+    def abort(self) -> None:
+        self._held.clear()
+        self._gradient = 0
+
+    def tied_weights(self) -> Tensor:
+        return torch.tensor(0)
+
+    def borrow(self, weights_VD: Tensor) -> None: ...
+
+    def tied_gradient(self) -> Tensor:
+        return torch.tensor(0)
+
+    def add_tied(self, gradient_VD: Tensor) -> None: ...
+
+
+class ScriptedRoute:
+    """A route of them, its driver's ledger, and a way to abort after so many turns."""
+
+    def __init__(
+        self, stages: int, tied: bool = False, ahead: int = 0, pick: Callable[[Sequence[Link]], Link] = oldest
+    ) -> None:
+        self.stages = [ScriptedStage(number, number == stages - 1) for number in range(stages)]
+        self.runners = [Runner(Place(each.number, stages, tied, ahead), each, 1.0) for each in self.stages]
+        self.route = InProcessRoute(self.runners, pick)
+        self.ledger = Ledger()
+
+    def flush(self, count: int) -> Flushed:
+        """To its end, and into the ledger if that knows of it."""
+        flushed = self.route.flush(self._tokens(count))
+        if self.ledger.under_way:
+            self.ledger.decide(self.ledger.flush)
+        return flushed
+
+    def flush_until(self, count: int, turns: int) -> bool:
+        """Abort after so many turns, unless the flush is decided by then; whether it was aborted."""
+        flush = self.route.begin(self._tokens(count))
+        for _ in range(turns):
+            self.route.turn()
+        try:
+            self.route.abort()
+        except InvalidTransition:
+            aborted = False
+        else:
+            aborted = True
+        while any(runner.ended < flush for runner in self.runners):
+            assert self.route.turn(), "it stands still"
+        if aborted:
+            self.ledger.abort(self.ledger.flush)
+        else:
+            self.ledger.decide(self.ledger.flush)
+        return aborted
+
+    @staticmethod
+    def _tokens(count: int) -> list[Tensor]:
+        return [torch.tensor([[number, number]]) for number in range(count)]

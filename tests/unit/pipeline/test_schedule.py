@@ -1,0 +1,80 @@
+"""1F1B as data: bounded, ordered, and free of deadlock however messages travel."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.scripted_stages import ScriptedRoute
+
+from atoll.node.pipeline.schedule import Backward, Forward, Settle, Step, actions, credits_of
+
+ROUTES = st.integers(1, 6)
+COUNTS = st.integers(1, 12)
+
+
+@given(ROUTES, COUNTS, st.integers(0, 3))
+def test_every_micro_batch_goes_forward_then_backward_once_and_in_order(stages: int, count: int, ahead: int) -> None:
+    for credit in credits_of(stages, count, ahead):
+        order = actions(count, credit)
+        assert [each.micro_batch for each in order if isinstance(each, Forward)] == list(range(count))
+        assert [each.micro_batch for each in order if isinstance(each, Backward)] == list(range(count))
+        assert all(order.index(Forward(number)) < order.index(Backward(number)) for number in range(count))
+        assert order[-2:] == (Settle(), Step())
+
+
+@given(ROUTES, COUNTS, st.integers(0, 3))
+def test_no_stage_holds_more_than_its_credits_and_later_ones_never_more(stages: int, count: int, ahead: int) -> None:
+    credits = credits_of(stages, count, ahead)
+    assert list(credits) == sorted(credits, reverse=True)
+    assert credits[-1] == 1
+    for credit in credits:
+        held = 0
+        for action in actions(count, credit):
+            held += isinstance(action, Forward) - isinstance(action, Backward)
+            assert held <= credit
+
+
+@given(st.data(), ROUTES, COUNTS, st.integers(0, 3), st.booleans())
+def test_no_interleaving_of_deliveries_deadlocks_or_changes_an_order(
+    data: st.DataObject, stages: int, count: int, ahead: int, tied: bool
+) -> None:
+    route = ScriptedRoute(stages, tied, ahead, lambda links: data.draw(st.sampled_from(links)))
+    for _ in range(2):
+        flushed = route.flush(count)
+        assert not flushed.verdict.aborted
+        assert flushed.norms == tuple(float(stage) for stage in range(stages))
+    for stage in route.stages:
+        assert stage.backwards == [*range(count), *range(count)]
+        assert stage.steps == 2
+        assert stage.most_held <= credits_of(stages, count, ahead)[stage.number]
+        assert stage.added_gradient == 2 * sum(range(1, count + 1))
+
+
+@given(st.data(), st.integers(1, 5), COUNTS, st.booleans(), st.integers(0, 200))
+def test_an_abort_at_any_moment_counts_nothing_and_the_next_run_counts_once(
+    data: st.DataObject, stages: int, count: int, tied: bool, moment: int
+) -> None:
+    route = ScriptedRoute(stages, tied, 0, lambda links: data.draw(st.sampled_from(links)))
+    route.ledger.add(range(count))
+    ids = route.ledger.begin(count)
+    aborted = route.flush_until(count, moment)
+    if aborted:
+        assert all(stage.steps == 0 and stage.added_gradient == 0 for stage in route.stages)
+        assert route.ledger.counted == set()
+        assert route.ledger.waiting == ids
+        assert route.ledger.begin(count) == ids
+        route.flush(count)
+    assert route.ledger.counted == set(ids)
+    for stage in route.stages:
+        assert stage.steps == 1
+        assert stage.added_gradient == sum(range(1, count + 1))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_stage() -> None:
+    route = ScriptedRoute(3, tied=True)
+    route.stages[1].own_norm = torch.inf
+    flushed = route.flush(4)
+    assert flushed.verdict.factor is None
+    assert [stage.skipped for stage in route.stages] == [1, 1, 1]
+    assert [stage.steps for stage in route.stages] == [0, 0, 0]
