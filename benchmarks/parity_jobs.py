@@ -113,7 +113,6 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
     if job.program == "swarm":
         return _run_swarm(job, corpus_path)
     loop = _loop(spec_of(job, corpus_path))
-    job.recipe.prepare(loop)
     steps = job.tokens // loop.spec.tokens_per_step
     train_on(loop, steps, _warm_start(job.seed, corpus_path))
     loss = loop.evaluate(loop.weights_E)
@@ -146,6 +145,7 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
         model=MODEL,
         data=DataSection(path=corpus_path, sequence_length=SEQUENCE_LENGTH, validation_samples=256),
         optimizer=OptimizerSection(
+            name=job.recipe.inner,
             learning_rate=job.learning_rate,
             warmup_tokens=job.tokens // 20,
             micro_batch_samples=MICRO_BATCH * members,

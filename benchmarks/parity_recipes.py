@@ -10,15 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.loop import InnerLoop
-from atoll.node.training.model import Block
-from atoll.node.training.optim import Stepper
 from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm, Work
 
 Knot = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum
@@ -33,7 +31,7 @@ class Recipe:
 
     outer: tuple[Knot, ...] = ((0.0, 0.7, 0.9),)  # in a line between knots
     weights: str = "tokens"  # or "roots" of them, or "equal"
-    inner: str = "adamw"  # or "muon" for the matrices of blocks
+    inner: Literal["adamw", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     floor: float = 0.1  # of the inner learning rate, at the end
     growth: float = WHOLE  # of rounds
@@ -62,43 +60,8 @@ class Recipe:
         weights[max(weights, key=weights.__getitem__)] += total - sum(weights.values())
         return weights
 
-    def prepare(self, loop: InnerLoop) -> None:
-        """Give a loop that has made no step its inner optimiser."""
-        if self.inner == "muon":
-            loop.stepper = _MuonStepper(loop)
-            loop.set_committed_tokens(loop.committed_tokens)
-
 
 PUBLISHED = Recipe()
-
-
-class _MuonStepper(Stepper):
-    """Muon (Jordan 2024) for the matrices of blocks, AdamW for the rest; one learning rate, as both have equal RMS."""
-
-    def __init__(self, loop: InnerLoop) -> None:
-        section = loop.spec.optimizer
-        super().__init__(loop.model, section, loop.device, loop.precision)
-        blocks = [layer for layer in loop.model.layers if isinstance(layer, Block)]
-        matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.dim() == 2]
-        for group in self.optimizer.param_groups:
-            group["params"] = [
-                parameter for parameter in group["params"] if not any(parameter is matrix for matrix in matrices)
-            ]
-        self.muon = torch.optim.Muon(
-            matrices, lr=section.learning_rate, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        super().set_learning_rate(learning_rate)
-        for group in self.muon.param_groups:
-            group["lr"] = learning_rate
-
-    def step(self, gradients_E: Tensor) -> None:
-        self.gather()
-        gradients_E.mul_(torch.clamp(self._clip_norm / (torch.linalg.vector_norm(gradients_E) + 1e-6), max=1.0))
-        self.optimizer.step()
-        self.muon.step()
-        gradients_E.zero_()
 
 
 class RecipeSwarm(VirtualSwarm):
@@ -113,8 +76,6 @@ class RecipeSwarm(VirtualSwarm):
         self._anchors: list[Tensor] = []
         self._before_E: Tensor | None = None
         self.looks: dict[str, list[float]] = defaultdict(list)
-        for loop in self.loops.values():
-            recipe.prepare(loop)
 
     @property
     def time(self) -> float:

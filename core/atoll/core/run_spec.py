@@ -68,8 +68,9 @@ class DataSection(_Section):
 
 
 class OptimizerSection(_Section):
-    """Inner steps: AdamW, with a schedule on committed global tokens."""
+    """Inner steps, with a schedule on committed global tokens."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks; AdamW for the rest
     learning_rate: Rate = 2e-3
     minimum_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     warmup_tokens: Count = 0

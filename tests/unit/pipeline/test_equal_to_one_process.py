@@ -22,13 +22,13 @@ STEPS = 50
 SAMPLES, MICRO_BATCHES, TOKENS = 2, 3, 8
 
 
-def spec_of(model: str = "") -> RunSpec:
+def spec_of(model: str = "", optimizer: str = "") -> RunSpec:
     return parse_run_spec(
         'version = 1\n[run]\nname = "t"\nseed = 5\nstop_tokens = 100000\n'
         f"[model]\ndimension = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 48\n{model}\n"
         f'[data]\npath = "x"\nsequence_length = {TOKENS}\nvalidation_samples = 8\n'
         f'[optimizer]\nschedule = "constant"\nlearning_rate = 0.01\nclip_norm = 0.5\n'
-        f"micro_batch_samples = {SAMPLES}\naccumulate = {MICRO_BATCHES}\n[sync]\nround_tokens = 1000\n"
+        f"micro_batch_samples = {SAMPLES}\naccumulate = {MICRO_BATCHES}\n{optimizer}\n[sync]\nround_tokens = 1000\n"
     )
 
 
@@ -57,9 +57,15 @@ def batches(spec: RunSpec, corpus: Corpus) -> Iterator[list[torch.Tensor]]:
         loader.close()
 
 
-@pytest.mark.parametrize("model", ["", "tie_embeddings = true"], ids=["untied", "tied"])
-def test_the_trainer_s_loop_and_routes_of_1_2_and_4_stages_are_equal(corpus: Corpus, model: str) -> None:
-    spec = spec_of(model)
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("", ""), ("tie_embeddings = true", ""), ("", 'name = "muon"')],
+    ids=["untied", "tied", "muon"],
+)
+def test_the_trainer_s_loop_and_routes_of_1_2_and_4_stages_are_equal(
+    corpus: Corpus, model: str, optimizer: str
+) -> None:
+    spec = spec_of(model, optimizer)
     loop = InnerLoop(spec, corpus, "cpu", 1)
     try:
         anchor_E = torch.empty(loop.layout.elements)

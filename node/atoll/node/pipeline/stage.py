@@ -20,7 +20,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
 from atoll.node.pipeline.span_model import SpanModel
 from atoll.node.training.loop import cross_entropy
-from atoll.node.training.optim import layer_norms, make_optimizer
+from atoll.node.training.optim import InnerOptimizer, hidden_matrices, layer_norms
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Stage:
 
     def __init__(self, model: SpanModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
         self.model, self._room, self._precision = model, room, precision
-        self.optimizer = make_optimizer(model.parameters(), model.embedding, section, model.device)
+        hidden = hidden_matrices(model.trained, model.cut.module, model.cut.layers)
+        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, hidden)
         self.skipped_steps = 0
         self._micro_batches = 1
         self._inputs: dict[int, Tensor] = {}
@@ -45,8 +46,7 @@ class Stage:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """From the next step on."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.optimizer.set_learning_rate(learning_rate)
 
     # --- a flush ------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
-"""The inner optimiser: AdamW with the field's parameter groups, gradient clipping and loss scaling.
+"""The inner optimiser: AdamW with the field's parameter groups, or Muon beside it, gradient clipping and loss scaling.
 
-Matrices decay; norms and the embedding do not. Fused kernels are used where the device has them. A gradient that
+Matrices decay; norms and the embedding do not. Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the
+matrices between embedding and head; its updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982,
+section 2.2), so that one learning rate does for both. Fused kernels are used where the device has them. A gradient that
 is not finite skips its step: one bad batch must not destroy the weights that the next round will send.
 
 Clipping is the same arithmetic wherever a model is cut: one fp32 norm a layer, their squares summed in fp64 in the
@@ -12,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from atoll.core.run_spec import OptimizerSection
@@ -24,10 +27,48 @@ from atoll.node.training.model import Decoder, Head
 _FUSED = ("cpu", "cuda", "mps")
 
 
-def make_optimizer(
+class InnerOptimizer:
+    """Steps some of a model's parameters, of which `embedding` may be one; `hidden` are those that Muon may take."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        embedding: Tensor | None,
+        section: OptimizerSection,
+        device: torch.device,
+        hidden: Iterable[Tensor] = (),
+    ) -> None:
+        matrices = list(hidden) if section.name == "muon" else []
+        taken = set(map(id, matrices))
+        rest = [parameter for parameter in parameters if id(parameter) not in taken]
+        self.parts: list[torch.optim.Optimizer] = [_adamw(rest, embedding, section, device)] if rest else []
+        if matrices:
+            self.parts.append(_muon(matrices, section))
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """For all parameters, from the next step on."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = learning_rate
+
+    def step(self) -> None:
+        """One step along the gradients."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What persists between steps: the tensors themselves, not copies."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Take back what `state_dict` gave for the same parameters."""
+        for part, own in zip(self.parts, state, strict=True):
+            part.load_state_dict(own)
+
+
+def _adamw(
     parameters: Iterable[Tensor], embedding: Tensor | None, section: OptimizerSection, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW over some of a model's parameters, of which `embedding` may be one."""
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
     for parameter in parameters:
@@ -43,6 +84,21 @@ def make_optimizer(
         eps=section.epsilon,
         fused=device.type in _FUSED,
     )
+
+
+def _muon(matrices: Iterable[Tensor], section: OptimizerSection) -> torch.optim.Muon:
+    return torch.optim.Muon(
+        matrices,
+        lr=section.learning_rate,
+        weight_decay=section.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def hidden_matrices(layout: FlatLayout, model: nn.Module, layers: int) -> list[Tensor]:
+    """The matrices laid out in `layout` that are neither of the first nor of the last of the whole model's `layers`."""
+    named = dict(model.named_parameters())
+    return [named[slot.name] for slot in layout.slots if 0 < slot.layer < layers - 1 and len(slot.shape) == 2]
 
 
 def layer_norms(gradients_E: Tensor, offsets: Sequence[int]) -> tuple[float, ...]:
@@ -62,20 +118,21 @@ def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
 
 
 class Stepper:
-    """Clips, unscales and steps. Owns what persists between steps: AdamW's moments and the loss scale."""
+    """Clips, unscales and steps. Owns what persists between steps: the optimiser's moments and the loss scale."""
 
     def __init__(self, model: Decoder, section: OptimizerSection, device: torch.device, precision: str) -> None:
-        self.optimizer = make_optimizer(model.parameters(), next(model.layers[0].parameters()), section, device)
+        layout, embedding = FlatLayout.of(model), next(model.layers[0].parameters())
+        hidden = hidden_matrices(layout, model, len(model.layers))
+        self.optimizer = InnerOptimizer(model.parameters(), embedding, section, device, hidden)
         self.scaler = GradScaler(device.type, enabled=precision == "fp16")
         self.skipped_steps = 0
         self._clip_norm = section.clip_norm
         self._head = model.layers[-1]
-        self._layer_offsets = FlatLayout.of(model).layer_offsets
+        self._layer_offsets = layout.layer_offsets
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """For all groups, from the next step on."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        """From the next step on."""
+        self.optimizer.set_learning_rate(learning_rate)
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of one micro-batch, added to those there are."""
@@ -89,7 +146,8 @@ class Stepper:
             self.skipped_steps += 1
         else:
             gradients_E.mul_(factor)
-            self.scaler.step(self.optimizer)
+            for part in self.optimizer.parts:
+                self.scaler.step(part)
         self.scaler.update()
         gradients_E.zero_()
 
@@ -97,4 +155,5 @@ class Stepper:
         """Make the gradients whole: what the head summed of a tied matrix, and without the loss scale."""
         if isinstance(self._head, Head):
             self._head.return_gradient()
-        self.scaler.unscale_(self.optimizer)
+        for part in self.optimizer.parts:
+            self.scaler.unscale_(part)

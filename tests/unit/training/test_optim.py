@@ -1,0 +1,71 @@
+"""Which parameters the inner optimiser takes to which part, and that its state comes back."""
+
+import copy
+
+import torch
+
+from atoll.core.run_spec import OptimizerSection
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.model import Decoder, initialise
+from atoll.node.training.optim import InnerOptimizer, Stepper, hidden_matrices
+from atoll.node.training.shape import ModelShape
+
+SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
+CPU = torch.device("cpu")
+
+
+def stepper(name: str) -> tuple[Decoder, Stepper, torch.Tensor]:
+    model = Decoder(SHAPE)
+    initialise(model, 3)
+    layout = FlatLayout.of(model)
+    weights_E, gradients_E = torch.zeros(layout.elements), torch.zeros(layout.elements)
+    weights_E.copy_(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    layout.bind(model, weights_E, gradients_E)
+    section = OptimizerSection.model_validate({"name": name, "weight_decay": 0.0, "clip_norm": 1e9})
+    return model, Stepper(model, section, CPU, "fp32"), gradients_E
+
+
+def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
+    """Its updates are orthogonal, with 0.2 of the learning rate as root mean square (Liu et al. 2025, section 2.2)."""
+    model, muon, gradients_E = stepper("muon")
+    hidden = hidden_matrices(FlatLayout.of(model), model, len(model.layers))
+    matrices = [
+        parameter for block in list(model.layers)[1:-1] for parameter in block.parameters() if parameter.dim() == 2
+    ]
+    assert [id(matrix) for matrix in hidden] == [id(matrix) for matrix in matrices]
+    assert len(hidden) == 7 * SHAPE.layers
+    before = [parameter.detach().clone() for parameter in hidden]
+    gradients_E.copy_(torch.randn(len(gradients_E), generator=torch.Generator().manual_seed(0)))
+    muon.set_learning_rate(0.01)
+    muon.step(gradients_E)
+    for old, new in zip(before, hidden, strict=True):
+        change = (old - new.detach()) / 0.01
+        assert 0.1 < float(change.square().mean().sqrt()) < 0.3
+        values = torch.linalg.svdvals(change)
+        assert float(values.max() / values.quantile(0.1)) < 2  # nearly orthogonal; of the gradient itself far more
+
+
+def test_adamw_takes_everything_when_it_is_alone_and_state_comes_back():
+    for name, parts in (("adamw", 1), ("muon", 2)):
+        model, first, gradients_E = stepper(name)
+        assert len(first.optimizer.parts) == parts
+        noise = torch.randn(len(gradients_E), generator=torch.Generator().manual_seed(1))
+        gradients_E.copy_(noise)
+        first.step(gradients_E)
+        again_model, again, again_E = stepper(name)
+        for mine, other in zip(again_model.parameters(), model.parameters(), strict=True):
+            mine.data.copy_(other.data)
+        again.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        for one, flat_E in ((first, gradients_E), (again, again_E)):
+            flat_E.copy_(noise * 0.5)
+            one.step(flat_E)
+        for mine, other in zip(again_model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_a_span_without_blocks_has_no_use_for_muon():
+    table = torch.nn.Parameter(torch.ones(4, 4))
+    table.grad = torch.ones(4, 4)
+    optimizer = InnerOptimizer([table], table, OptimizerSection(name="muon"), CPU)
+    optimizer.step()
+    assert not torch.equal(table, torch.ones(4, 4))
