@@ -22,7 +22,7 @@ from pathlib import Path
 from atoll.node.lab.corpus import write_python_corpus
 from benchmarks.common import Report
 from benchmarks.parity_explore import Train, explore
-from benchmarks.parity_jobs import INNER_STEPS, STEP_TOKENS, WARM_STEPS, Finished, Job, Outcome
+from benchmarks.parity_jobs import STEP_TOKENS, WARM_STEPS, Finished, Job, Outcome
 from benchmarks.parity_recipes import Recipe
 
 CELLS = ((4, 480), (8, 240), (4, 1440), (8, 960))  # members, steps of each on average
@@ -134,11 +134,12 @@ def _tell(found: Mapping[Key, list[Outcome]], arguments: argparse.Namespace, rat
         _accept(report, found, members, steps)
     report.finish(
         f"nats per byte on held-out text, decoder of 0.25 M parameters, {arguments.seeds} seeds; all begin at the "
-        f"weights of {WARM_STEPS} synchronous steps; H={INNER_STEPS}, {STEP_TOKENS} tokens a step of a member, AdamW, "
-        f"outer Nesterov 0.7/0.9 where no other is named. `gap`, `by_seed`: percent above DDP at equal tokens. "
-        f"`alone`: one member, as many steps. `time`: in steps of the fastest member; carry: {CARRY:g} of them. Churn: "
-        f"each member is replaced with a chance of {CHURN:g} a round. Rates tuned at the short length, seed 0: {rates} "
-        f"(grids {GRIDS}, grown at their edges). Of {FRAGMENTS} fragments each is exchanged in that part of the time"
+        f"weights of {WARM_STEPS} synchronous steps; H={Recipe().inner_steps}, {STEP_TOKENS} tokens a step of a "
+        f"member, AdamW, outer Nesterov 0.7/0.9 where no other is named. `gap`, `by_seed`: percent above DDP at equal "
+        f"tokens. `alone`: one member, as many steps. `time`: in steps of the fastest member; carry: {CARRY:g} of "
+        f"them. Of {FRAGMENTS} fragments each is exchanged in that part of the time. Churn: each member is replaced "
+        f"with a chance of {CHURN:g} a round. Rates tuned at the short length, seed 0: {rates} (grids {GRIDS}, grown "
+        "at their edges)"
     )
 
 

@@ -24,11 +24,12 @@ class Try:
     """One recipe, and what its loss is compared with."""
 
     recipe: Recipe
+    codec: str = "fp32"
     speeds: tuple[float, ...] = ()
     ddp: Recipe = PUBLISHED  # the inner optimiser of the DDP beside it
 
 
-SLOWER, GENTLE = ((0, 0.7, 0.8),), ((0, 1.0, 0.0), (0.25, 0.7, 0.8))
+SLOWER, GENTLE, PLAIN = ((0, 0.7, 0.8),), ((0, 1.0, 0.0), (0.25, 0.7, 0.8)), ((0, 1.0, 0.0),)
 MUON, FLOOR = Recipe(inner="muon"), Recipe(floor=0.3)
 TRIES: Mapping[str, Try] = {
     "published: 0.7, 0.9": Try(PUBLISHED),
@@ -48,12 +49,17 @@ TRIES: Mapping[str, Try] = {
     "AdamW β₂ 0.99": Try(Recipe(betas=(0.9, 0.99)), ddp=Recipe(betas=(0.9, 0.99))),
     "Muon": Try(MUON, ddp=MUON),
     "Muon; plain to 0.7, 0.8 in a quarter": Try(replace(MUON, outer=GENTLE), ddp=MUON),
-    "speeds 1:1:2:4": Try(PUBLISHED, SPEEDS),
-    "speeds 1:1:2:4, weights by roots": Try(Recipe(weights="roots"), SPEEDS),
-    "speeds 1:1:2:4, weights equal": Try(Recipe(weights="equal"), SPEEDS),
-    "speeds 1:1:2:4, weights by roots; 0.7, 0.8": Try(Recipe(weights="roots", outer=SLOWER), SPEEDS),
+    "the largest 1/64, feedback 0.95, plain": Try(Recipe(kept=1 / 64, feedback=0.95, outer=PLAIN)),
+    "the largest 1/64, plain": Try(Recipe(kept=1 / 64, outer=PLAIN)),
+    "the largest 1/64, feedback 0.95; 0.7, 0.8": Try(Recipe(kept=1 / 64, feedback=0.95, outer=SLOWER)),
+    "int2, H=80; 0.7, 0.8": Try(Recipe(inner_steps=80, outer=SLOWER), "int2"),
+    "int2, H=120; 0.7, 0.8": Try(Recipe(inner_steps=120, outer=SLOWER), "int2"),
+    "speeds 1:1:2:4": Try(PUBLISHED, speeds=SPEEDS),
+    "speeds 1:1:2:4, weights by roots": Try(Recipe(weights="roots"), speeds=SPEEDS),
+    "speeds 1:1:2:4, weights equal": Try(Recipe(weights="equal"), speeds=SPEEDS),
+    "speeds 1:1:2:4, weights by roots; 0.7, 0.8": Try(Recipe(weights="roots", outer=SLOWER), speeds=SPEEDS),
     "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Try(
-        Recipe(weights="roots", outer=GENTLE), SPEEDS
+        Recipe(weights="roots", outer=GENTLE), speeds=SPEEDS
     ),
 }
 
@@ -63,15 +69,16 @@ def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], 
     report = Report("parity_explore")
     muon: dict[str, float] = {}
 
-    def losses(program: str, recipe: Recipe, speeds: tuple[float, ...] = ()) -> list[float]:
+    def losses(program: str, recipe: Recipe, speeds: tuple[float, ...] = (), codec: str = "fp32") -> list[float]:
         if recipe.inner == "muon" and program not in muon:
             muon[program] = _best(train, Job(program, members, steps, 0, 1.0, recipe=MUON))
         rate = (muon if recipe.inner == "muon" else rates)[program]
-        jobs = [Job(program, members, steps, seed, rate, speeds=speeds, recipe=recipe) for seed in range(seeds)]
+        plain = Job(program, members, steps, 0, rate, codec, speeds, recipe=recipe)
+        jobs = [replace(plain, seed=seed) for seed in range(seeds)]
         return [outcome.loss for outcome in train(jobs).values()]
 
     for name, it in TRIES.items():
-        mine, ddp = losses("swarm", it.recipe, it.speeds), losses("ddp", it.ddp)
+        mine, ddp = losses("swarm", it.recipe, it.speeds, it.codec), losses("ddp", it.ddp)
         published = losses("swarm", PUBLISHED, it.speeds)
         report.cell(
             recipe=name,
@@ -82,9 +89,10 @@ def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], 
             beside_published=_by_seed(mine, published),
         )
     report.finish(
-        f"K={members}, T={steps}, fp32, no delay, {seeds} seeds; `gap`: percent above the DDP of the same inner "
-        f"optimiser; `beside_published`: percent, by seed, beside the published recipe at the same speeds. Outer "
-        f"learning rate and momentum move in a line over the run where two are named. Rates: {rates}; Muon {muon}"
+        f"K={members}, T={steps}, fp32 where no codec is named, no delay, {seeds} seeds; `gap`: percent above the DDP "
+        f"of the same inner optimiser; `beside_published`: percent, by seed, beside the published recipe at the same "
+        f"speeds. Outer learning rate and momentum move in a line over the run where two are named. Rates: {rates}; "
+        f"Muon {muon}"
     )
 
 

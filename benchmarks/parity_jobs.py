@@ -26,7 +26,7 @@ from benchmarks.parity_recipes import PUBLISHED, Recipe, RecipeSwarm
 from benchmarks.synchronous import train_on
 from benchmarks.virtual_swarm import Ingredients, fresh
 
-SEQUENCE_LENGTH, MICRO_BATCH, INNER_STEPS = 128, 2, 20
+SEQUENCE_LENGTH, MICRO_BATCH = 128, 2
 STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
 WARM_STEPS, WARM_MEMBERS, WARM_RATE = 240, 4, 4e-3
 WARM_SEEDS = 1_000_000  # a warm start is trained on samples in another order
@@ -153,7 +153,7 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
             minimum_learning_rate_fraction=job.recipe.floor,
         ),
         sync=SyncSection(
-            round_tokens=job.members * INNER_STEPS * STEP_TOKENS,
+            round_tokens=job.members * job.recipe.inner_steps * STEP_TOKENS,
             round_growth=job.recipe.growth,
             fragments=job.fragments,
         ),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.training.corpus import Corpus
-from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm, Work
+from benchmarks.virtual_swarm import Averaged, Ingredients, Saved, VirtualSwarm, Work
 
 Knot = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum
 WHOLE = 1e6  # round growth with which all rounds but the first, of one step, have their full length
@@ -36,6 +36,9 @@ class Recipe:
     floor: float = 0.1  # of the inner learning rate, at the end
     growth: float = WHOLE  # of rounds
     layers: str = "equal"  # or "agreement": tensors on which members agree less move less
+    inner_steps: int = 20  # H
+    kept: float = 1.0  # share of a pseudo-gradient's elements, the largest, that a member sends
+    feedback: float = 0.0  # of what it did not send, this much is added to its next
     last: int = 1  # the mean of so many anchors is evaluated
     look: bool = False  # what other lengths of the outer step would have come to
 
@@ -75,6 +78,7 @@ class RecipeSwarm(VirtualSwarm):
         self._speeds = ingredients.step_times
         self._anchors: list[Tensor] = []
         self._before_E: Tensor | None = None
+        self._unsent: dict[str, Tensor] = {}
         self.looks: dict[str, list[float]] = defaultdict(list)
 
     @property
@@ -87,6 +91,21 @@ class RecipeSwarm(VirtualSwarm):
         anchors = self._anchors[-self._recipe.last :]
         mean_E = torch.stack(anchors).mean(dim=0)
         return self.loops[self.members[0]].evaluate(mean_E)
+
+    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
+        """Of what members send. Sparse values travel exactly, and so does their average: a bound for real codes."""
+        if self._recipe.kept < 1:
+            gradients = {peer: self._largest(peer, gradient_E) for peer, gradient_E in gradients.items()}
+        return super()._average(gradients, weights)
+
+    def _largest(self, peer: str, gradient_E: Tensor) -> Tensor:
+        """What is sent of an update and of the rest of earlier ones (Stich et al. 2018, arXiv:1809.07599)."""
+        wanted_E = gradient_E + self._recipe.feedback * self._unsent.get(peer, torch.zeros_like(gradient_E))
+        chosen = torch.topk(wanted_E.abs(), int(self._recipe.kept * wanted_E.numel()), sorted=False).indices
+        sent_E = torch.zeros_like(wanted_E)
+        sent_E[chosen] = wanted_E[chosen]
+        self._unsent[peer] = wanted_E - sent_E
+        return sent_E
 
     def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:
         share = self.committed_tokens / self._spec.run.stop_tokens
