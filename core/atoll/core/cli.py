@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError, ConfigError
 INTERRUPTED = 130
 _EXTRAS = {
     "node": ("hivemind", "numpy", "safetensors", "torch"),
-    "coordinator": ("alembic", "prometheus_client", "sqlalchemy", "starlette", "uvicorn"),
+    "coordinator": ("alembic", "prometheus_client", "scipy", "sqlalchemy", "starlette", "uvicorn"),
     "hf": ("datasets", "pyarrow", "transformers"),
 }
 

@@ -72,6 +72,14 @@ class UnsupportedModel(ConfigError):
     """The architecture cannot be split into layers by us."""
 
 
+class PlanInputInvalid(ConfigError):
+    """What a plan is to be made from contradicts itself, or is no number where one must be."""
+
+
+class NoFeasiblePlan(ConfigError):
+    """These machines cannot hold this model under these conditions."""
+
+
 # --- what lies on this machine's disk ----------------------------------------------------------------
 
 

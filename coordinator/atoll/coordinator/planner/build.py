@@ -1,0 +1,181 @@
+"""First routes from a pool of machines: groups with enough memory, each in an order of short hops. Pure.
+
+Near machines are grouped first, and who is left over goes on to wider circles. How many routes a pool becomes is tried,
+between as many as its memory allows (short routes hop less) and few (whose layers go by speed, not by memory). Groups
+are made in two ways: memory spread evenly, and likes together, so that a thin link slows only thin links.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+
+import numpy as np
+
+from atoll.coordinator.planner.problem import FloatArray
+from atoll.coordinator.planner.regions import groups_within
+from atoll.coordinator.planner.splits import Split, best_split
+from atoll.coordinator.planner.tables import Tables
+
+CIRCLES_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
+_FULLNESS = (1.0, 0.85, 0.7, 0.5, 0.3)  # of the most routes that the memory of a pool allows
+_ALL_ORDERS = 3  # machines: up to here all orders of a group are tried
+_ORDERS_TRIED = 6  # changes to the order of a larger one
+_SPLITS_REMEMBERED = 200_000
+
+Order = tuple[int, ...]
+
+
+class Builder:
+    """Makes routes and remembers what each order of machines was worth."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self._splits: dict[Order, Split] = {}
+        self._layers = np.array([tables.stage(machine).most_layers for machine in range(tables.count)])
+        self._speed = np.array([self._pace(machine) for machine in range(tables.count)])
+        cut = float(np.median(tables.spans.cut_bytes_per_token[1:-1])) if tables.layers > 1 else 0.0
+        self.distance: FloatArray = tables.hop_total_per_byte * cut + tables.hop_latency + tables.hop_penalty
+
+    def split(self, order: Order) -> Split:
+        """The best split over that order."""
+        known = self._splits.get(order)
+        if known is None:
+            if len(self._splits) >= _SPLITS_REMEMBERED:
+                self._splits.clear()
+            enough = self._layers[list(order)].sum() >= self.tables.layers
+            known = self._splits[order] = best_split(self.tables, order if enough else ())
+        return known
+
+    def first_routes(self, machines: Sequence[int]) -> list[Split]:
+        """Routes from all of them: near ones first, then wider circles of who is left over."""
+        singles: list[int] = []
+        left: list[int] = []
+        for machine in machines:
+            alone = self.split((machine,))
+            (singles if alone.rate else left).append(machine)
+        routes = [self.split((machine,)) for machine in singles]
+        for within in CIRCLES_SECONDS:
+            remaining: list[int] = []
+            for pool in groups_within(self.tables.problem, left, within):
+                made = self.best_of_pool(pool)
+                routes += made
+                used = {stage.machine for split in made for stage in split.route}
+                remaining += [machine for machine in pool if machine not in used]
+            left = remaining
+        return routes
+
+    def best_of_pool(self, pool: Sequence[int]) -> list[Split]:
+        """The best of several ways to make routes of one pool; none where its memory is too little."""
+        most = int(self._layers[list(pool)].sum() // self.tables.layers)
+        counts = sorted({max(1, round(most * share)) for share in _FULLNESS}) if most else []
+        trials = [
+            self._routes(groups) for count in counts for groups in (self._even(pool, count), self._alike(pool, count))
+        ]
+        return max(trials, key=lambda routes: sum(it.rate for it in routes), default=[])
+
+    def shaken(self, pool: Sequence[int], rng: random.Random) -> list[Split]:
+        """Routes of a pool in one way of many, at random; not all of it need be used."""
+        kept = [it for it in pool if rng.random() > 0.15] if rng.random() < 0.5 else list(pool)
+        rng.shuffle(kept)
+        singles = [it for it in kept if self._layers[it] == self.tables.layers and rng.random() < 0.7]
+        rest = [it for it in kept if it not in singles]
+        most = int(self._layers[rest].sum() // self.tables.layers) if rest else 0
+        groups: list[list[int]] = []
+        if most:
+            count = rng.randint(max(1, most // 2), most)
+            groups = (self._even, self._alike, self._random)[rng.randrange(3)](rest, count)
+        splits = [self.arranged(group, rng) for group in [*([it] for it in singles), *groups] if group]
+        return [split for split in splits if split.rate]
+
+    def arranged(self, group: Sequence[int], rng: random.Random) -> Split:
+        """A good order of a group: the best of all where they are few, else of a short path and changes to it."""
+        if len(group) <= _ALL_ORDERS:
+            return max((self.split(order) for order in permutations(group)), key=lambda it: it.rate)
+        best = self.split(self.path(group))
+        for _ in range(_ORDERS_TRIED):
+            order = [stage.machine for stage in best.route] or list(group)
+            one, other = rng.sample(range(len(order)), 2)
+            order.insert(other, order.pop(one))
+            tried = self.split(tuple(order))
+            best = tried if tried.rate > best.rate else best
+        return best
+
+    def path(self, group: Iterable[int]) -> Order:
+        """An open path of short hops, from the end that makes it shortest; trusted machines at both ends if asked."""
+        members = sorted(set(group))
+        if len(members) < 3:
+            return self._with_trusted_ends(members)
+        distance = self.distance[np.ix_(members, members)]
+        best, length = list(range(len(members))), np.inf
+        for start in range(min(len(members), 8)):
+            path, total = _nearest_next(distance, start)
+            if total < length:
+                best, length = path, total
+        return self._with_trusted_ends([members[it] for it in best])
+
+    def _routes(self, groups: Iterable[Sequence[int]]) -> list[Split]:
+        splits = [self.split(self.path(group)) for group in groups if group]
+        return [split for split in splits if split.rate]
+
+    def _even(self, pool: Sequence[int], count: int) -> list[list[int]]:
+        """Largest memory first, each to the group that has least."""
+        groups: list[list[int]] = [[] for _ in range(count)]
+        held = np.zeros(count)
+        for machine in sorted(pool, key=lambda it: -self._layers[it]):
+            least = int(np.argmin(held))
+            groups[least].append(machine)
+            held[least] += self._layers[machine]
+        return groups
+
+    def _alike(self, pool: Sequence[int], count: int) -> list[list[int]]:
+        """Fastest first, in chunks that each have enough memory."""
+        return self._chunks(sorted(pool, key=lambda it: -self._speed[it]), count)
+
+    def _random(self, pool: Sequence[int], count: int) -> list[list[int]]:
+        return self._chunks(list(pool), count)
+
+    def _chunks(self, ordered: Sequence[int], count: int) -> list[list[int]]:
+        enough = max(self.tables.layers, self._layers[list(ordered)].sum() / count)
+        groups: list[list[int]] = [[]]
+        held = 0
+        for machine in ordered:
+            if held >= enough and len(groups) < count:
+                groups.append([])
+                held = 0
+            groups[-1].append(machine)
+            held += self._layers[machine]
+        return groups
+
+    def _pace(self, machine: int) -> float:
+        """Micro-batches per second that it can take at most, with one layer in the middle of a route."""
+        period = self.tables.stage(machine).period
+        finite = period[np.isfinite(period)]
+        return float(1 / finite.min()) if finite.size and finite.min() > 0 else 0.0
+
+    def _with_trusted_ends(self, path: list[int]) -> Order:
+        problem = self.tables.problem
+        if not problem.wishes.trusted_ends or len(path) < 2:
+            return tuple(path)
+        trusted = [it for it in path if problem.machines[it].trusted]
+        if len(trusted) < 2:
+            return tuple(path)
+        ends = (trusted[0], trusted[-1])
+        return (ends[0], *(it for it in path if it not in ends), ends[1])
+
+
+def _nearest_next(distance: FloatArray, start: int) -> tuple[list[int], float]:
+    """A path from `start` that always goes to the nearest machine not yet on it, and its length."""
+    path, total = [start], 0.0
+    left = np.ones(len(distance), dtype=bool)
+    left[start] = False
+    while len(path) < len(distance):
+        options = np.where(left, distance[path[-1]], np.inf)
+        following = int(np.argmin(options))
+        if not left[following]:
+            following = int(np.flatnonzero(left)[0])
+        total += float(distance[path[-1], following])
+        left[following] = False
+        path.append(following)
+    return path, total

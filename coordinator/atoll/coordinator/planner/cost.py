@@ -1,0 +1,198 @@
+"""What a layout is worth: the one evaluator that every solver, the explanation and the benchmarks ask. Pure.
+
+A route trains in flushes of M micro-batches of m tokens. The first one takes `through` seconds, the sum over its stages
+and hops there and back; the others follow one `period` apart, the slowest of its stages, links and of the bound on
+micro-batches in flight W (1F1B; Narayanan et al., *Memory-efficient pipeline-parallel DNN training*, ICML 2021, §2.2):
+
+    flush = through + (M − 1) · max(period, through / W)
+
+Routes do not wait for each other, so the swarm's rate is the sum of theirs, each less what failures cost. Every
+`round_tokens` each layer is averaged among its holders while training goes on; that costs nothing unless the transfer,
+beside the activations on the same links, takes longer than the tokens do, and then the round is late for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atoll.coordinator.planner.exchange import seconds_per_byte
+from atoll.coordinator.planner.problem import FloatArray, Goal, Layout, Reach, Route
+from atoll.coordinator.planner.tables import Tables
+
+
+@dataclass(frozen=True)
+class RouteCost:
+    """One route's figures. `score_rate` is the rate with what is above the cap of round trips counted more."""
+
+    through_seconds: float
+    period_seconds: float  # of its slowest stage or link
+    flush_seconds: float
+    tokens_per_second: float  # less what failures cost
+    score_rate: float
+    price_per_second: float
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """The outer round that a layout leads to."""
+
+    interval_seconds: float  # in which the swarm trains `round_tokens`
+    seconds: float  # between two rounds: the interval, or longer where a link is not done by then
+    busiest: int | None  # the machine whose link is done last; None: nothing is exchanged
+    busy_seconds: dict[int, float]  # by machine: its link, for exchange and activations of one round
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A layout's worth. `score` is what solvers make large: tokens per second, or tokens per money, less discounts."""
+
+    layout: Layout
+    routes: tuple[RouteCost, ...]
+    round: RoundCost
+    tokens_per_second: float
+    price_per_second: float
+    score: float
+
+    @property
+    def price_per_token(self) -> float:
+        """Infinite where nothing is trained."""
+        return self.price_per_second / self.tokens_per_second if self.tokens_per_second else math.inf
+
+
+def flush_seconds(tables: Tables, through: float, period: float) -> float:
+    """Seconds of one inner step of a route; infinite where it cannot be."""
+    if not math.isfinite(through):
+        return math.inf  # and not NaN, which 0 · inf would be where M is 1
+    training = tables.problem.training
+    window = min(training.in_flight, training.micro_batches)
+    return through + (training.micro_batches - 1) * max(period, through / window)
+
+
+def route_rate(tables: Tables, flush: float, machines: Sequence[int]) -> float:
+    """Expected tokens per second. A failure costs its recovery and half a flush; who is away longer is planned around,
+
+    so that a route loses the share of time that its machines, on average, are not there.
+    """
+    if not math.isfinite(flush):
+        return 0.0
+    training, members = tables.problem.training, list(machines)
+    present = float(tables.availability[members].sum()) / len(members)
+    lost = float(tables.failures_per_second[members].sum()) * (tables.problem.wishes.recovery_seconds + flush / 2)
+    return training.micro_batches * training.micro_batch_tokens / flush * present / (1 + lost)
+
+
+def route_cost(tables: Tables, route: Route) -> RouteCost:
+    """One route, whatever the others do. A route that cannot be has no rate."""
+    through, penalty, period = 0.0, 0.0, 0.0
+    before: int | None = None
+    cut_bytes = tables.spans.cut_bytes_per_token
+    for stage in route:
+        table, a, b = tables.stage(stage.machine), stage.first, stage.last + 1
+        through += float(table.total[a, b])
+        period = max(period, float(table.period[a, b]))
+        if before is not None:
+            pair = before, stage.machine
+            through += float(cut_bytes[a] * tables.hop_total_per_byte[pair] + tables.hop_latency[pair])
+            penalty += float(tables.hop_penalty[pair])
+            period = max(period, float(cut_bytes[a] * tables.hop_period_per_byte[pair]))
+        before = stage.machine
+    machines = [stage.machine for stage in route]
+    flush = flush_seconds(tables, through, period)
+    return RouteCost(
+        through_seconds=through,
+        period_seconds=period,
+        flush_seconds=flush,
+        tokens_per_second=route_rate(tables, flush, machines),
+        score_rate=route_rate(tables, flush_seconds(tables, through + penalty, period), machines),
+        price_per_second=float(tables.price_per_second[machines].sum()),
+    )
+
+
+def evaluate(tables: Tables, layout: Layout) -> Evaluation:
+    """The whole objective. Routes must be well-formed (`checks.check_layout`); one that does not fit trains nothing."""
+    routes = tuple(route_cost(tables, route) for route in layout.routes)
+    rate = math.fsum(cost.tokens_per_second for cost in routes)
+    outer = round_cost(tables, layout, [cost.tokens_per_second for cost in routes])
+    kept = outer.interval_seconds / outer.seconds if rate else 0.0
+    price = math.fsum(cost.price_per_second for cost in routes)
+    score_rate = math.fsum(cost.score_rate for cost in routes) * kept
+    return Evaluation(
+        layout, routes, outer, rate * kept, price, score(tables, score_rate, price, len(routes), layout.machines)
+    )
+
+
+def score(tables: Tables, rate: float, price_per_second: float, routes: int, machines: Sequence[int]) -> float:
+    """What solvers make large, from sums over routes."""
+    wishes = tables.problem.wishes
+    placed = {tables.problem.machines[machine].name for machine in machines} if tables.pins else set()
+    unused = sum(span is not None and name not in placed for name, span in tables.pins.items())
+    kept = (1 - wishes.sole_holder_discount if routes < 2 else 1.0) * wishes.unused_pin_discount**unused
+    value = rate * kept
+    return value / price_per_second if wishes.goal is Goal.PRICE and rate else value
+
+
+def round_cost(tables: Tables, layout: Layout, rates: Sequence[float]) -> RoundCost:
+    """The outer round under a layout whose routes train `rates` tokens per second."""
+    total, training = math.fsum(rates), tables.problem.training
+    if not total:
+        return RoundCost(math.inf, math.inf, None, {})
+    interval = training.round_tokens / total
+    outer = exchange_seconds(tables, layout)
+    busy = {}
+    for route, rate in zip(layout.routes, rates, strict=True):
+        for stage in route:
+            of_activations = (
+                training.round_tokens * rate / total * _link_seconds(tables, stage.machine, stage.first, stage.last + 1)
+            )
+            busy[stage.machine] = outer.get(stage.machine, 0.0) + of_activations
+    busiest = max(busy, key=lambda machine: busy[machine]) if outer else None
+    return RoundCost(interval, max(interval, busy[busiest]) if busiest is not None else interval, busiest, busy)
+
+
+def exchange_seconds(tables: Tables, layout: Layout) -> dict[int, float]:
+    """How long each machine's link is busy with one exchange alone; empty where nothing is averaged."""
+    if len(layout.routes) < 2:
+        return {}
+    ends = np.concatenate([[0.0], np.cumsum(layer_seconds(tables, layout))])
+    members = list(layout.machines)
+    rtt = float(tables.problem.links.rtt_seconds[np.ix_(members, members)].max())
+    waiting = tables.problem.training.protocol_round_trips * rtt
+    return {
+        stage.machine: float(ends[stage.last + 1] - ends[stage.first]) + waiting
+        for route in layout.routes
+        for stage in route
+    }
+
+
+def layer_seconds(tables: Tables, layout: Layout) -> FloatArray:
+    """How long the exchange of each layer among its holders takes, [L]."""
+    holders = np.empty((tables.layers, len(layout.routes)), dtype=np.int64)
+    for column, route in enumerate(layout.routes):
+        for stage in route:
+            holders[stage.first : stage.last + 1, column] = stage.machine
+    segments, place = np.unique(holders, axis=0, return_inverse=True)
+    rates = np.minimum(tables.uplink, tables.downlink)[segments]
+    dialled = np.array([machine.reach is Reach.PUBLIC for machine in tables.problem.machines])[segments]
+    per_byte = seconds_per_byte(rates, dialled)[place.reshape(-1)]
+    size = [layer.parameters * tables.problem.training.outer_bytes_per_parameter for layer in tables.problem.layers]
+    return np.asarray(per_byte * np.array(size))
+
+
+def _link_seconds(tables: Tables, machine: int, a: int, b: int) -> float:
+    """Seconds per token of its route that activations and gradients keep its link busy."""
+    spans = tables.spans
+    return float(
+        max(
+            spans.sent_per_token[a, b] / tables.uplink[machine],
+            spans.received_per_token[a, b] / tables.downlink[machine],
+        )
+    )
+
+
+def without(layout: Layout, route: int) -> Layout:
+    """The layout with one route less."""
+    return replace(layout, routes=layout.routes[:route] + layout.routes[route + 1 :])

@@ -1,0 +1,273 @@
+"""The optimal layout of a few machines, or the best one found and how far it may be from the optimum. Pure.
+
+Routes meet only in the outer round. So first every subset of machines is asked for its best route: by dynamic
+programming over (machines used, last machine, layers covered), after Held and Karp (*A dynamic programming approach to
+sequencing problems*, 1962), once for every value that the route's period can have. Then all ways to divide the machines
+into routes are tried in the order of what they would be worth without outer rounds, until none can be better than the
+best seen. Where a round binds, other routes of the same machines may be better than their fastest: all are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+import numpy as np
+
+from atoll.coordinator.planner.budget import Budget
+from atoll.coordinator.planner.cost import Evaluation, evaluate, flush_seconds, route_cost, score
+from atoll.coordinator.planner.problem import FloatArray, Layout, Route, Stage
+from atoll.coordinator.planner.shares import LEAST
+from atoll.coordinator.planner.tables import Tables
+
+MOST_MACHINES = 8
+_MOST_ROUTES = 20_000  # of the same machines, where a round binds; beyond, the gap is told
+_CHUNK = 64  # values of the period at a time: bounds memory
+_HARDLY = 1e-9  # relative: what rounding may make of equal scores
+
+
+@dataclass(frozen=True)
+class Exact:
+    """`best` is None where no layout exists. `bound`: no layout has a higher score."""
+
+    best: Evaluation | None
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """By which share the optimum can be better at most; 0: `best` is it."""
+        if self.best is None or not self.best.score:
+            return 0.0 if self.bound == 0 else math.inf
+        return max(0.0, self.bound / self.best.score - 1)
+
+
+def solve_exactly(tables: Tables, machines: Sequence[int], budget: Budget) -> Exact:
+    """The optimum over `machines` (at most `MOST_MACHINES`), or what was found when the budget ended."""
+    assert len(machines) <= MOST_MACHINES
+    routes = best_routes(tables, machines, budget)
+    if routes is None:
+        return Exact(None, math.inf)
+    best: Evaluation | None = None
+    unproven = 0.0
+    for bound, subsets in _divisions(tables, routes):
+        if best is not None and bound <= best.score * (1 + _HARDLY):
+            break
+        best, proven = _improve(tables, [routes[subset] for subset in subsets], bound, best, budget)
+        unproven = unproven if proven else max(unproven, bound)
+        if budget.over():
+            return Exact(best, bound)
+    return Exact(best, max(unproven, best.score if best else 0.0))
+
+
+def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict[frozenset[int], Route] | None:
+    """The fastest route that uses exactly these machines, for each subset that has one; None: the budget ended."""
+    least: dict[frozenset[int], tuple[float, float]] = {}  # seconds of a flush, limit of the period
+    limits = _periods(tables, machines)
+    for start in range(0, len(limits), _CHUNK):
+        chunk = limits[start : start + _CHUNK]
+        for subset, through in _through_by_subset(tables, machines, chunk):
+            flush = [
+                flush_seconds(tables, it, limit) for it, limit in zip(through.tolist(), chunk.tolist(), strict=True)
+            ]
+            quickest = int(np.argmin(flush))
+            if flush[quickest] < least.get(subset, (math.inf, 0.0))[0]:
+                least[subset] = flush[quickest], float(chunk[quickest])
+        if budget.over():
+            return None
+    return {subset: _route(tables, sorted(subset), limit) for subset, (_, limit) in least.items()}
+
+
+def _periods(tables: Tables, machines: Sequence[int]) -> FloatArray:
+    """Every value that the period of a route of these machines can have, ascending."""
+    stages = [tables.stage(machine).period.ravel() for machine in machines]
+    hops = [tables.hop(one, other)[1][1:-1] for one, other in permutations(machines, 2)]
+    values = np.unique(np.concatenate(stages + hops))
+    return values[np.isfinite(values)] * (1 + 1e-12)
+
+
+def _through_by_subset(
+    tables: Tables, machines: Sequence[int], limits: FloatArray
+) -> Iterator[tuple[frozenset[int], FloatArray]]:
+    """The least sum of a route of exactly that subset, for each limit on its period, [T]."""
+    for members, ends in _walk(tables, machines, limits):
+        yield frozenset(machines[member] for member in members), ends[:, :, -1].min(axis=0)
+
+
+def _walk(tables: Tables, machines: Sequence[int], limits: FloatArray) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
+    """By subset, smaller ones first: the least sum with that machine last and so many layers covered, [n, T, L + 1]."""
+    count, size = len(machines), tables.layers + 1
+    stages = [tables.stage(machine) for machine in machines]
+    totals = [np.where(it.period <= limits[:, None, None], it.total, np.inf) for it in stages]
+    hops = [[_bounded_hop(tables, one, other, limits) for other in machines] for one in machines]
+    start = np.full((len(limits), size), np.inf)
+    start[:, 0] = 0.0
+    reached: dict[tuple[int, ...], FloatArray] = {}
+    for width in range(1, count + 1):
+        for members in combinations(range(count), width):
+            ends = np.full((count, len(limits), size), np.inf)
+            for last in members:
+                rest = tuple(it for it in members if it != last)
+                before = start
+                if rest:
+                    before = np.minimum.reduce([reached[rest][it] + hops[it][last] for it in rest])
+                ends[last] = (before[:, :, None] + totals[last]).min(axis=1)
+            reached[members] = ends
+            yield members, ends
+
+
+def _bounded_hop(tables: Tables, one: int, other: int, limits: FloatArray) -> FloatArray:
+    """Totals by cut, infinite above a limit, [T, L + 1]."""
+    total, period = tables.hop(one, other)
+    return np.where(period <= limits[:, None], total, np.inf)
+
+
+def _route(tables: Tables, machines: Sequence[int], limit: float) -> Route:
+    """The route of exactly these machines with the least sum under that limit of the period."""
+    limits = np.array([limit])
+    reached = dict(_walk(tables, machines, limits))
+    left, end, follower = tuple(range(len(machines))), tables.layers, -1
+    stages: list[Stage] = []
+    while left:
+        arrived = reached[left][:, 0, end].copy()
+        if follower >= 0:
+            arrived += [
+                _bounded_hop(tables, machines[it], machines[follower], limits)[0, end] for it in range(len(machines))
+            ]
+        last = int(np.argmin([arrived[it] if it in left else np.inf for it in range(len(machines))]))
+        rest = tuple(it for it in left if it != last)
+        first = _first_layer(tables, machines, reached.get(rest), rest, last, end, limits) if rest else 0
+        stages.insert(0, Stage(machines[last], first, end - 1))
+        left, end, follower = rest, first, last
+    return tuple(stages)
+
+
+def _first_layer(
+    tables: Tables, machines: Sequence[int], ends: FloatArray | None, rest: Sequence[int], last: int, end: int,
+    limits: FloatArray,
+) -> int:  # fmt: skip
+    """Where the stage of `last` begins that ends before layer `end`."""
+    assert ends is not None
+    before = np.minimum.reduce([ends[it] + _bounded_hop(tables, machines[it], machines[last], limits) for it in rest])
+    table = tables.stage(machines[last])
+    totals = np.where(table.period[:, end] <= limits[0], table.total[:, end], np.inf)
+    return int(np.argmin(before[0] + totals))
+
+
+def _divisions(tables: Tables, routes: dict[frozenset[int], Route]) -> list[tuple[float, tuple[frozenset[int], ...]]]:
+    """All ways to divide machines into routes, some left out, by what they are worth if no outer round binds."""
+    costs = {subset: route_cost(tables, route) for subset, route in routes.items()}
+    found: list[tuple[float, tuple[frozenset[int], ...]]] = []
+
+    def extend(chosen: tuple[frozenset[int], ...], left: list[frozenset[int]]) -> None:
+        for place, subset in enumerate(left):
+            more = (*chosen, subset)
+            rate = math.fsum(costs[it].score_rate for it in more)
+            price = math.fsum(costs[it].price_per_second for it in more)
+            rate = min(rate, _most_by_rounds(tables, more))
+            found.append((score(tables, rate, price, len(more), [*frozenset().union(*more)]), more))
+            extend(more, [it for it in left[place + 1 :] if not it & subset])
+
+    extend((), sorted(routes, key=sorted))
+    return sorted(found, key=lambda it: -it[0])
+
+
+def _most_by_rounds(tables: Tables, subsets: Sequence[frozenset[int]]) -> float:
+    """Tokens per second that outer rounds allow at most, however the layers are cut.
+
+    Whoever holds V bytes of layers sends at least V; a route must send all layers, at best over all its links at once.
+    """
+    if len(subsets) < 2:
+        return math.inf
+    problem = tables.problem
+    size = problem.parameters * problem.training.outer_bytes_per_parameter
+    links = min(float(_round_rates(tables)[list(subset)].sum()) for subset in subsets)
+    return problem.training.round_tokens / (size / links + _round_latency(tables, [*frozenset().union(*subsets)]))
+
+
+def _round_rates(tables: Tables) -> FloatArray:
+    return np.maximum(np.minimum(tables.uplink, tables.downlink), LEAST)
+
+
+def _round_latency(tables: Tables, machines: Sequence[int]) -> float:
+    rtt = tables.problem.links.rtt_seconds[np.ix_(machines, machines)].max()
+    return tables.problem.training.protocol_round_trips * float(rtt)
+
+
+def _improve(
+    tables: Tables, fastest: Sequence[Route], bound: float, best: Evaluation | None, budget: Budget
+) -> tuple[Evaluation | None, bool]:
+    """The better of `best` and the best layout of these machines, and whether that is certain."""
+    first = evaluate(tables, Layout(tuple(fastest)))
+    best = first if best is None or first.score > best.score else best
+    if first.score >= bound * (1 - _HARDLY):
+        return best, True
+    counts = [math.factorial(len(it)) * math.comb(tables.layers - 1, len(it) - 1) for it in fastest]
+    if max(counts) > _MOST_ROUTES:
+        return best, False
+    trial = _Combinations(tables, first, [_choices(tables, route) for route in fastest], best, budget)
+    trial.descend((), 0.0)
+    return trial.best, not trial.ended
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A route that could be, and how long an outer round takes its busiest link at least."""
+
+    rate: float
+    floor_seconds: float
+    route: Route
+
+
+@dataclass
+class _Combinations:
+    """Branch and bound over one choice for each route of a division."""
+
+    tables: Tables
+    first: Evaluation  # any layout of the division
+    choices: Sequence[Sequence[_Choice]]  # fastest first
+    best: Evaluation
+    budget: Budget
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        machines = self.first.layout.machines
+        self.factor = score(self.tables, 1.0, self.first.price_per_second, len(self.choices), machines)
+        self.latency = _round_latency(self.tables, machines)
+        fastest = [it[0].rate if it else -math.inf for it in self.choices]
+        self.rest = [math.fsum(fastest[place:]) for place in range(len(fastest) + 1)]
+
+    def descend(self, chosen: tuple[_Choice, ...], rate: float) -> None:
+        """Try all that begins with `chosen`."""
+        depth = len(chosen)
+        if depth == len(self.choices):
+            tried = evaluate(self.tables, Layout(tuple(it.route for it in chosen)))
+            self.best = tried if tried.score > self.best.score else self.best
+            return
+        tokens = self.tables.problem.training.round_tokens
+        for choice in self.choices[depth]:
+            if self.factor * (rate + choice.rate + self.rest[depth + 1]) <= self.best.score * (1 + _HARDLY):
+                return
+            if self.ended or self.budget.over():
+                self.ended = True
+                return
+            if self.factor * tokens / (choice.floor_seconds + self.latency) > self.best.score * (1 + _HARDLY):
+                self.descend((*chosen, choice), rate + choice.rate)
+
+
+def _choices(tables: Tables, route: Route) -> list[_Choice]:
+    """Every route of exactly the machines of `route`, fastest first."""
+    machines = [stage.machine for stage in route]
+    size = tables.problem.training.outer_bytes_per_parameter
+    rates, parameters = _round_rates(tables), tables.spans.parameters
+    found = []
+    for order in permutations(machines):
+        for cuts in combinations(range(1, tables.layers), len(machines) - 1):
+            ends = (0, *cuts, tables.layers)
+            stages = tuple(Stage(it, a, b - 1) for it, a, b in zip(order, ends, ends[1:], strict=False))
+            rate = route_cost(tables, stages).score_rate
+            if rate:
+                floor = max(size * parameters[it.first, it.last + 1] / rates[it.machine] for it in stages)
+                found.append(_Choice(rate, float(floor), stages))
+    return sorted(found, key=lambda it: -it.rate)

@@ -1,0 +1,212 @@
+"""The placement problem as plain data: machines, links, layers, how a run trains, what the operator wants.
+
+`docs/explain/planner.md` states the same in words and formulas; `cost.py` is the one place that evaluates a layout. All
+quantities are in bytes, seconds, tokens and FLOPs. Machines are known by their place in `Problem.machines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.v1 import plan_pb2
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+INT8_OF_FP32 = (1 + 2 / 128) / 4  # 128-element blocks with a two-byte scale
+INT4_BYTES = 0.5 + 2 / 128  # per parameter
+_BLOCK_WORKSPACE = 12  # activations that one block keeps while it is recomputed, in units of what leaves it
+_EDGE_WORKSPACE = 2  # of the embedding and the head
+
+
+class Reach(StrEnum):
+    """Who can open a connection to a machine."""
+
+    PUBLIC = "public"
+    RELAYED = "relayed"  # behind NAT: reaches public machines, and others through a relay
+    OUTBOUND = "outbound"  # reaches public machines only
+
+
+class Goal(StrEnum):
+    """What a plan is to make small."""
+
+    TIME = "time"  # seconds per token
+    PRICE = "price"  # money per token
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A row of the layer table."""
+
+    name: str
+    kind: str
+    parameters: int
+    flops_per_token: float  # forward
+    activation_bytes_per_token: int  # what leaves it, fp32
+    tied_to: tuple[str, ...] = ()  # layers whose parameters it borrows
+    workspace_bytes_per_token: int = 0  # kept while it is recomputed and differentiated
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node's profile, after its volunteer's limits."""
+
+    name: str
+    device_memory_bytes: float
+    host_memory_bytes: float
+    uplink_bytes_per_second: float
+    downlink_bytes_per_second: float
+    flops_per_second: float = 0.0  # that training reaches; used for kinds without a measured time
+    seconds_per_token: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # kind → forward, backward
+    region: str = ""  # a label; breaks ties between measured distances
+    reach: Reach = Reach.PUBLIC
+    shares_memory: bool = False  # device and host memory are one: a CPU
+    price_per_hour: float = 0.0
+    availability: float = 1.0  # share of the time that it is there
+    failures_per_hour: float = 0.0
+    trusted: bool = True
+    kind: str = ""  # of hardware, for people
+
+
+@dataclass(frozen=True)
+class Links:
+    """Measured paths between machines, N × N. `unknown_pairs` were estimated from the others (`links.py`)."""
+
+    rtt_seconds: FloatArray  # symmetric; inf: no path is known
+    bytes_per_second: FloatArray  # [source, target]; inf: nothing but their access links limits it; 0: closed
+    unknown_pairs: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the run trains, as far as places matter."""
+
+    micro_batch_tokens: int
+    micro_batches: int  # per inner step (flush) of one route
+    round_tokens: int  # of the whole swarm between two outer rounds
+    in_flight: int = 8  # micro-batches on a route at a time, at most
+    activation_ratio: float = INT8_OF_FP32  # bytes on the wire per byte of fp32 activation
+    gradient_ratio: float = INT8_OF_FP32
+    outer_bytes_per_parameter: float = INT4_BYTES
+    device_bytes_per_parameter: float = 16.0  # fp32 weight, gradient, two AdamW moments
+    host_bytes_per_parameter: float = 12.0  # anchor, outer momentum, pseudo-gradient
+    state_bytes_per_parameter: float = 8.0  # anchor and momentum: what a new holder fetches
+    tie_bytes_per_parameter: float = 4.0  # a borrowed matrix comes, and its gradient goes, once a flush
+    backward_per_forward: float = 2.0  # FLOPs, for machines without a measured time
+    activation_checkpointing: bool = False  # of machines that hold everything; stages always run forward again
+    link_efficiency: float = 0.9  # of a measured link that transfers reach
+    protocol_round_trips: float = 6.0  # of an outer round beside its bytes
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The operator's word on one machine: exactly this span (first, last), or no part in training."""
+
+    machine: str
+    span: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the operator wants, and what weighs how much."""
+
+    goal: Goal = Goal.TIME
+    pins: tuple[Pin, ...] = ()
+    trusted_ends: bool = False  # only trusted machines hold the first or the last layer
+    rtt_cap_seconds: float = 0.08  # inside a route
+    rtt_weight: float = 2.0  # times that what is above the cap counts beside what it costs
+    sole_holder_discount: float = 0.05  # of the score where every layer has only one holder
+    unused_pin_discount: float = 0.5  # of the score for each pinned machine without a place
+    recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
+    hysteresis: float = 0.05  # a new plan must be better by this share
+    horizon_seconds: float = 6 * 3600.0  # over which it must pay for its moves
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything a planner may look at."""
+
+    machines: tuple[Machine, ...]
+    links: Links
+    layers: tuple[Layer, ...]
+    training: Training
+    wishes: Wishes = Wishes()
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, ties counted once."""
+        return sum(layer.parameters for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One machine's part in a route."""
+
+    machine: int
+    first: int
+    last: int  # inclusive
+
+
+Route = tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what: routes whose stages cover all layers once, each machine in one route at most."""
+
+    routes: tuple[Route, ...]
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """All that have a place."""
+        return tuple(stage.machine for route in self.routes for stage in route)
+
+
+def read_layers(table: plan_pb2.LayerTable) -> tuple[Layer, ...]:
+    """The rows of a run's layer table; what a layer keeps while it is recomputed is estimated from its kind."""
+    return tuple(
+        Layer(
+            name=row.name,
+            kind=row.kind,
+            parameters=row.parameters,
+            flops_per_token=row.flops_per_token_forward,
+            activation_bytes_per_token=row.activation_bytes_per_token,
+            tied_to=tuple(row.tied_to),
+            workspace_bytes_per_token=row.activation_bytes_per_token
+            * (_BLOCK_WORKSPACE if row.kind == "block" else _EDGE_WORKSPACE),
+        )
+        for row in table.layers
+    )
+
+
+def decoder_layers(
+    *, blocks: int, dimension: int, block_parameters: int, vocabulary: int, sequence_length: int, tied: bool = False
+) -> tuple[Layer, ...]:
+    """The rows for a decoder that has no layer table yet: embedding, blocks, head."""
+    matrix, activation = vocabulary * dimension, 4 * dimension
+    block_flops = 2.0 * block_parameters + 2.0 * dimension * sequence_length  # weights; causal attention
+    block = Layer("block", "block", block_parameters, block_flops, activation, (), _BLOCK_WORKSPACE * activation)
+    return (
+        Layer("embedding", "embedding", matrix, 0.0, activation, (), _EDGE_WORKSPACE * activation),
+        *(replace(block, name=f"block.{number}") for number in range(blocks)),
+        Layer(
+            "head",
+            "head",
+            dimension + (0 if tied else matrix),
+            2.0 * matrix,
+            4 * vocabulary,
+            ("embedding",) if tied else (),
+            _EDGE_WORKSPACE * 4 * vocabulary,
+        ),
+    )
+
+
+def spans_of(layout: Layout, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Spans (first, last) by machine name."""
+    return {names[stage.machine]: (stage.first, stage.last) for route in layout.routes for stage in route}

@@ -1,0 +1,48 @@
+"""Regions: which machines are near each other, from round trips alone; labels only break ties. Pure.
+
+Average linkage (Sokal and Michener, 1958) does not chain machines together over single short links and moves little
+when a few round trips are noisy, so regions are stable where distances are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+
+from atoll.coordinator.planner.problem import FloatArray, IntArray, Problem
+
+REGION_SECONDS = 0.03  # a round trip that still counts as near
+_LABEL_SECONDS = 1e-4  # that two machines with unlike labels count as further apart
+_FAR = 10.0  # seconds: stands for "no path"
+
+
+def nearness_tree(problem: Problem, machines: Sequence[int]) -> FloatArray:
+    """SciPy's linkage of these machines (two at least) by round trip, [n − 1, 4]."""
+    members = list(machines)
+    rtt = problem.links.rtt_seconds[np.ix_(members, members)]
+    labels = np.array([problem.machines[machine].region for machine in members])
+    distance = np.minimum(rtt, _FAR) + _LABEL_SECONDS * (labels[:, None] != labels[None, :])
+    np.fill_diagonal(distance, 0.0)
+    return np.asarray(linkage(squareform(distance, checks=False), "average"))
+
+
+def regions(problem: Problem, within_seconds: float = REGION_SECONDS) -> IntArray:
+    """The region of each machine, by number from 0, in the order of their first machines."""
+    count = len(problem.machines)
+    if count == 1:
+        return np.zeros(1, dtype=np.int64)
+    raw = fcluster(nearness_tree(problem, range(count)), within_seconds + _LABEL_SECONDS, "distance")
+    _, first, place = np.unique(raw, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))
+    return np.asarray(rank[place.reshape(-1)], dtype=np.int64)
+
+
+def groups_within(problem: Problem, machines: Sequence[int], within_seconds: float) -> list[list[int]]:
+    """These machines by nearness: those of one group are on average that near each other."""
+    if len(machines) < 2:
+        return [list(machines)] if machines else []
+    labels = fcluster(nearness_tree(problem, machines), within_seconds, "distance")
+    return [[machines[int(place)] for place in np.flatnonzero(labels == label)] for label in np.unique(labels)]

@@ -1,0 +1,223 @@
+"""Local search: routes are taken apart, changed and put together while the budget lasts, and the best is kept. Pure.
+
+Moves: two machines swap places; one goes next to a near one of another route; one joins from or leaves to those left
+out; a route changes its order; and (ruin and recreate; Schrimpf et al., *Record breaking optimization results*, 2000) a
+few near routes are built anew from their machines, which also divides and merges. Every changed route is cut anew by
+dynamic programming. Moves that make the whole a little worse are taken too, less so as time goes by (simulated
+annealing; Kirkpatrick et al., 1983).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.coordinator.planner.budget import Budget
+from atoll.coordinator.planner.build import Builder, Order
+from atoll.coordinator.planner.cost import Evaluation, evaluate, score
+from atoll.coordinator.planner.problem import Layout
+from atoll.coordinator.planner.splits import Split
+
+_WARMTH = 0.1  # of a route's share of the whole: losses that are taken at the beginning
+_NEAR_A_ROUND = 0.8  # of the interval: from there on, what a round takes is part of every comparison
+_NEIGHBOURS = 24  # nearest machines that a machine has to do with
+_SMALL = 40  # machines: up to here every accepted layout is evaluated in full
+_CHECKED = 200  # accepted moves after which a larger one is
+
+
+@dataclass(frozen=True)
+class Move:
+    """Routes that go, by place, and orders that come instead."""
+
+    gone: frozenset[int]
+    orders: tuple[Order, ...]
+    splits: tuple[Split, ...] = ()  # when they are cut already
+
+
+class Search:
+    """A layout under change; only `machines` may be part of it."""
+
+    def __init__(self, builder: Builder, machines: Sequence[int], routes: Sequence[Split], rng: random.Random) -> None:
+        self.builder = builder
+        self.tables = builder.tables
+        self.rng = rng
+        self.machines = list(machines)
+        self.routes = list(routes)
+        self._near = self._neighbours()
+        self._binds = self._round_binds()
+        self._worth = self._worth_of(self.routes)
+        self._best, self._best_worth = list(self.routes), self._worth
+        self._accepted = 0
+        self._index()
+
+    def run(self, budget: Budget) -> Evaluation:
+        """Change the layout until the budget is over; returns the best seen."""
+        moves = (self._swap, self._shift, self._join, self._leave, self._reorder, self._rebuild)
+        weights = (4, 4, 2, 1, 2, 3)
+        while not budget.over():
+            move = self.rng.choices(moves, weights)[0]()
+            if move is not None:
+                self._consider(move, budget.spent())
+        return self.best()
+
+    def best(self) -> Evaluation:
+        """The best layout so far, evaluated in full."""
+        return evaluate(self.tables, Layout(tuple(split.route for split in self._best)))
+
+    def _consider(self, move: Move, spent: float) -> None:
+        splits = move.splits or tuple(self.builder.split(order) for order in move.orders)
+        if any(not split.rate for split in splits):
+            return
+        routes = [split for place, split in enumerate(self.routes) if place not in move.gone] + list(splits)
+        worth = self._worth_of(routes)
+        share = self._worth / max(1, len(self.routes))
+        warmth = _WARMTH * share * (1 - spent) ** 2
+        loss = self._worth - worth
+        if loss > 0 and (warmth <= 0 or self.rng.random() >= math.exp(-loss / warmth)):
+            return
+        self.routes, self._worth = routes, worth
+        self._index()
+        if worth > self._best_worth:
+            self._best, self._best_worth = list(routes), worth
+        self._accepted += 1
+        if len(self.machines) <= _SMALL or self._accepted % _CHECKED == 0:
+            self._check_round()
+
+    def _check_round(self) -> None:
+        binds = self._round_binds()
+        if binds and not self._binds:
+            self._binds = True
+            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
+            if self._worth > self._best_worth:
+                self._best, self._best_worth = list(self.routes), self._worth
+
+    def _round_binds(self) -> bool:
+        """Whether an outer round holds the present layout up, or hardly not."""
+        outer = evaluate(self.tables, Layout(tuple(split.route for split in self.routes))).round
+        longest = max(outer.busy_seconds.values(), default=0.0) if outer.busiest is not None else 0.0
+        return longest > _NEAR_A_ROUND * outer.interval_seconds
+
+    def _worth_of(self, routes: Sequence[Split]) -> float:
+        if not routes:
+            return 0.0
+        if self._binds:
+            return evaluate(self.tables, Layout(tuple(split.route for split in routes))).score
+        used = [stage.machine for split in routes for stage in split.route] if self.tables.pins else []
+        rate, price = sum(split.rate for split in routes), sum(split.price_per_second for split in routes)
+        return score(self.tables, rate, price, len(routes), used)
+
+    def _index(self) -> None:
+        self._place = {stage.machine: place for place, split in enumerate(self.routes) for stage in split.route}
+        self._left = [machine for machine in self.machines if machine not in self._place]
+
+    def _neighbours(self) -> dict[int, list[int]]:
+        members = np.array(self.machines)
+        distance = self.builder.distance[np.ix_(members, members)].copy()
+        np.fill_diagonal(distance, np.inf)
+        count = min(_NEIGHBOURS, len(members) - 1)
+        nearest = np.argsort(distance, axis=1, kind="stable")[:, :count]
+        return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}
+
+    def _pair(self) -> tuple[int, int] | None:
+        """A machine that has a place, and one near it or any other."""
+        if not self._place or len(self.machines) < 2:
+            return None
+        one = self.rng.choice(list(self._place)) if len(self._place) < 64 else self._any_placed()
+        near = self._near[one]
+        other = self.rng.choice(near if self.rng.random() < 0.8 else self.machines)
+        return (one, other) if other != one else None
+
+    def _any_placed(self) -> int:
+        return self.rng.choice(self.rng.choice(self.routes).route).machine
+
+    def _order(self, place: int) -> Order:
+        return tuple(stage.machine for stage in self.routes[place].route)
+
+    def _swap(self) -> Move | None:
+        pair = self._pair()
+        if pair is None:
+            return None
+        one, other = pair
+        here, there = self._place[one], self._place.get(other)
+        if there is None:
+            return Move(frozenset({here}), (_replaced(self._order(here), one, other),))
+        if here == there:
+            order = _replaced(_replaced(_replaced(self._order(here), one, -1), other, one), -1, other)
+            return Move(frozenset({here}), (order,))
+        orders = _replaced(self._order(here), one, other), _replaced(self._order(there), other, one)
+        return Move(frozenset({here, there}), orders)
+
+    def _shift(self) -> Move | None:
+        """One machine goes next to another one, in the same route or from its own."""
+        pair = self._pair()
+        if pair is None or pair[1] not in self._place:
+            return None
+        moving, beside = pair
+        here, there = self._place[moving], self._place[beside]
+        rest = tuple(it for it in self._order(here) if it != moving)
+        target = self._beside(rest if here == there else self._order(there), beside, moving)
+        orders = (target,) if here == there or not rest else (rest, target)
+        return Move(frozenset({here, there}), orders)
+
+    def _join(self) -> Move | None:
+        """One that is left out joins a route, or is one."""
+        if not self._left:
+            return None
+        joining = self.rng.choice(self._left)
+        if self.rng.random() < 0.2 or len(self.machines) < 2 or not self._place:
+            return Move(frozenset(), ((joining,),))
+        beside = self.rng.choice(self._near[joining])
+        if beside not in self._place:
+            return None
+        there = self._place[beside]
+        return Move(frozenset({there}), (self._beside(self._order(there), beside, joining),))
+
+    def _leave(self) -> Move | None:
+        if not self.routes:
+            return None
+        place = self.rng.randrange(len(self.routes))
+        order = self._order(place)
+        leaving = self.rng.choice(order)
+        rest = tuple(it for it in order if it != leaving)
+        return Move(frozenset({place}), (rest,) if rest else ())
+
+    def _reorder(self) -> Move | None:
+        if not self.routes:
+            return None
+        place = self.rng.randrange(len(self.routes))
+        order = self._order(place)
+        if len(order) < 2:
+            return None
+        if self.rng.random() < 0.2:
+            return Move(frozenset({place}), (self.builder.path(order),))
+        start, end = sorted(self.rng.sample(range(len(order) + 1), 2))
+        return Move(frozenset({place}), (order[:start] + order[start:end][::-1] + order[end:],))
+
+    def _rebuild(self) -> Move | None:
+        """Some near routes, and some who are left out, anew."""
+        gone: set[int] = set()
+        if self._place and self.rng.random() < 0.9:
+            centre = self._any_placed()
+            near = (
+                self._near[centre]
+                if self.rng.random() < 0.7
+                else self.rng.sample(self.machines, min(8, len(self.machines)))
+            )
+            beside = [self._place[it] for it in near if it in self._place]
+            gone = {self._place[centre], *beside[: self.rng.randrange(4)]}
+        pool = [machine for place in gone for machine in self._order(place)]
+        pool += self.rng.sample(self._left, min(len(self._left), self.rng.randrange(9)))
+        splits = self.builder.shaken(pool, self.rng) if pool else []
+        return Move(frozenset(gone), (), tuple(splits)) if splits else None
+
+    def _beside(self, order: Order, beside: int, moving: int) -> Order:
+        place = order.index(beside) + self.rng.randrange(2)
+        return (*order[:place], moving, *order[place:])
+
+
+def _replaced(order: Order, one: int, other: int) -> Order:
+    return tuple(other if it == one else it for it in order)

@@ -1,0 +1,90 @@
+"""The best contiguous, unequal split of the layers over an ordered list of machines. Pure.
+
+A flush costs a sum (through) and a maximum (period), so for each bound on the period the least sum is found by dynamic
+programming over cuts, and the best bound is kept. The least bound that is possible at all is found the same way first;
+the others are a grid above it, so at most one step of the grid is given away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.coordinator.planner.cost import flush_seconds, route_rate
+from atoll.coordinator.planner.problem import FloatArray, Route, Stage
+from atoll.coordinator.planner.tables import Tables
+
+BOUNDS = (1.0, 1.02, 1.06, 1.15, 1.35, 2.0)  # times the least period
+
+
+@dataclass(frozen=True)
+class Split:
+    """A route and its worth; `rate` counts what is above the cap of round trips more, 0 where there is no split."""
+
+    rate: float
+    route: Route
+    price_per_second: float
+
+
+IMPOSSIBLE = Split(0.0, (), 0.0)
+
+
+def best_split(tables: Tables, order: Sequence[int], bounds: Sequence[float] = BOUNDS) -> Split:
+    """The best split over machines in that order, each with one layer at least."""
+    if not all(tables.stage(machine).most_layers for machine in order):
+        return IMPOSSIBLE
+    least = _least_period(tables, order)
+    if not np.isfinite(least):
+        return IMPOSSIBLE
+    limits = least * (1 + 1e-12) * np.array(bounds)
+    sums = _sums(tables, order, limits)
+    through = sums[-1][:, :, -1].min(axis=1).tolist()
+    flush = [flush_seconds(tables, it, limit) for it, limit in zip(through, limits.tolist(), strict=True)]
+    best = min(range(len(flush)), key=lambda place: flush[place])
+    route, end = [], tables.layers
+    for machine, table in zip(reversed(order), reversed(sums), strict=True):
+        start = end - 1 - int(table[best, :, end].argmin())
+        route.append(Stage(machine, start, end - 1))
+        end = start
+    return Split(
+        route_rate(tables, flush[best], order),
+        tuple(reversed(route)),
+        float(tables.price_per_second[list(order)].sum()),
+    )
+
+
+def _least_period(tables: Tables, order: Sequence[int]) -> float:
+    """The least that the slowest stage or hop can take."""
+    reached = np.full(tables.layers + 1, np.inf)  # by layers covered
+    reached[0] = 0.0
+    before = None
+    for machine in order:
+        if before is not None and tables.hop_narrows[before, machine]:
+            reached = np.maximum(reached, tables.hop(before, machine)[1])
+        start, _, period = tables.stage(machine).by_length
+        reached = np.maximum(reached[start], period).min(axis=0)
+        before = machine
+    return float(reached[-1])
+
+
+def _sums(tables: Tables, order: Sequence[int], limits: FloatArray) -> list[FloatArray]:
+    """By stage, for each of T limits on the period: the least sum by the stage's length and end, [T, K, L + 1]."""
+    reached = np.full((len(limits), tables.layers + 1), np.inf)
+    reached[:, 0] = 0.0
+    found: list[FloatArray] = []
+    before = None
+    for machine in order:
+        if before is not None:
+            total, period = tables.hop(before, machine)
+            reached = reached + total
+            if tables.hop_narrows[before, machine]:
+                reached[period > limits[:, None]] = np.inf
+        start, total, period = tables.stage(machine).by_length
+        sums = reached[:, start] + total
+        sums[period > limits[:, None, None]] = np.inf
+        reached = sums.min(axis=1)
+        found.append(sums)
+        before = machine
+    return found

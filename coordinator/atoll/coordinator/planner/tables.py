@@ -1,0 +1,196 @@
+"""A problem's figures in the form in which solvers ask for them: what any machine would need for any span.
+
+Shapes: N machines, L layers; spans are half-open: `[a, b]` of an (L + 1) × (L + 1) array is layers a … b − 1. A stage
+has a *total*, the seconds that one micro-batch spends in it there and back, and a *period*, the seconds after which it
+can take the next one; infinite where it may not be. A hop, between two machines at a cut, has the same two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from atoll.coordinator.planner.links import transfer_rates
+from atoll.coordinator.planner.problem import BoolArray, FloatArray, IntArray, Machine, Problem
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Of one machine, by span."""
+
+    total: FloatArray
+    period: FloatArray
+
+    @cached_property
+    def most_layers(self) -> int:
+        """How long the longest span is that it can hold; 0: none."""
+        start, end = np.nonzero(np.isfinite(self.period))
+        return int((end - start).max(initial=0))
+
+    @cached_property
+    def by_length(self) -> tuple[IntArray, FloatArray, FloatArray]:
+        """Where spans start, their totals and periods, by length from 1 to `most_layers` and end, [K, L + 1]."""
+        end = np.arange(self.period.shape[0])
+        start = end[None, :] - np.arange(1, self.most_layers + 1)[:, None]
+        inside = np.maximum(start, 0)
+        total, period = self.total[inside, end], self.period[inside, end]
+        return inside, np.where(start < 0, np.inf, total), np.where(start < 0, np.inf, period)
+
+
+class SpanTables:
+    """What spans cost whoever holds them, [a, b], in bytes per whatever the name says."""
+
+    def __init__(self, problem: Problem) -> None:
+        training, layers = problem.training, problem.layers
+        count = len(layers)
+        start, end = np.meshgrid(np.arange(count + 1), np.arange(count + 1), indexing="ij")
+        self.is_span: BoolArray = end > start
+        self.is_whole: BoolArray = (start == 0) & (end == count)
+        self.parameters = self._sums([layer.parameters for layer in layers])
+        self.borrowed, self.lent = self._ties(problem)
+        leaves = np.array([0.0, *(layer.activation_bytes_per_token for layer in layers)])
+        leaves[count] = 0.0  # nothing leaves the head but the loss
+        self.cut_bytes_per_token: FloatArray = leaves  # [L + 1], fp32, over the cut before layer b
+        sent = leaves[end] * training.activation_ratio + leaves[start] * training.gradient_ratio
+        received = leaves[start] * training.activation_ratio + leaves[end] * training.gradient_ratio
+        self.sent_per_token, self.received_per_token = sent, received
+        self.recomputes: BoolArray = ~self.is_whole | training.activation_checkpointing
+        self.device_bytes = self._device_bytes(problem, leaves[start])
+        self.host_bytes = self.parameters * training.host_bytes_per_parameter
+
+    def _device_bytes(self, problem: Problem, enters: FloatArray) -> FloatArray:
+        training, layers = problem.training, problem.layers
+        held = self.parameters + self.borrowed / 2  # a borrowed matrix has a gradient here and its moments elsewhere
+        workspace = [float(layer.workspace_bytes_per_token) for layer in layers]
+        kept = self._sums([layer.activation_bytes_per_token for layer in layers[:-1]] + [0])
+        waiting = enters * np.where(self.is_whole, 1, min(training.in_flight, training.micro_batches))
+        recomputed = waiting + kept + self._maxima(workspace)
+        per_token = np.where(self.recomputes, recomputed, self._sums(workspace))
+        return np.asarray(held * training.device_bytes_per_parameter + per_token * training.micro_batch_tokens)
+
+    def _sums(self, values: list[float] | list[int]) -> FloatArray:
+        ends = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+        return np.where(self.is_span, ends[None, :] - ends[:, None], 0.0)
+
+    def _maxima(self, values: list[float]) -> FloatArray:
+        found = np.zeros(self.is_span.shape)
+        for start in range(len(values)):
+            found[start, start + 1 :] = np.maximum.accumulate(values[start:])
+        return found
+
+    def _ties(self, problem: Problem) -> tuple[FloatArray, FloatArray]:
+        """Parameters that a span borrows from layers outside it, and lends to such; each owner's once."""
+        places = {layer.name: index for index, layer in enumerate(problem.layers)}
+        borrowed, lent = np.zeros(self.is_span.shape), np.zeros(self.is_span.shape)
+        pairs = {(places[name], index) for index, layer in enumerate(problem.layers) for name in layer.tied_to}
+        for owner, borrower in pairs:
+            has_owner, has_borrower = self._holds(owner), self._holds(borrower)
+            borrowed += (has_borrower & ~has_owner) * float(problem.layers[owner].parameters)
+            lent += (has_owner & ~has_borrower) * float(problem.layers[owner].parameters)
+        return borrowed, lent
+
+    def _holds(self, layer: int) -> BoolArray:
+        index = np.arange(self.is_span.shape[0])
+        return (index[:, None] <= layer) & (index[None, :] > layer)
+
+
+class Tables:
+    """Stage tables of machines, made when first asked for, and hops between them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.count = len(problem.machines)
+        self.layers = len(problem.layers)
+        self.spans = SpanTables(problem)
+        training, wishes = problem.training, problem.wishes
+        rate = transfer_rates(problem)
+        rtt = problem.links.rtt_seconds
+        self.usable: BoolArray = rate > 0
+        tokens = float(training.micro_batch_tokens)
+        with np.errstate(divide="ignore"):
+            there = tokens * training.activation_ratio / rate
+            back = tokens * training.gradient_ratio / rate.T
+        self.hop_total_per_byte: FloatArray = there + back  # [N, N], seconds per byte of `cut_bytes_per_token`
+        self.hop_period_per_byte: FloatArray = np.maximum(there, back)
+        self.hop_narrows = self._narrows()
+        self.hop_latency: FloatArray = np.where(self.usable, rtt, np.inf)
+        self.hop_penalty: FloatArray = np.where(
+            self.usable, wishes.rtt_weight * np.maximum(0.0, rtt - wishes.rtt_cap_seconds), np.inf
+        )
+        efficiency = training.link_efficiency
+        self.uplink = np.array([machine.uplink_bytes_per_second for machine in problem.machines]) * efficiency
+        self.downlink = np.array([machine.downlink_bytes_per_second for machine in problem.machines]) * efficiency
+        self.availability = np.array([machine.availability for machine in problem.machines])
+        self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
+        self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
+        self.pins = {pin.machine: pin.span for pin in wishes.pins}
+        self._stages: dict[int, StageTable] = {}
+
+    def stage(self, machine: int) -> StageTable:
+        """What `machine` would need for each span; infinite where memory, trust or a pin forbids it."""
+        table = self._stages.get(machine)
+        if table is None:
+            table = self._stages[machine] = self._stage(machine)
+        return table
+
+    def hop(self, source: int, target: int) -> tuple[FloatArray, FloatArray]:
+        """Total, with what is above the cap of round trips, and period, by the cut's place, [L + 1]."""
+        cut = self.spans.cut_bytes_per_token
+        if not self.usable[source, target]:
+            return np.full(cut.shape, np.inf), np.full(cut.shape, np.inf)
+        constant = self.hop_latency[source, target] + self.hop_penalty[source, target]
+        return cut * self.hop_total_per_byte[source, target] + constant, cut * self.hop_period_per_byte[source, target]
+
+    def _narrows(self) -> BoolArray:
+        """Pairs between which less passes than their own links carry: only there a hop can be slower than its ends."""
+        machines = self.problem.machines
+        up = np.array([machine.uplink_bytes_per_second for machine in machines])
+        down = np.array([machine.downlink_bytes_per_second for machine in machines])
+        narrow = transfer_rates(self.problem) < 0.999 * self.problem.training.link_efficiency * np.minimum(
+            up[:, None], down
+        )
+        return np.asarray(narrow | narrow.T)
+
+    def seconds_per_token(self, machine: int) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward, by layer."""
+        profile, training = self.problem.machines[machine], self.problem.training
+        pairs = np.empty((self.layers, 2))
+        for index, layer in enumerate(self.problem.layers):
+            forward = layer.flops_per_token / profile.flops_per_second if profile.flops_per_second else np.inf
+            computed = (forward, forward * training.backward_per_forward)
+            pairs[index] = profile.seconds_per_token.get(layer.kind, computed)
+        return pairs[:, 0], pairs[:, 1]
+
+    def fits(self, machine: int) -> BoolArray:
+        """Whether each span fits its memory, [a, b]."""
+        profile, spans = self.problem.machines[machine], self.spans
+        if profile.shares_memory:
+            return spans.is_span & (spans.device_bytes + spans.host_bytes <= profile.device_memory_bytes)
+        on_device = spans.device_bytes <= profile.device_memory_bytes
+        return spans.is_span & on_device & (spans.host_bytes <= profile.host_memory_bytes)
+
+    def _stage(self, machine: int) -> StageTable:
+        spans, training = self.spans, self.problem.training
+        tokens, up, down = training.micro_batch_tokens, self.uplink[machine], self.downlink[machine]
+        forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
+        once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
+        compute = tokens * (once + np.where(spans.recomputes, again, 0.0))
+        ties = (spans.borrowed + spans.lent) * training.tie_bytes_per_parameter * (1 / up + 1 / down) / 2
+        sending, receiving = tokens * spans.sent_per_token / up, tokens * spans.received_per_token / down
+        allowed = self.fits(machine) & self._permitted(self.problem.machines[machine])
+        period = np.maximum(compute, np.maximum(sending, receiving))
+        return StageTable(np.where(allowed, compute + ties, np.inf), np.where(allowed, period, np.inf))
+
+    def _permitted(self, profile: Machine) -> BoolArray:
+        allowed = self.spans.is_span.copy()
+        if profile.name in self.pins:
+            span = self.pins[profile.name]
+            allowed[:] = False
+            if span is not None:
+                allowed[span[0], span[1] + 1] = True
+        if self.problem.wishes.trusted_ends and not profile.trusted:
+            allowed[0, :] = False
+            allowed[:, self.layers] = False
+        return allowed
