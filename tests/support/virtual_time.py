@@ -14,6 +14,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class LoopClock:
+    """The running loop's time."""
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    unix = monotonic
+
+
 class _Selector(selectors.DefaultSelector):
     """Never sleeps: what would have been slept is added to the clock."""
 

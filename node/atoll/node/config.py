@@ -71,6 +71,7 @@ class NodeConfig:
     only_when_idle_minutes: int = _limit(
         0, "train after nobody has used the machine for so long; 0: always", between=(0, 1440)
     )
+    price_per_hour: float = _key(0.0, "what this machine costs the swarm, for planning", between=(0, 1e6))
     checkpoint_keep: int = _key(3, "how many of the last checkpoints to keep", between=(1, 1000))
     checkpoint_interval_seconds: float = _key(
         300.0, "between two checkpoints; 0 writes every round", between=(0, 86400)

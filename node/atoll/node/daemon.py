@@ -33,6 +33,7 @@ from atoll.node.direct.path import DirectConfig
 from atoll.node.localapi import LocalApi
 from atoll.node.manners import Manners, Subjects
 from atoll.node.ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
+from atoll.node.probe.paths import PathProber
 from atoll.node.session import NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -88,6 +89,8 @@ class Daemon:
         self._patience = DRAIN_TIMEOUT
         self._host: SwarmHost | None = None
         self._session: TrainingSession | None = None
+        self._prober: PathProber | None = None
+        self._paths_told = float("-inf")
         self._link = CoordinatorLink(
             credentials,
             identity,
@@ -116,7 +119,8 @@ class Daemon:
             work = [self._link.run(), self._watch_p2pd(host), self._keep_address(host), self._watchdog()]
             work.append(self._manners.run())
             if self._session is not None:
-                work += [self._session.run(), self._find_members(host), self._obey_orders()]
+                self._prober = PathProber(host, self._members, self._clock)
+                work += [self._session.run(), self._find_members(host), self._obey_orders(), self._prober.run()]
             await self._supervise(work)
         finally:
             await api.close()
@@ -356,11 +360,14 @@ class Daemon:
                     host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
                     atoll_version=version("atoll"),
                     tokens_per_second=facts.tokens_per_second,
+                    layer_times=[mb.LayerTime(kind=kind, **times) for kind, times in _by_kind(facts.layer_times)],
+                    price_per_hour=self._config.price_per_hour,
                 )
             )
         if self._host is not None:
             request.multiaddrs.extend(self._host.multiaddrs())
             request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second
+        request.paths.extend(self._new_paths(first))
         if self._session is not None and self._session.genesis is not None:
             request.genesis.CopyFrom(self._session.genesis)
         if self._deny_shown_older:  # the coordinator was restored from a backup: it must learn of later bans
@@ -371,6 +378,21 @@ class Daemon:
             request.checkpoints_changed = True
             request.checkpoints.extend(held)
         return request
+
+    def _new_paths(self, first: bool) -> list[mb.PeerPath]:
+        """Those measured since they were told last; all, when a stream begins."""
+        if self._prober is None or self._host is None:
+            return []
+        since, self._paths_told = float("-inf") if first else self._paths_told, self._clock.monotonic()
+        limits = self._host.path_limits()
+        return [
+            mb.PeerPath(peer_id=peer, rtt_seconds=time.rtt_seconds, bytes_per_second=limits.get(peer, 0.0))
+            for peer, time in self._prober.times.items()
+            if time.at >= since
+        ]
+
+    def _members(self) -> tuple[str, ...]:
+        return self._directives.plan.members if self._directives.plan is not None else ()
 
     def _heard(self, response: mb.HeartbeatResponse) -> None:
         self._directives.take(response)
@@ -465,3 +487,10 @@ class Daemon:
 def _multiaddr(host: str, port: int) -> str:
     kind = "ip6" if ":" in host else "ip4" if host.replace(".", "").isdigit() else "dns4"
     return f"/{kind}/{host}/tcp/{port}"
+
+
+def _by_kind(times: tuple[tuple[str, float, float], ...]) -> list[tuple[str, dict[str, float]]]:
+    return [
+        (kind, {"forward_seconds_per_token": forward, "backward_seconds_per_token": backward})
+        for kind, forward, backward in times
+    ]

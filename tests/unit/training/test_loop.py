@@ -256,3 +256,14 @@ def test_a_gradient_that_is_not_finite_skips_its_step(make_loop: LoopMaker) -> N
     assert loop.stepper.skipped_steps == 1
     loop.step()
     assert not torch.equal(loop.weights_E, before_E)
+
+
+def test_layers_are_timed_and_nothing_of_it_stays(make_loop: LoopMaker) -> None:
+    timed, plain = make_loop(), make_loop()
+    times = timed.layer_times()
+    assert [kind for kind, _, _ in times] == ["embedding", "block", "head"]
+    assert all(forward > 0 and backward > 0 for _, forward, backward in times)
+    for loop in (timed, plain):
+        started(loop)
+    assert [timed.step().loss for _ in range(3)] == [plain.step().loss for _ in range(3)]
+    assert torch.equal(timed.weights_E, plain.weights_E)

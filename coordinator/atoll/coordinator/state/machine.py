@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from atoll.coordinator.state import admission, checkpoints, find, lifecycle, recovery, reports
+from atoll.coordinator.state import admission, checkpoints, find, lifecycle, paths, recovery, reports
 from atoll.coordinator.state.allowance import STORED
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import (
@@ -111,7 +111,8 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         live,
         seen=now.monotonic,
         status=tidied(request.status, MAX_SENTENCE_CHARACTERS),
-        profile=tidied(request.profile) if request.HasField("profile") else live.profile,
+        profile=paths.tidied_profile(request.profile) if request.HasField("profile") else live.profile,
+        paths=paths.take(live.paths, request.paths, state.nodes.keys() - {peer_id}, now.monotonic),
         corpus_digest=request.corpus_digest or live.corpus_digest,
     )
     draft.set_live(peer_id, live)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from atoll.coordinator.state.allowance import Allowance
+from atoll.coordinator.state.paths import Path
 from atoll.coordinator.state.records import (
     Change,
     Checkpoint,
@@ -72,6 +73,7 @@ class Live:
     lost: bool = False
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
+    paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
     corpus_digest: str = ""
     drain_since: float | None = None  # monotonic; when the operator asked the node to leave
     stored: Allowance = field(default_factory=Allowance)

@@ -140,6 +140,14 @@ class Pacer:
                 one.given = rate
                 tcp.pace(connection.sock, rate)
 
+    def limits(self) -> dict[str, float]:
+        """Bytes per second to those peers whose path, and not our uplink, is what limits us."""
+        found: dict[str, float] = {}
+        for connection, one in self._watched.items():
+            if math.isfinite(one.path.limit):
+                found[connection.peer_id] = max(found.get(connection.peer_id, 0.0), one.path.last)
+        return found
+
     def _window(self) -> float:
         round_trip = max((one.seen.min_rtt_seconds for one in self._watched.values() if one.seen), default=0.0)
         return min(max(MIN_WINDOW_SECONDS, WINDOW_ROUND_TRIPS * round_trip), MAX_WINDOW_SECONDS)

@@ -97,6 +97,10 @@ class DirectPath:
         rate = self._pacer.uplink.rate
         return max(rate, 1.0) if math.isfinite(rate) else 0.0
 
+    def path_limits(self) -> dict[str, float]:
+        """Bytes per second to those peers whose path is slower than our uplink allows."""
+        return self._pacer.limits()
+
     def peers(self) -> frozenset[str]:
         """Whom we have dialled and are connected to."""
         return self._dialler.connected()

@@ -29,7 +29,12 @@ from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 
-REQUEST_BYTES = {"/atoll/round/1": 1 << 20, "/atoll/state/1": 1 << 16, direct.PROTOCOL: 1 << 8}
+REQUEST_BYTES = {
+    "/atoll/round/1": 1 << 20,
+    "/atoll/state/1": 1 << 16,
+    direct.PROTOCOL: 1 << 8,
+    "/atoll/probe/1": 1 << 6,
+}
 MAX_STREAMS_PER_PEER = 64  # connections of the direct path count as one each
 MAX_STREAMS_PER_PROTOCOL = 6  # of one peer: unfinished frames on all of them stay below 64 MiB
 

@@ -151,6 +151,10 @@ class SwarmHost:
         limit = self.traffic.up.bytes_per_second
         return min(measured, limit) if measured and limit else measured
 
+    def path_limits(self) -> dict[str, float]:
+        """Bytes per second, as measured, to those members whose path is slower than our uplink."""
+        return self._direct.path_limits() if self._direct is not None else {}
+
     def direct_peers(self) -> frozenset[str]:
         """Members to which we have a direct connection; to the others all goes over libp2p."""
         return self._direct.peers() if self._direct is not None else frozenset()

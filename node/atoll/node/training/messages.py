@@ -148,6 +148,7 @@ class Ready:
     device_uuid: str  # as NVIDIA's tools know it; empty for other devices
     tokens_per_step: int
     tokens_per_second: float
+    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class Session:
         loop, facts = self._loop, self._facts
         try:
             speed = loop.probe(minimum_step_seconds)
+            times = loop.layer_times()
         except torch.OutOfMemoryError as error:
             raise too_large("ran out of memory in its first step", facts) from error
         self._channel.answer(
@@ -121,6 +122,7 @@ class Session:
                 device_uuid=facts.uuid,
                 tokens_per_step=loop.spec.tokens_per_step,
                 tokens_per_second=speed,
+                layer_times=times,
             ),
         )
 

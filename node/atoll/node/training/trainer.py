@@ -55,6 +55,7 @@ class TrainerFacts:
     device_uuid: str
     tokens_per_step: int
     tokens_per_second: float  # measured by a few real steps on scratch state
+    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
 
     @classmethod
     def of(cls, ready: ms.Ready) -> TrainerFacts:
@@ -73,6 +74,7 @@ class TrainerFacts:
             ready.device_uuid,
             ready.tokens_per_step,
             ready.tokens_per_second,
+            ready.layer_times,
         )
 
 

@@ -1,0 +1,142 @@
+"""The planner's problem from what nodes told of themselves and measured of one another. Pure.
+
+A profile is its node's own word, so it is compared with what others see: a round trip is the longer of the two that
+both ends measured, and speeds are scaled to what the node really trains. Whoever is far off is named.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atoll.coordinator.planner.links import complete
+from atoll.coordinator.planner.problem import Layer, Machine, Problem, Reach, Training, Wishes
+from atoll.coordinator.planner.shares import needs_relay
+from atoll.coordinator.state.paths import Path
+from atoll.core.run_spec import RunSpec
+from atoll.v1 import membership_pb2 as mb
+
+OFF = 3.0  # times: a figure so far from what others see is told to people
+_UNKNOWN_BYTES_PER_SECOND = 1.25e6  # of a link that was not measured yet: a home's uplink
+_CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "int8": 1 + 2 / 128,
+    "int4": 0.5 + 2 / 128,
+    "int2": 0.25 + 2 / 128,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One node, as the coordinator knows it."""
+
+    peer_id: str
+    name: str
+    profile: mb.NodeProfile
+    status: mb.NodeStatus
+    multiaddrs: tuple[str, ...]
+    paths: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The problem, and what about the nodes' words people should know."""
+
+    problem: Problem
+    doubts: tuple[str, ...]
+
+
+def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSpec, wishes: Wishes) -> Seen:
+    """What to plan for these nodes. Raises nothing: `checks.check_problem` judges the result."""
+    doubts: list[str] = []
+    machines = tuple(_machine(node, layers, doubts) for node in nodes)
+    rtt, rate = _tables(nodes, doubts)
+    return Seen(Problem(machines, complete(rtt, rate), layers, training_of(spec), wishes), tuple(doubts))
+
+
+def training_of(spec: RunSpec) -> Training:
+    """How the run trains."""
+    optimizer = spec.optimizer
+    return Training(
+        micro_batch_tokens=optimizer.micro_batch_samples * spec.data.sequence_length,
+        micro_batches=optimizer.accumulate,
+        round_tokens=spec.sync.round_tokens,
+        outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
+        activation_checkpointing=optimizer.activation_checkpointing,
+    )
+
+
+def _machine(node: Measured, layers: Sequence[Layer], doubts: list[str]) -> Machine:
+    profile, status = node.profile, node.status
+    uplink = status.uplink_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND
+    machine = Machine(
+        name=node.name,
+        device_memory_bytes=float(profile.device_memory_bytes),
+        host_memory_bytes=float(profile.host_memory_bytes),
+        uplink_bytes_per_second=uplink,
+        downlink_bytes_per_second=uplink,  # homes receive faster than they send: on the safe side
+        seconds_per_token={
+            time.kind: (time.forward_seconds_per_token, time.backward_seconds_per_token) for time in profile.layer_times
+        },
+        flops_per_second=_flops(profile.tokens_per_second, layers),
+        reach=Reach.RELAYED if needs_relay(node.multiaddrs) else Reach.PUBLIC,
+        shares_memory=profile.device == "cpu",
+        price_per_hour=profile.price_per_hour,
+        kind=profile.device_name or profile.device,
+    )
+    return _corrected(machine, status.tokens_per_second, layers, doubts)
+
+
+def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
+    """Of forward and backward, from the probe of whole steps; for kinds of layers without a time of their own."""
+    return 3 * tokens_per_second * math.fsum(layer.flops_per_token for layer in layers)
+
+
+def _corrected(machine: Machine, trained: float, layers: Sequence[Layer], doubts: list[str]) -> Machine:
+    """With its layers' times scaled so that all of them take what a token really takes it."""
+    told = machine.seconds_per_token
+    if not trained or not {layer.kind for layer in layers} <= told.keys():
+        return machine
+    seconds = math.fsum(sum(told[layer.kind]) for layer in layers)
+    if not seconds:
+        return replace(machine, seconds_per_token={})
+    factor = 1 / (trained * seconds)
+    if not 1 / OFF <= factor <= OFF:
+        faster = "slower" if factor > 1 else "faster"
+        doubts.append(f"{machine.name} trains {max(factor, 1 / factor):.1f} times {faster} than its profile says")
+    scaled = {kind: (factor * forward, factor * backward) for kind, (forward, backward) in told.items()}
+    return replace(machine, seconds_per_token=scaled)
+
+
+def _tables(nodes: Sequence[Measured], doubts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Round trips (NaN: not measured) and bytes per second, [source, target]."""
+    places = {node.peer_id: place for place, node in enumerate(nodes)}
+    rtt = np.full((len(nodes), len(nodes)), np.nan)
+    rate = np.full((len(nodes), len(nodes)), np.inf)
+    for source, node in enumerate(nodes):
+        for peer, path in node.paths.items():
+            if peer in places:
+                rtt[source, places[peer]] = path.rtt_seconds
+                rate[source, places[peer]] = path.bytes_per_second or np.inf
+    doubts.extend(_liars(nodes, rtt))
+    return rtt, rate
+
+
+def _liars(nodes: Sequence[Measured], rtt: np.ndarray) -> list[str]:
+    """Who disagrees with most of those that it measured, and they with it."""
+    told = []
+    for place, node in enumerate(nodes):
+        ratios = rtt[place] / rtt[:, place]
+        ratios = ratios[np.isfinite(ratios)]
+        if len(ratios) < 2:
+            continue
+        usual = statistics.median(ratios.tolist())
+        if not 1 / OFF <= usual <= OFF:
+            told.append(f"{node.name} says its round trips are {usual:.2g} times what the other ends measure")
+    return told

@@ -1,0 +1,57 @@
+"""What members measured of the paths between them. Pure: words of others, bounded and smoothed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from atoll.coordinator.text import MAX_NAME_CHARACTERS, clean, tidied
+from atoll.v1 import membership_pb2 as mb
+
+MOST_PATHS = 64  # that one node's word is kept about
+STALE_SECONDS = 600.0  # after which a figure is no measurement any more
+NEW = 0.3  # the weight of a new figure beside the old ones
+_LONGEST = 60.0  # seconds
+_MOST_KINDS = 16
+
+
+@dataclass(frozen=True)
+class Path:
+    """From one member to another, as the first measured it."""
+
+    rtt_seconds: float
+    bytes_per_second: float  # of the path, where it was slower than the sender's uplink; 0: it was not
+    at: float  # monotonic
+
+
+def take(
+    before: Mapping[str, Path], told: Iterable[mb.PeerPath], others: Collection[str], now: float
+) -> Mapping[str, Path]:
+    """What is known after a heartbeat. Figures that cannot be, and those about strangers, are passed over."""
+    known = {peer: path for peer, path in before.items() if now - path.at < STALE_SECONDS}
+    for path in told:
+        real = math.isfinite(path.rtt_seconds) and math.isfinite(path.bytes_per_second)
+        if not real or not 0 < path.rtt_seconds <= _LONGEST or path.bytes_per_second < 0 or path.peer_id not in others:
+            continue
+        if path.peer_id in known or len(known) < MOST_PATHS:
+            known[path.peer_id] = _smoothed(known.get(path.peer_id), path, now)
+    return known
+
+
+def _smoothed(old: Path | None, new: mb.PeerPath, now: float) -> Path:
+    rtt = new.rtt_seconds if old is None else old.rtt_seconds + NEW * (new.rtt_seconds - old.rtt_seconds)
+    return Path(rtt, new.bytes_per_second, now)
+
+
+def tidied_profile(profile: mb.NodeProfile) -> mb.NodeProfile:
+    """As we keep it: clean words, finite figures from 0 on, a few kinds of layers with names of their own."""
+    kept = tidied(profile)
+    del kept.layer_times[:]
+    kinds: set[str] = set()
+    for time in profile.layer_times[:_MOST_KINDS]:
+        tidy = tidied(time, MAX_NAME_CHARACTERS)
+        if clean(tidy.kind) and tidy.kind not in kinds:
+            kinds.add(tidy.kind)
+            kept.layer_times.append(tidy)
+    return kept

@@ -1,0 +1,109 @@
+"""What nodes tell of themselves and of one another, on its way to the planner."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.coordinator.world import World, spec_toml
+
+from atoll.coordinator.planner.checks import check_problem
+from atoll.coordinator.planner.measured import Measured, problem_of
+from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
+from atoll.coordinator.state import paths
+from atoll.coordinator.state.paths import MOST_PATHS, Path
+from atoll.core.run_spec import parse_run_spec
+from atoll.v1 import membership_pb2 as mb
+
+SPEC = parse_run_spec(spec_toml())
+LAYERS = decoder_layers(blocks=4, dimension=64, block_parameters=50_000, vocabulary=256, sequence_length=64)
+KINDS = {"embedding": 1e-7, "block": 1e-5, "head": 4e-6}
+SECONDS = 3 * (KINDS["embedding"] + 4 * KINDS["block"] + KINDS["head"])  # a token, forward and backward
+
+
+def node(name: str, rtts: dict[str, float] | None = None, *, trains: float = 0.0) -> Measured:
+    times = [
+        mb.LayerTime(kind=kind, forward_seconds_per_token=time, backward_seconds_per_token=2 * time)
+        for kind, time in KINDS.items()
+    ]
+    profile = mb.NodeProfile(
+        device="cuda:0", device_memory_bytes=8 << 30, host_memory_bytes=16 << 30, layer_times=times
+    )
+    status = mb.NodeStatus(uplink_bytes_per_second=5e6, tokens_per_second=trains)
+    found = {peer: Path(rtt, 0.0, 0.0) for peer, rtt in (rtts or {}).items()}
+    return Measured(name, name, profile, status, ("/ip4/8.8.8.8/tcp/7710",), found)
+
+
+def problem(*nodes: Measured) -> tuple[Problem, tuple[str, ...]]:
+    seen = problem_of(nodes, LAYERS, SPEC, Wishes())
+    check_problem(seen.problem)
+    return seen.problem, seen.doubts
+
+
+def test_the_longer_of_two_round_trips_holds_and_missing_ones_go_over_others():
+    found, doubts = problem(node("a", {"b": 0.02}), node("b", {"a": 0.03, "c": 0.1}), node("c"))
+    expected = [[0.0, 0.03, 0.13], [0.03, 0.0, 0.1], [0.13, 0.1, 0.0]]
+    assert np.allclose(found.links.rtt_seconds, expected)
+    assert not doubts
+
+
+def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
+    honest = node("honest", trains=1 / SECONDS * 0.8)
+    boaster = node("boaster", trains=1 / SECONDS / 10)
+    found, doubts = problem(honest, boaster, node("new"))
+    for machine, factor in zip(found.machines, (1 / 0.8, 10.0, 1.0), strict=True):
+        forward, backward = machine.seconds_per_token["block"]
+        assert (forward, backward) == pytest.approx((factor * 1e-5, factor * 2e-5))
+    assert len(doubts) == 1
+    assert "boaster trains 10.0 times slower" in doubts[0]
+
+
+def test_who_says_its_round_trips_are_a_tenth_is_corrected_and_named():
+    others = {name: {"liar": 0.1} for name in ("a", "b", "c")}
+    liar = node("liar", dict.fromkeys(others, 0.01))
+    found, doubts = problem(liar, *(node(name, rtts) for name, rtts in others.items()))
+    assert np.allclose(found.links.rtt_seconds[0, 1:], 0.1)
+    assert [doubt.split()[0] for doubt in doubts] == ["liar"]
+
+
+def test_a_node_behind_nat_is_reached_over_relays():
+    relayed = ("/ip4/10.0.0.2/tcp/1", "/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit")
+    found, _ = problem(replace(node("hidden"), multiaddrs=relayed), node("public"))
+    assert [machine.reach for machine in found.machines] == [Reach.RELAYED, Reach.PUBLIC]
+
+
+# --- heartbeats -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcx"), st.floats(), st.floats())))
+def test_no_figure_that_cannot_be_and_no_stranger_is_kept(told):
+    messages = [mb.PeerPath(peer_id=peer, rtt_seconds=rtt, bytes_per_second=rate) for peer, rtt, rate in told]
+    known = paths.take({}, messages, {"a", "b", "c"}, 5.0)
+    assert set(known) <= {"a", "b", "c"}
+    assert all(0 < path.rtt_seconds <= 60 and 0 <= path.bytes_per_second < math.inf for path in known.values())
+
+
+def test_figures_are_smoothed_grow_stale_and_are_bounded():
+    known = paths.take({}, [mb.PeerPath(peer_id="a", rtt_seconds=0.1)], {"a"}, 0.0)
+    known = paths.take(known, [mb.PeerPath(peer_id="a", rtt_seconds=0.2)], {"a"}, 10.0)
+    assert known["a"].rtt_seconds == pytest.approx(0.13)
+    assert not paths.take(known, [], {"a"}, 10.0 + paths.STALE_SECONDS)
+    many = [f"peer-{number}" for number in range(2 * MOST_PATHS)]
+    flood = [mb.PeerPath(peer_id=peer, rtt_seconds=0.1) for peer in many]
+    assert len(paths.take({}, flood, set(many), 0.0)) == MOST_PATHS
+
+
+def test_a_heartbeat_brings_paths_and_a_tidy_profile():
+    world = World()
+    world.train("ann", "bob")
+    bob = world.identities["bob"].peer_id
+    times = [mb.LayerTime(kind="block\x1b[31m", forward_seconds_per_token=math.nan)] * 40
+    told = [mb.PeerPath(peer_id=bob, rtt_seconds=0.05), mb.PeerPath(peer_id="stranger", rtt_seconds=0.05)]
+    world.say("ann", paths=told, profile=mb.NodeProfile(device="cpu", layer_times=times))
+    live = world.state.live[world.identities["ann"].peer_id]
+    assert set(live.paths) == {bob}
+    assert [(time.kind, time.forward_seconds_per_token) for time in live.profile.layer_times] == [("block[31m", 0.0)]
