@@ -232,7 +232,7 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
     may take its ceiling, and the coordinator may be asked for a promise and for a vote.
     """
     policy = policy_of(spec, [0, *accumulate(sizes)])
-    paces = Paces.of(policy)
+    paces = Paces.of(policy)[0]
     due = policy.round_max + nodes * policy.open_timeout
     stages = paces.ready.ceiling + paces.exchange_ceiling + paces.decision.floor + paces.decision.ceiling
     return due.total_seconds() + stages + 2 * TIE_SECONDS

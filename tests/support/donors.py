@@ -1,7 +1,7 @@
 """Members that hold state, and a history that they voted for, without sockets or daemons."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +52,7 @@ def commit(
     present: list[Identity] | None = None,
     plan_version: int = 1,
     tie_break_by: Identity | None = None,
+    layers: Sequence[manifest_pb2.LayerState] = (),
 ) -> Head:
     """A manifest of `state`, signed by `voters`."""
     manifest = manifest_pb2.Manifest(
@@ -62,7 +63,7 @@ def commit(
             manifest_pb2.Contribution(peer_id=member.peer_id, present=True)
             for member in (voters if present is None else present)
         ],
-        layers=state.layer_states(number),
+        layers=layers or state.layer_states(number),
     )
     payload, ballot = manifest.SerializeToString(), Ballot(plan_version, 0)
     committed = manifest_pb2.CommittedManifest(

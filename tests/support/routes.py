@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.in_process import InProcessRoute, Pick, oldest
+from atoll.node.pipeline.in_process import InProcessRoute, Pick, as_it_is, oldest
 from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.runner import Runner
 from atoll.node.pipeline.span import Span, equal_cuts
 from atoll.node.pipeline.span_model import Architecture, SpanModel
@@ -27,6 +28,7 @@ class Reef:
         room: Room,
         ahead: int = 0,
         pick: Pick = oldest,
+        carry: Callable[[Message], Message] = as_it_is,
     ) -> None:
         spans = equal_cuts(architecture.layers, stages) if isinstance(stages, int) else tuple(stages)
         self.models = [SpanModel(architecture.cut(span), torch.device("cpu")) for span in spans]
@@ -36,7 +38,7 @@ class Reef:
         self.runners = [
             Runner(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
         ]
-        self.route = InProcessRoute(self.runners, pick)
+        self.route = InProcessRoute(self.runners, pick, carry)
 
     def load(self, flat_E: Tensor) -> None:
         """Every layer's trained parameters, from all of them in order."""

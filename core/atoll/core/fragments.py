@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 
@@ -44,47 +45,41 @@ def turn_of(number: int, count: int) -> int:
     return max(0, number - 1) % count
 
 
-def cut_layers(offsets: Sequence[int], wanted: int) -> tuple[Fragment, ...]:
-    """Cut the layers between `offsets` (one entry more than there are layers) so that the largest fragment is smallest.
+@lru_cache(maxsize=16)
+def cut_layers(offsets: tuple[int, ...], wanted: int) -> tuple[Fragment, ...]:
+    """Cut the layers between `offsets` (one entry more than there are layers) into fragments of about equal size.
 
-    Of several such cuts the one with the longest first fragments; it follows from the arguments alone.
+    The largest is as small as can be, and the others are as equal as that allows: of all cuts with that largest
+    fragment, the sum of the squared sizes is least. It follows from the arguments alone.
     """
     count = fragment_count(wanted, len(offsets) - 1)
-    ends = _ends(offsets, count, _least_cap(offsets, count))
+    ends = _ends(offsets, count)
     return tuple(
         Fragment(index, first, end, offsets[first], offsets[end])
-        for index, (first, end) in enumerate(pairwise([0, *ends]))
+        for index, (first, end) in enumerate(pairwise((0, *ends)))
     )
 
 
-def _least_cap(offsets: Sequence[int], count: int) -> int:
-    """The least number of elements such that `count` fragments of at most that many hold everything."""
-    sizes = [end - start for start, end in pairwise(offsets)]
-    low, high = max(sizes), offsets[-1] - offsets[0]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(sizes, count, middle) else (middle + 1, high)
-    return low
-
-
-def _fits(sizes: Sequence[int], count: int, cap: int) -> bool:
-    used, fragments = 0, 1
-    for size in sizes:
-        if used + size > cap:
-            used, fragments = 0, fragments + 1
-        used += size
-    return fragments <= count
-
-
-def _ends(offsets: Sequence[int], count: int, cap: int) -> list[int]:
-    """Where each fragment ends, filled up in order; every one of the rest keeps a layer."""
+def _ends(offsets: Sequence[int], count: int) -> tuple[int, ...]:
+    """By dynamic programming over (fragments, layers) for the pair (largest, sum of squares), the lesser the better."""
     layers = len(offsets) - 1
-    ends: list[int] = []
-    first = 0
-    for left in reversed(range(count)):  # fragments after this one
-        end = first + 1
-        while end < layers - left and offsets[end + 1] - offsets[first] <= cap:
-            end += 1
-        ends.append(end)
-        first = end
-    return ends
+    best: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, ()), *[None] * layers]
+    for number in range(1, count + 1):
+        best = [None, *(_best_end(offsets, best, end) for end in range(1, layers + 1))]
+        best[:number] = [None] * number  # each fragment has a layer
+    found = best[layers]
+    assert found is not None
+    return found[2]
+
+
+def _best_end(
+    offsets: Sequence[int], before: Sequence[tuple[int, int, tuple[int, ...]] | None], end: int
+) -> tuple[int, int, tuple[int, ...]] | None:
+    """The best cut of the first `end` layers that adds one fragment to a cut `before`."""
+    ways = (
+        (max(cut[0], size), cut[1] + size * size, (*cut[2], end))
+        for first in range(end)
+        if (cut := before[first]) is not None
+        for size in [offsets[end] - offsets[first]]
+    )
+    return min(ways, default=None)

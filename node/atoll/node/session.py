@@ -326,7 +326,7 @@ class TrainingSession:
         self._limits = limits
 
     async def next_round(self, timeout: timedelta) -> bool:
-        """Wait for the next committed round, our last, so that no progress is lost by leaving; False if none came.
+        """Wait for our last rounds, one of every fragment, so that no progress is lost by leaving; False if none came.
 
         Who is left behind by the others does not wait: the plan's members cannot commit a round any more.
         """
@@ -336,19 +336,18 @@ class TrainingSession:
             return False
         engine.leave()
 
-        def moved() -> bool:
-            return self._it.status.head_round > start
+        def moved(rounds: int) -> bool:
+            return self._it.status.head_round >= start + rounds
 
         def over() -> bool:
             plan = self._it.directives.plan
-            return moved() or self.finished.is_set() or (plan is not None and not plan.can_decide(engine.head))
+            stuck = plan is not None and not plan.can_decide(engine.head)
+            return moved(engine.turns) or self.finished.is_set() or stuck
 
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
                 await self._it.directives.until(over)
-        except TimeoutError:
-            return False
-        return moved()
+        return moved(1)
 
     async def generate(self, prompt: str, tokens: int) -> str:
         """Text from the committed anchor. Raises `InvalidTransition` before there is one.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.machine_plans import GENESIS, OFFSETS, POLICY, layers_after, make_plan
 from support.machine_world import World
 
@@ -12,8 +15,11 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
+from atoll.core.run_spec import SyncSection
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.decide import build_start, check_payload, check_start, manifest_payload, parts_total
+from atoll.node.averaging.opener import Paces
+from atoll.node.averaging.outer import due_tokens
 from atoll.node.averaging.round_types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -70,19 +76,41 @@ def test_a_result_that_touches_other_layers_than_its_fragments_is_none_to_vote_f
     assert {after[layer].round for layer in policy.fragments[1].layers} == {2}
 
 
-def test_fragments_take_turns_and_a_node_that_missed_some_brings_more_to_those() -> None:
+def test_fragments_take_turns_and_all_that_is_trained_is_in_the_rounds_of_each() -> None:
     world = World(3, seed=5, policy=replace(POLICY, fragments=cut_layers(OFFSETS, 3)))
     world.run(20)
     missed, late = world.rounds(), world.peers[0]
     world.freeze(late)
     assert world.run(30, until=lambda: world.rounds() >= missed + 3)
     world.thaw(late)
-    assert world.run(60, until=lambda: world.rounds() >= missed + 12)
+    assert world.run(200, until=lambda: world.rounds() >= missed + 36)
     made = [world.committed[number].manifest for number in sorted(world.committed)]
     assert [manifest.round.fragment for manifest in made] == [index % 3 for index in range(len(made))]
+    trained = {node.peer: node.trained for node in world.nodes.values()}
+    weights: Counter[tuple[str, int]] = Counter()
     for manifest in made:
         for item in manifest.contributions:
             assert item.tokens in (0, item.weight // 3)  # nothing where screening or a crash kept it out
-    trained = sum(node.trained for node in world.nodes.values())
-    committed = world.committed[world.rounds()].committed_tokens
-    assert 0.5 * trained < committed <= trained
+            weights[item.peer_id, manifest.round.fragment] += item.weight
+    for (peer, _), weight in weights.items():
+        assert 0.7 * trained[peer] < weight <= trained[peer]  # what is missing is under way
+    assert world.committed[world.rounds()].committed_tokens <= sum(trained.values())
+
+
+def test_a_large_fragment_has_deadlines_of_its_own() -> None:
+    small, large = Paces.of(replace(POLICY, fragments=cut_layers((0, 128, 4096), 2)))
+    for _ in range(9):
+        small.exchange(4).observe(0.1)
+        large.exchange(4).observe(10.0)
+    assert small.exchange(4).patience < 2
+    assert large.exchange(4).patience > 4 * POLICY.exchange_timeout.total_seconds() / 5
+    assert small.ready is large.ready
+
+
+@given(st.integers(1, 64), st.integers(0, 10**9), st.integers(1, 100_000), st.integers(1, 10**6))
+def test_fragments_are_due_after_their_share_but_a_step_of_everybody(fragments, committed, first, round_tokens):
+    sync = SyncSection(round_tokens=round_tokens)
+    whole = due_tokens(sync, committed, first)
+    due = due_tokens(sync, committed, first, fragments)
+    assert due == max(min(first, whole), whole // fragments)
+    assert due <= whole

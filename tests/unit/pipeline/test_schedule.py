@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from atoll.node.pipeline.schedule import Backward, Forward, Settle, Step, action
 
 ROUTES = st.integers(1, 6)
 COUNTS = st.integers(1, 12)
+SEEDS = st.integers(0, 2**32)  # of the order in which links deliver and stages work
 
 
 @given(ROUTES, COUNTS, st.integers(0, 3))
@@ -35,11 +38,11 @@ def test_no_stage_holds_more_than_its_credits_and_later_ones_never_more(stages: 
             assert held <= credit
 
 
-@given(st.data(), ROUTES, COUNTS, st.integers(0, 3), st.booleans())
+@given(SEEDS, ROUTES, COUNTS, st.integers(0, 3), st.booleans())
 def test_no_interleaving_of_deliveries_deadlocks_or_changes_an_order(
-    data: st.DataObject, stages: int, count: int, ahead: int, tied: bool
+    seed: int, stages: int, count: int, ahead: int, tied: bool
 ) -> None:
-    route = ScriptedRoute(stages, tied, ahead, lambda links: data.draw(st.sampled_from(links)))
+    route = ScriptedRoute(stages, tied, ahead, Random(seed).choice)
     for _ in range(2):
         flushed = route.flush(count)
         assert not flushed.verdict.aborted
@@ -51,11 +54,11 @@ def test_no_interleaving_of_deliveries_deadlocks_or_changes_an_order(
         assert stage.added_gradient == 2 * sum(range(1, count + 1))
 
 
-@given(st.data(), st.integers(1, 5), COUNTS, st.booleans(), st.integers(0, 200))
+@given(SEEDS, st.integers(1, 5), COUNTS, st.booleans(), st.integers(0, 200))
 def test_an_abort_at_any_moment_counts_nothing_and_the_next_run_counts_once(
-    data: st.DataObject, stages: int, count: int, tied: bool, moment: int
+    seed: int, stages: int, count: int, tied: bool, moment: int
 ) -> None:
-    route = ScriptedRoute(stages, tied, 0, lambda links: data.draw(st.sampled_from(links)))
+    route = ScriptedRoute(stages, tied, 0, Random(seed).choice)
     route.ledger.add(range(count))
     ids = route.ledger.begin(count)
     aborted = route.flush_until(count, moment)

@@ -38,7 +38,9 @@ from support.donors import (
 
 from atoll.core.errors import AtollError, Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.fragments import cut_layers
-from atoll.node.state.anchor import AnchorState
+from atoll.core.manifest import Head
+from atoll.node.averaging.outer import holds
+from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_staged
 from atoll.node.state.conversation import Conversation
 
@@ -370,3 +372,70 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(once(Path(directory)))
+
+
+# --- fragments -----------------------------------------------------------------------------------------
+
+
+def stepped(before: AnchorState, head: Head, index: int) -> tuple[Staged, AnchorState, Head]:
+    """The round after `head` that averages one of two fragments: its result, the state and the head."""
+    fragment = cut_layers(OFFSETS, 2)[index]
+    staging = before.staging(fragment, 0.7, 0.9)
+    staging.take(0, torch.ones(fragment.elements))
+    staged = staging.finish(head)
+    state = AnchorState(before.anchor_E.clone(), OFFSETS)
+    state.momentum_E = before.momentum_E.clone()
+    state.commit(staged)
+    return staged, state, commit(state, head.round + 1, list(DONORS), after=head, layers=staged.layers)
+
+
+async def test_of_a_staged_fragment_only_its_own_layers_travel(reef):
+    second = cut_layers(OFFSETS, 2)[1]
+    staged, _, result = stepped(STATE, HEAD, 1)
+    for member in (ANN, BOB):
+        reef.serve(member, history(HEAD), STATE, {result.hash: staged})
+    found = await fetch_staged(
+        reef.network, [ANN.peer_id, BOB.peer_id], result.committed.payload, "r", OFFSETS, second, policy=QUICK
+    )
+    assert found.start == second.start > 0
+    assert torch.equal(found.anchor_E, staged.anchor_E)
+    assert torch.equal(found.momentum_E, staged.momentum_E)
+    assert sum(reef.bodies.values()) < CHUNKS
+
+
+async def test_what_no_round_has_changed_is_given_out_under_an_older_head(reef):
+    """Else nobody could catch up whose link is slower than the rounds of fragments."""
+    holding = reef.serve(ANN, history(HEAD), STATE)
+    first, second = cut_layers(OFFSETS, 2)
+    conversation = await Conversation.begin(reef.network, ANN.peer_id, "r", QUICK.answer)
+    assert (await conversation.manifest(None)).hash == HEAD.hash
+    _, state, head = stepped(STATE, HEAD, 0)
+    holding.hold(head, state)
+    await conversation.ask("anchor", HEAD.hash, second.start, second.start + 8)
+    body = await conversation.answer(8)
+    assert bytes(body) == STATE.anchor_E[second.start : second.start + 8].numpy().tobytes()
+    await conversation.ask("anchor", HEAD.hash, first.start, first.start + 8)
+    with pytest.raises(NotFound):
+        await conversation.answer(8)
+    await conversation.close()
+
+
+async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_same(reef):
+    """After every ten chunks the donors move on; the whole state has 22, and no part of it outlasts two moves."""
+    holdings = [reef.serve(member, history(HEAD), STATE) for member in DONORS]
+    sent, now = 0, (STATE, HEAD)
+
+    async def moves_on(frame):
+        nonlocal sent, now
+        sent += 1
+        if sent % 10 == 0:
+            _, *now = stepped(*now, now[1].round % 2)
+            for holding in holdings:
+                holding.hold(now[1], now[0])
+        return frame
+
+    for member in DONORS:
+        reef.behaviours[member.peer_id] = moves_on
+    fetched = await fetch(reef)
+    assert fetched.head.round > 1
+    assert holds(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, OFFSETS)

@@ -81,6 +81,7 @@ async def test_rounds_go_on_while_one_is_written_and_change_nothing_in_it(tmp_pa
     writer.offer(state)
     assert await asyncio.to_thread(disk.reached.wait, 10)
     state.anchor_E.fill_(666.0)  # the next commit, in place
+    state.momentum_E.fill_(666.0)
     clock.now += 1000
     writer.offer(state_of(2))  # one is being written: nothing happens
     disk.gate.set()

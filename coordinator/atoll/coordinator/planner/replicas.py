@@ -43,7 +43,7 @@ def replicate(
                 first_layer=0,
                 last_layer=layers - 1,
                 data_ranges=holdings.get(peer, ()),
-                max_round_tokens=spec.sync.round_tokens,
+                max_round_tokens=most_round_tokens(spec, len(ordered)),
                 max_reduce_bytes_per_second=round(shares[peer] * len(ordered) * REDUCE_BYTES_PER_SECOND),
             )
             for peer in ordered
@@ -65,6 +65,18 @@ def _holdings(members: Sequence[str], previous: Plan | None, samples_each: int) 
     newcomers = [peer for peer in members if peer not in kept]
     first = {peer: ((cursor + i * samples_each, cursor + (i + 1) * samples_each),) for i, peer in enumerate(newcomers)}
     return {**kept, **first}
+
+
+def most_round_tokens(spec: RunSpec, members: int) -> int:
+    """What one member may claim in a round: all that make it due.
+
+    Where fragments take turns, it claims what it trained over all their rounds, each of which comes a little late and
+    no sooner than every member has made a step.
+    """
+    sync = spec.sync
+    if sync.fragments == 1:
+        return sync.round_tokens
+    return 2 * max(sync.round_tokens, sync.fragments * members * spec.tokens_per_step)
 
 
 def first_lease_samples(spec: RunSpec) -> int:

@@ -2,7 +2,8 @@
 
 The most precise one whose exchange takes at most a quarter of a round, from the begin of one exchange to that of the
 next: what is trained meanwhile enters one round later, so a long exchange costs more than coarse codes (docs/adr/0001
-has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer than it.
+has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer than it. Where
+fragments take turns, each learns for itself, and a round is their mean.
 
 How long an exchange takes is learnt from the last ones with that codec, as every member sees them; of codecs not used
 lately, in proportion to the bytes. A finer codec than the last needs some time to spare. Start names the codec, and so
@@ -43,10 +44,11 @@ class _Times:
 
 @dataclass
 class CodecChoice:
-    """`elements` of the flat vector; `names` of the codecs, the most precise first."""
+    """`names` of the codecs, the most precise first; `elements` of the fragment, and how many take `turns` with it."""
 
     names: Sequence[str]
     elements: int
+    turns: int = 1
     _times: dict[str, _Times] = field(default_factory=dict)
     _cut_off: bool = False  # an exchange was, before any was measured
     _count: int = 0  # exchanges
@@ -84,7 +86,7 @@ class CodecChoice:
             return CODECS[self.names[-1] if self._cut_off else _FIRST]
         if self._reference is None:
             return CODECS[self._used]
-        available = _SHARE * (now - self._reference)
+        available = _SHARE * (now - self._reference) / self.turns
         seconds = {name: self._expected(name) for name in self.names}
         for name in self.names:
             finer = self._bytes(name) > self._bytes(self._used)

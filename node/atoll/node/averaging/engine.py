@@ -151,6 +151,11 @@ class AveragingEngine:
         """The plan that rounds run under now."""
         return self._machine.plan
 
+    @property
+    def turns(self) -> int:
+        """In how many rounds every layer has its turn."""
+        return len(self._policy.fragments)
+
     def leave(self) -> None:
         """The next round is this node's last; it shall open now."""
         self._events.put_nowait(rt.Leave())
@@ -296,7 +301,7 @@ class AveragingEngine:
 
     async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
         staged = self._staged.get(_key_of(head.manifest.layers))
-        if staged is None:
+        if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
             self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
             return
         await asyncio.to_thread(self._manifests.keep, head)
@@ -311,7 +316,8 @@ class AveragingEngine:
         await take(ranges=ranges, committed_tokens=head.committed_tokens, moved=moved)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
-        if opened_here:
+        last_of_turn = fragment.index == len(self._policy.fragments) - 1
+        if opened_here and (last_of_turn or self._machine.finished):
             await self._evaluate(head)
         if self._machine.finished and head is self._machine.head:
             self.finished.set()
@@ -509,7 +515,8 @@ class AveragingEngine:
         if counted:
             self._count_frozen()
         tokens, missed = self._trainer.status.tokens - self._counted_from, head.round - before.round - bool(counted)
-        if counted is None or is_stale(tokens, usual, missed):
+        whole_turn = missed >= len(self._policy.fragments)  # before that, most of it is of fragments that nobody moved
+        if counted is None or (whole_turn and is_stale(tokens, usual, missed)):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
             self._counted_from = self._trainer.status.tokens
         elif counted:

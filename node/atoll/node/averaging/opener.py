@@ -42,7 +42,7 @@ class Stage(Enum):
 
 @dataclass
 class Paces:
-    """How long each stage took lately, and which codec that is good for."""
+    """How long each stage of one fragment's rounds took lately, and which codec that is good for."""
 
     ready: Pace
     exchanges: dict[int, Pace]  # by the number of the codec
@@ -51,12 +51,15 @@ class Paces:
     exchange_ceiling: float
 
     @classmethod
-    def of(cls, policy: RoundPolicy) -> Paces:
-        """Nothing seen yet."""
+    def of(cls, policy: RoundPolicy) -> tuple[Paces, ...]:
+        """For each fragment, because some are larger than others; nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
-        choice = CodecChoice(policy.codecs, max(fragment.elements for fragment in policy.fragments))
-        return cls(Pace(_FLOOR, ready), {}, Pace(_FLOOR, decision), choice, exchange)
+        answers, turns = Pace(_FLOOR, ready), len(policy.fragments)
+        return tuple(
+            cls(answers, {}, Pace(_FLOOR, decision), CodecChoice(policy.codecs, fragment.elements, turns), exchange)
+            for fragment in policy.fragments
+        )
 
     def exchange(self, codec: int) -> Pace:
         """That of exchanges with codec number `codec`."""

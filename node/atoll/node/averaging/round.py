@@ -73,7 +73,7 @@ class RoundMachine:
         self._step_seconds = 0.0
         self._next_plan: Plan | None = None
         self._leaving = False
-        self._paces = Paces.of(policy)
+        self._paces_by_fragment = Paces.of(policy)
         self._inbox: deque[rt.Received] = deque()  # to ourselves
         self._early = EarlyOpen()
         self._actions: list[rt.Action] = []
@@ -131,6 +131,11 @@ class RoundMachine:
     def in_doubt(self) -> bytes:
         """The payload that this node voted for without knowing whether it was committed; empty for none."""
         return self._memory.in_doubt
+
+    @property
+    def _paces(self) -> Paces:
+        """Of the next round's fragment."""
+        return self._paces_by_fragment[self.policy.fragment_of(self.head.round + 1).index]
 
     @property
     def _tie_seconds(self) -> float:
@@ -200,7 +205,8 @@ class RoundMachine:
         if self._following is not None:
             self._actions.append(rt.Release(self._following.round_id, thaw=False))
         self._supersede(f"this node moved to round {head.round}")
-        self._paces.codec.forget_round()
+        for paces in self._paces_by_fragment:
+            paces.codec.forget_round()
         self._reset(head)
         self._adopt_plan()
 

@@ -22,7 +22,7 @@ _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 def policy_of(spec: RunSpec, layer_offsets: Sequence[int]) -> RoundPolicy:
     """The round policy of a run. `layer_offsets` has one entry more than there are layers."""
-    fragments = cut_layers(layer_offsets, spec.sync.fragments)
+    fragments = cut_layers(tuple(layer_offsets), spec.sync.fragments)
     elements = max(fragment.elements for fragment in fragments)
     codecs = allowed(spec.sync.codec)
     coded = CODECS[codecs[0]].encoded_bytes
@@ -38,7 +38,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int]) -> RoundPolicy:
         due_tokens=lambda committed, members: due_tokens(
             spec.sync, committed, members * spec.tokens_per_step, len(fragments)
         ),
-        round_max=spec.sync.round_max_seconds,
+        round_max=spec.sync.round_max_seconds / len(fragments),
         stop_tokens=spec.run.stop_tokens,
         minimum_lease=-(-spec.sync.round_tokens // spec.data.sequence_length),
         exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in

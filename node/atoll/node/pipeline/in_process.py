@@ -24,11 +24,18 @@ def oldest(links: Sequence[Link]) -> Link:
     return links[0]
 
 
-class InProcessRoute:
-    """Runners in the order of their stages, and what is on its way between them."""
+def as_it_is(message: Message) -> Message:
+    """A link that changes nothing."""
+    return message
 
-    def __init__(self, runners: Sequence[Runner], pick: Pick = oldest) -> None:
-        self.runners, self._pick = tuple(runners), pick
+
+class InProcessRoute:
+    """Runners in the order of their stages, and what is on its way between them; `carry` is what links do to it."""
+
+    def __init__(
+        self, runners: Sequence[Runner], pick: Pick = oldest, carry: Callable[[Message], Message] = as_it_is
+    ) -> None:
+        self.runners, self._pick, self._carry = tuple(runners), pick, carry
         self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
 
     def flush(self, tokens: Sequence[Tensor]) -> Flushed:
@@ -73,7 +80,7 @@ class InProcessRoute:
         if sent is None:
             del self._links[stage, stage]
         for receiver, message in sent or ():
-            self._links.setdefault((stage, receiver), deque()).append(message)
+            self._links.setdefault((stage, receiver), deque()).append(self._carry(message))
 
     def _wake(self, stage: int) -> None:
         self._links.setdefault((stage, stage), deque())

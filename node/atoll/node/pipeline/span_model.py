@@ -9,7 +9,7 @@ Shape suffixes: B batch, T sequence, D model, V vocabulary, E all elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class Cut:
     parameters: tuple[Mapping[str, nn.Parameter], ...]  # by layer of the span; frozen ones require no gradient
     embedding: str  # the parameter that does not decay, in the first layer
     tie: Tie | None = None  # of parameters that are trained
+    copy: Tie | None = None  # of parameters that are frozen: the borrower has its own, and nothing travels
 
     @property
     def first(self) -> bool:
@@ -111,6 +112,14 @@ class SpanModel:
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained here, in layer order."""
         return [self._named[slot.name] for slot in self.trained.slots]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that is loaded, trained or frozen, by the name under which a whole model has it."""
+        copy = self.cut.copy
+        for layout, flat_E in ((self.trained, self.weights_E), (self.frozen, self.frozen_E)):
+            for name, view in layout.views(flat_E):
+                plain = name.replace(".base_layer.", ".")  # what an adapter stands around
+                yield (copy.owner if copy is not None and copy.borrower == plain else plain), view
 
     def layer(self, layer: int) -> Tensor:
         """What is trained of one layer of the model, as a view of the weights [E of the layer]."""

@@ -7,6 +7,7 @@ meanwhile, the fetch begins again there and keeps every piece that did not chang
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -21,7 +22,7 @@ from atoll.node.state.anchor import AnchorState, Fetched, Staged
 from atoll.node.state.conversation import Conversation
 from atoll.node.state.fetch import FetchPolicy, StateMoved, Wanted, fetch_state
 from atoll.node.state.heads import believe
-from atoll.node.state.pieces import Workspace, pieces_of
+from atoll.node.state.pieces import Piece, Workspace, pieces_of
 from atoll.node.transport import Network
 from atoll.v1 import manifest_pb2
 
@@ -69,7 +70,8 @@ async def catch_up(
     """
     workspace: Workspace | None = None
     followed = held  # what grew out of ours need not be followed again
-    for restart in range(policy.restarts):
+    restarts, least = 0, math.inf
+    while restarts < policy.restarts:
         best = await believe(network, plan, operator_key, followed)
         if best is None:
             raise Unreachable("no head was found that enough members of the plan agree on")
@@ -78,7 +80,7 @@ async def catch_up(
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
                 return None
             followed = head if best.grown else followed
-            wanted = Wanted(plan.run_id, head.hash, pieces_of(head.manifest.layers, state.offsets))
+            wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets))
             if workspace is None:
                 workspace = Workspace(0, state.anchor_E.numel())
                 if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
@@ -86,12 +88,21 @@ async def catch_up(
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations)
         except StateMoved as error:
             _log.info("the head moved on while it was fetched", round=head.round, reason=str(error))
-            await asyncio.sleep(policy.pause.total_seconds() * 2**restart)  # members change their heads one by one
+            missing = sum(piece.elements for piece in wanted.pieces if workspace is None or not workspace.has(piece))
+            restarts = restarts + 1 if missing >= least else 1
+            least = min(least, missing)
+            await asyncio.sleep(policy.pause.total_seconds() * 2 ** (restarts - 1))  # heads change one by one
             continue
         finally:
             await best.end()
         return Fetched(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
-    raise Unreachable(f"the head moved on {policy.restarts} times while it was fetched")
+    raise Unreachable(f"the head moved on {policy.restarts} times, and no more of it was fetched than before")
+
+
+def _longest_lived_first(head: Head, offsets: Sequence[int]) -> tuple[Piece, ...]:
+    """The pieces of a state, those that changed last first: their fragment's turn comes last."""
+    layers = head.manifest.layers
+    return tuple(sorted(pieces_of(layers, offsets), key=lambda piece: -layers[piece.layer].round))
 
 
 async def fetch_staged(

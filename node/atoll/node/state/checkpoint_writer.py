@@ -93,9 +93,10 @@ class CheckpointWriter:
         return (await asyncio.to_thread(self.store.held))[:MAX_TOLD]
 
     async def _write_copy(self, state: CheckpointState) -> Path:
-        # the anchor is changed in place by the next commit; the momentum is replaced
-        copy_E = await asyncio.to_thread(state.anchor_E.clone)
-        return await self._write(replace(state, anchor_E=copy_E))
+        # the next commit changes both in place
+        anchor_E = await asyncio.to_thread(state.anchor_E.clone)
+        momentum_E = await asyncio.to_thread(state.momentum_E.clone)
+        return await self._write(replace(state, anchor_E=anchor_E, momentum_E=momentum_E))
 
     async def _write(self, state: CheckpointState) -> Path:
         given_up = threading.Event()

@@ -28,7 +28,7 @@ class FetchPolicy:
     answer: timedelta = timedelta(seconds=15)  # for every answer
     failures: int = 8  # in a row and without a chunk between them; a deadline that passed counts three times
     pause: timedelta = timedelta(milliseconds=50)  # after the first failure; doubles up to a second
-    restarts: int = 6  # when the donors' head moved on meanwhile
+    restarts: int = 6  # in a row when the donors' head moved on meanwhile, and no more is here than before
 
 
 @dataclass(frozen=True)

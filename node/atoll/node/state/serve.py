@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 
 from google.protobuf.message import DecodeError
 from torch import Tensor
@@ -25,6 +26,7 @@ from atoll.v1 import manifest_pb2
 MAX_SLICE_ELEMENTS = 1 << 20  # 4 MiB of fp32: what one question may make us copy
 STREAMS_PER_PEER = 2  # one that asks for heads, one that fetches
 _IDLE = timedelta(seconds=30)
+_HEADS = 128  # that are remembered: two turns of as many fragments as there can be
 
 _log = log.get("state")
 
@@ -54,7 +56,7 @@ class StateServer:
         self._manifests = manifests
         self._current = current
         self._staged = staged
-        self._told: Head | None = None  # the last head that was seen here: still true while the state changes
+        self._told: dict[bytes, Head] = {}  # the last heads that were seen here, newest last
         self._streams: Counter[str] = Counter()
         network.handle(PROTOCOL, self._handle)
 
@@ -95,10 +97,17 @@ class StateServer:
                 raise PeerMisbehaved("a state request asks for nothing")
 
     def _head(self) -> Head | None:
+        current = self._now()
+        return current[0] if current is not None else next(reversed(self._told.values()), None)  # still true
+
+    def _now(self) -> tuple[Head, AnchorState] | None:
+        """The state, unless it is changing; its head is remembered."""
         current = self._current()
-        if current is not None:
-            self._told = current[0]
-        return self._told
+        if current is not None and current[0].hash not in self._told:
+            self._told[current[0].hash] = current[0]
+            if len(self._told) > _HEADS:
+                del self._told[next(iter(self._told))]
+        return current
 
     def _stored(self, number: int) -> manifest_pb2.CommittedManifest | None:
         try:
@@ -112,7 +121,7 @@ class StateServer:
         await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
 
     async def _send_slice(self, stream: Stream, piece: dp.StateSlice, kind: Kind) -> None:
-        first_E, vector_E = self._vector(piece.manifest_hash, kind)
+        first_E, vector_E = self._vector(piece, kind)
         start, end = piece.start - first_E, piece.end - first_E
         if not 0 <= start < end <= vector_E.numel() or end - start > MAX_SLICE_ELEMENTS:
             raise PeerMisbehaved("a state request is outside the vector or over the cap")
@@ -120,10 +129,10 @@ class StateServer:
         await stream.send(FrameKind.MESSAGE, dp.StateReply(body_bytes=4 * values_E.numel()).SerializeToString())
         await stream.send(FrameKind.BODY, b"", values_E.numpy().data.cast("B"))
 
-    def _vector(self, state_hash: bytes, kind: Kind) -> tuple[int, Tensor]:
+    def _vector(self, piece: dp.StateSlice, kind: Kind) -> tuple[int, Tensor]:
         """What we hold of that state, and the element that it begins with: of a staged result, its fragment."""
-        current = self._current()
-        if current is not None and current[0].hash == state_hash:
+        current, state_hash = self._now(), piece.manifest_hash
+        if current is not None and (current[0].hash == state_hash or self._is_unchanged(piece, *current)):
             return 0, current[1].vector(kind)
         staged = self._staged(state_hash)
         if staged is not None:
@@ -131,3 +140,11 @@ class StateServer:
         if current is None:
             raise Busy("the state is changing; ask again")
         raise NotFound("that state is not the head here, nor staged")
+
+    def _is_unchanged(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
+        """Whether an earlier head of ours had there what we have now: rounds since were of other fragments."""
+        before = self._told.get(piece.manifest_hash)
+        if before is None:
+            return False
+        layers = zip(before.manifest.layers, head.manifest.layers, pairwise(state.offsets), strict=True)
+        return all(old == new for old, new, (start, end) in layers if start < piece.end and piece.start < end)

@@ -1,0 +1,108 @@
+"""The parts of a Hugging Face decoder, found by their roles and not by a family's names.
+
+    body: embedding → blocks (a module list) → final norm;   then the head
+
+What has another shape is refused, and the error names what is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from atoll.core.errors import UnsupportedModel
+
+_RANDOM = ("attention_dropout", "jitter_noise")  # what families draw with, outside of `nn.Dropout`
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where the parts are, as paths of modules."""
+
+    body: str
+    embedding: str
+    blocks: str
+    blocks_count: int
+    norm: str
+    head: str
+
+    def layer_of(self, parameter: str) -> int:
+        """The number of the layer that a parameter is part of. Raises `KeyError` if it is part of none."""
+        if parameter.startswith(f"{self.embedding}."):
+            return 0
+        if parameter.startswith((f"{self.norm}.", f"{self.head}.")):
+            return self.blocks_count + 1
+        if parameter.startswith(f"{self.blocks}."):
+            return int(parameter.removeprefix(f"{self.blocks}.").partition(".")[0]) + 1
+        raise KeyError(parameter)
+
+
+class PassOn(nn.Module):
+    """A block that another span holds."""
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        return hidden_states
+
+
+def dissect(model: Any) -> Anatomy:
+    """Find the parts. Raises `UnsupportedModel`."""
+    kind, count = model.config.model_type, model.config.get_text_config().num_hidden_layers
+    paths = {module: name for name, module in model.named_modules()}
+    body: Any = getattr(model, model.base_model_prefix, None)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    _require(body is not None, kind, f"a body under the name {model.base_model_prefix!r}")
+    _require(embedding is not None, kind, "an input embedding")
+    _require(head is not None, kind, "an output embedding")
+    lists = [child for child in body.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    _require(len(lists) == 1, kind, f"one list of {count} blocks (it has {len(lists)})")
+    rest = [child for child in body.children() if child is not embedding and child is not lists[0]]
+    norms = [child for child in rest if any(True for _ in child.parameters())]
+    _require(len(norms) == 1, kind, f"one final norm (it has {len(norms)} other modules with parameters)")
+    found = Anatomy(paths[body], paths[embedding], paths[lists[0]], count, paths[norms[0]], paths[head])
+    _require_all(model, found)
+    return found
+
+
+def _require_all(model: Any, anatomy: Anatomy) -> None:
+    """Every parameter belongs to a layer, and nothing is drawn by chance: backward computes a span again."""
+    kind = model.config.model_type
+    for name, _ in model.named_parameters():
+        try:
+            anatomy.layer_of(name)
+        except KeyError:
+            _require(False, kind, f"a layer for its parameter {name}")
+    for name, module in model.named_modules():
+        dropout = isinstance(module, nn.Dropout) and module.p > 0
+        draws = dropout or any(_number(getattr(module, key, 0)) > 0 for key in _RANDOM)
+        _require(not draws, kind, f"the same result twice (dropout or jitter in {name}: set it to 0)")
+    balances = getattr(model.config, "output_router_logits", False)
+    _require(not balances, kind, "a loss without terms of several blocks (set output_router_logits to false)")
+
+
+def rebuild_buffers(model: Any, config: Any) -> None:
+    """Give modules with computed buffers (rotary frequencies) real ones. Raises `UnsupportedModel`."""
+    for name, module in list(model.named_modules()):
+        buffers = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not buffers:
+            continue
+        pure = not any(True for _ in module.parameters()) and not set(buffers) & set(module.state_dict())
+        try:
+            rebuilt = type(module)(config=config) if pure else None
+        except (TypeError, AttributeError):
+            rebuilt = None
+        _require(rebuilt is not None, config.model_type, f"a way to compute the buffers {buffers} of {name}")
+        model.set_submodule(name, rebuilt)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _require(holds: bool, kind: str, what: str) -> None:
+    if not holds:
+        raise UnsupportedModel(
+            f"{kind} cannot be cut into layers: it lacks {what}",
+            "choose a decoder that is embedding, blocks, final norm and head, such as Llama, Qwen 3 or GPT-NeoX",
+        )

@@ -1,0 +1,155 @@
+"""Cuts of Hugging Face decoders, with the code of `transformers` as it is.
+
+Nothing here knows a family. The parts of a model are found by their roles (`anatomy.py`), those outside the span are
+replaced by holes, and the family's own `forward` runs the rest: it makes masks, positions and rotary embeddings on
+every span as it would for the whole model, because blocks keep their numbers.
+
+Shape suffixes: B batch, T sequence, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.errors import ConfigError, UnsupportedModel
+from atoll.node.pipeline.anatomy import PassOn, dissect, rebuild_buffers
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import Cut, Tie
+
+
+class HuggingFace:
+    """A causal language model by its configuration; with `lora`, adapters are trained and the rest is frozen."""
+
+    def __init__(self, config: Any, lora: Any = None) -> None:
+        """`config` is a `transformers` configuration, `lora` a `peft.LoraConfig`. Raises `UnsupportedModel`."""
+        self.config = config
+        self._lora = lora
+        whole = self._build()
+        self.anatomy = dissect(whole)
+        self.names = tuple(name.replace(".base_layer.", ".") for name, _ in whole.named_parameters())
+        self._check_passes_on(whole)
+
+    @classmethod
+    def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFace:
+        """Of a local directory's config.json. Nothing is downloaded and no code from it is run."""
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the file is a stranger's, and every family checks it in its own way
+            raise ConfigError(
+                f"{directory} has no configuration that this transformers knows: {error}",
+                "name a directory with a config.json of a supported architecture",
+            ) from error
+        return cls(config, lora)
+
+    @property
+    def layers(self) -> int:
+        """Embedding, blocks, head."""
+        return self.anatomy.blocks_count + 2
+
+    @property
+    def tie(self) -> Tie | None:
+        """The head's matrix and the embedding's, if they are one."""
+        if not self.config.get_text_config().tie_word_embeddings:
+            return None
+        return Tie(f"{self.anatomy.embedding}.weight", f"{self.anatomy.head}.weight")
+
+    def cut(self, span: Span) -> Cut:
+        """Raises `InvalidRequest` for layers that the model does not have."""
+        span.check_within(self.layers)
+        model = self._build()
+        self._make_holes(model, span)
+        rebuild_buffers(model, self.config)
+        rows: list[dict[str, nn.Parameter]] = [{} for _ in range(len(span))]
+        for name, parameter in model.named_parameters():
+            rows[self.anatomy.layer_of(name) - span.first][name] = parameter
+        config = self.config.get_text_config()
+        return Cut(
+            span,
+            self.layers,
+            config.hidden_size,
+            config.vocab_size,
+            model,
+            self._runner(model, span),
+            tuple(rows),
+            f"{self.anatomy.embedding}.weight",
+            tie=self.tie if self._lora is None else None,
+            copy=self.tie if self._lora is not None else None,
+        )
+
+    def _build(self) -> Any:
+        """The whole model on the meta device, a tied head with a matrix of its own."""
+        from transformers import AutoModelForCausalLM
+
+        auto: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            try:
+                model = auto.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
+            except ValueError as error:
+                raise UnsupportedModel(
+                    f"{self.config.model_type} is no causal language model of this transformers",
+                    "choose a decoder such as Llama, Qwen 3, GPT-NeoX or Mixtral",
+                ) from error
+            head = model.get_output_embeddings()
+            if head is not None:
+                head.weight = nn.Parameter(torch.empty_like(head.weight))
+            if self._lora is not None:
+                _adapt(model, self._lora)
+        return model.train()
+
+    def _make_holes(self, model: Any, span: Span) -> None:
+        anatomy = self.anatomy
+        for index in range(anatomy.blocks_count):
+            if index + 1 not in span:
+                model.set_submodule(f"{anatomy.blocks}.{index}", PassOn())
+        if span.first > 0:
+            model.set_submodule(anatomy.embedding, nn.Identity())
+        if span.last < self.layers - 1:
+            model.set_submodule(anatomy.norm, nn.Identity())
+            model.set_submodule(anatomy.head, nn.Identity())
+
+    def _runner(self, model: Any, span: Span) -> Callable[[Tensor], Tensor]:
+        """Tokens or activations in; logits, or activations out of the body."""
+        whole = span.last == self.layers - 1
+        part = model if whole else model.get_submodule(self.anatomy.body)
+        key = "input_ids" if span.first == 0 else "inputs_embeds"
+
+        def run(x: Tensor) -> Tensor:
+            output = part(**{key: x}, use_cache=False)
+            return cast("Tensor", output.logits if whole else output.last_hidden_state)
+
+        return run
+
+    def _check_passes_on(self, model: Any) -> None:
+        """With holes for all layers, the body must give back what it gets: or a span in the middle would not."""
+        self._make_holes(model, Span(0, 0))
+        rebuild_buffers(model, self.config)
+        given_BTD = torch.linspace(-1.0, 1.0, 4 * self.config.get_text_config().hidden_size).view(1, 4, -1)
+        with torch.no_grad():
+            passed = self._runner(model, Span(1, 1))(given_BTD)
+        if not isinstance(passed, Tensor) or not torch.equal(passed, given_BTD):
+            raise UnsupportedModel(
+                f"{self.config.model_type} cannot be cut: its {self.anatomy.body} does more to activations than its "
+                "blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
+                "choose a decoder whose body is embedding, blocks and final norm",
+            )
+
+
+def _adapt(model: Any, lora: Any) -> None:
+    """Put LoRA adapters in (Hu et al. 2021, arXiv:2106.09685) and freeze all else. Raises `ConfigError`."""
+    from peft import inject_adapter_in_model
+
+    if lora.modules_to_save or lora.bias != "none":
+        raise ConfigError("only adapters are trained: leave modules_to_save and bias out of the LoRA configuration")
+    try:
+        inject_adapter_in_model(lora, model)
+    except ValueError as error:
+        raise ConfigError(f"the LoRA configuration does not fit the model: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)

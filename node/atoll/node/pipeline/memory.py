@@ -1,0 +1,102 @@
+"""What a span takes of a device's memory, from the layer table alone. Pure: no torch, for planners.
+
+fp32 throughout. Recomputing keeps activations small: of a micro-batch in flight only the span's input stays, and what
+backward needs of all its layers exists for one micro-batch at a time. How much that is, is not in the table, but for
+decoders it follows from the multiplications that are: the constants below were counted on `training/model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atoll.node.pipeline.span import Span
+from atoll.v1 import plan_pb2
+
+FP32_BYTES = 4
+TOKEN_BYTES = 8
+_KEPT_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
+_KEPT_WIDTHS = 5.0  # and vectors of the model's width, a block
+_MOVING_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
+_LOGITS = 3  # logits, their log-softmax, its gradient
+_LARGEST_MATRIX = 0.25  # of a block's elements; its gradient exists once more before it is added
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a route sends through a stage."""
+
+    micro_batch_tokens: int
+    sequence_length: int
+    credits: int  # micro-batches that may be here, forward and not backward: those of the stage upstream
+
+
+@dataclass(frozen=True)
+class SpanMemory:
+    """Bytes, all of them at the same moment at worst."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # AdamW's two moments
+    in_flight: int  # inputs of micro-batches that wait here for forward or backward
+    working: int  # backward of one micro-batch
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.in_flight + self.working
+
+
+def span_memory(
+    table: plan_pb2.LayerTable, span: Span, traffic: Traffic, trained: Sequence[int] | None = None
+) -> SpanMemory:
+    """Estimate a stage.
+
+    `trained` says how many elements of each layer are trained where adapters are (they add to the table's); by
+    default all are. With adapters `working` is an upper bound. Raises `InvalidRequest` for layers that the table lacks.
+    """
+    span.check_within(len(table.layers))
+    rows = table.layers[span.first : span.last + 1]
+    own = sum(row.parameters for row in rows)
+    learns = own if trained is None else sum(trained[span.first : span.last + 1])
+    borrowed = _borrowed(table, span)
+    here = own + (0 if trained is None else learns) + (0 if span.first == 0 else borrowed)
+    return SpanMemory(
+        weights=FP32_BYTES * here,
+        gradients=FP32_BYTES * (learns + (borrowed if trained is None else 0)),
+        optimizer=2 * FP32_BYTES * learns,
+        in_flight=_in_flight(table, span, traffic),
+        working=_working(table, span, traffic, trained is None),
+    )
+
+
+def _borrowed(table: plan_pb2.LayerTable, span: Span) -> int:
+    """Elements that layers of the span use and others own."""
+    owners = {row.name: row.parameters for row in table.layers}
+    return sum(owners[name] for row in table.layers[span.first : span.last + 1] for name in row.tied_to)
+
+
+def _in_flight(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
+    into = TOKEN_BYTES if span.first == 0 else table.layers[span.first - 1].activation_bytes_per_token
+    return traffic.credits * traffic.micro_batch_tokens * (into + TOKEN_BYTES)
+
+
+def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic, dense: bool) -> int:
+    """The largest of the phases of backward, which follow each other: head, blocks, embedding, return of a tie."""
+    rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
+    width = table.layers[0].activation_bytes_per_token / FP32_BYTES
+    blocks = [row for row in rows if row.kind == "block"]
+    outputs = [row.flops_per_token_forward / 2 / width - traffic.sequence_length for row in blocks]  # a token
+    kept = tokens * sum(_KEPT_OUTPUTS * each + _KEPT_WIDTHS * width for each in outputs)
+    phases = [float(_borrowed(table, span))]
+    for row in rows:
+        matrix = row.parameters if dense else 0
+        if row.kind == "head":
+            logits = row.activation_bytes_per_token / FP32_BYTES
+            phases.append(kept + tokens * (2 * width + _LOGITS * logits))
+            phases.append(kept + tokens * (2 * width + logits) + max(matrix, _borrowed(table, span)))
+        elif row.kind == "embedding":
+            phases.append(2 * width * tokens + matrix)
+    if blocks:
+        largest = _LARGEST_MATRIX * max(row.parameters for row in blocks) if dense else 0.0
+        phases.append(kept + tokens * (2 * width + _MOVING_OUTPUTS * max(outputs)) + largest)
+    return int(FP32_BYTES * max(phases))

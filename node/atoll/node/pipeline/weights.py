@@ -1,0 +1,128 @@
+"""A span's weights out of a local directory of safetensors, by name: what lies outside the span is not read.
+
+Checkpoints name and slice some tensors otherwise than the model does (the experts of a mixture lie one by one). How,
+is known to `transformers`; its own conversions are applied here to the few tensors that become one parameter, so that
+at most a parameter's worth is in memory twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from atoll.core.errors import CheckpointCorrupt
+from atoll.node.pipeline.huggingface import HuggingFace
+from atoll.node.pipeline.span_model import SpanModel
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 64 << 20
+
+
+def load(architecture: HuggingFace, directory: Path, model: SpanModel) -> None:
+    """Fill what was in the checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`."""
+    wanted: dict[str, list[Tensor]] = defaultdict(list)
+    for name, view in model.tensors():
+        if "lora_" not in name:
+            wanted[name].append(view)
+    files = _files(directory)
+    for name, sources in _sources(architecture, files, model, wanted).items():
+        _fill(wanted, sources.read(directory, name), directory)
+    if wanted:
+        raise CheckpointCorrupt(f"{directory} lacks {', '.join(sorted(wanted))}", "is it of this architecture?")
+
+
+def _fill(wanted: dict[str, list[Tensor]], found: Mapping[str, Tensor], directory: Path) -> None:
+    for name, values in found.items():
+        for view in wanted.pop(name, ()):
+            if values.shape != view.shape or not values.is_floating_point():
+                what = f"{values.dtype} {list(values.shape)}"
+                raise CheckpointCorrupt(f"{directory}: {name} is {what}, the model's has shape {list(view.shape)}")
+            view.copy_(values)
+
+
+class _Sources:
+    """The tensors of a checkpoint that become one parameter, or several that lie in one tensor there."""
+
+    def __init__(self, converter: Any, model: Any) -> None:
+        self._converter, self._model = deepcopy(converter), model
+        self._tensors: list[tuple[str, str, str | None]] = []  # file, name, the converter's pattern for it
+
+    def add(self, file: str, name: str, pattern: str | None) -> None:
+        self._tensors.append((file, name, pattern))
+
+    def read(self, directory: Path, target: str) -> dict[str, Tensor]:
+        """Parameters by name. Raises `CheckpointCorrupt`."""
+        if self._converter is None:
+            file, name, _ = self._tensors[-1]
+            return {target: _read(directory, file, name)}
+        for file, name, pattern in self._tensors:
+            self._converter.add_tensor(target, name, pattern, partial(_read, directory, file, name))
+        try:
+            made = self._converter.convert(target, model=self._model, config=self._model.config)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CheckpointCorrupt(f"{directory}: {target} cannot be made of its parts: {error}") from error
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+def _sources(
+    architecture: HuggingFace, files: Mapping[str, str], model: SpanModel, wanted: Collection[str]
+) -> dict[str, _Sources]:
+    """What the span's parameters are made of, under the name of the first of those that are made together."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    module: Any = model.cut.module
+    mapping = get_model_conversion_mapping(module)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    known = dict.fromkeys(architecture.names, True)
+    layers = {architecture.anatomy.layer_of(name) for name in wanted}
+    found: dict[str, _Sources] = {}
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, known)
+        if target in known and architecture.anatomy.layer_of(target) in layers:
+            converter = None if pattern is None else by_pattern[pattern]
+            found.setdefault(target, _Sources(converter, module)).add(files[name], name, pattern)
+    return found
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """Which file each tensor lies in. Raises `CheckpointCorrupt`."""
+    index = directory / _INDEX
+    try:
+        if not index.exists():
+            with safe_open(directory / _WHOLE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), _WHOLE)
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise CheckpointCorrupt(f"{index} is too large to be an index")
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return dict(_checked(weight_map, index))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorrupt(
+            f"{directory} holds no safetensors that can be read: {error}", f"it needs {_WHOLE} or {_INDEX}"
+        ) from error
+
+
+def _checked(weight_map: Mapping[object, object], index: Path) -> Iterator[tuple[str, str]]:
+    for name, file in weight_map.items():
+        if not isinstance(name, str) or not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointCorrupt(f"{index}: {name!r} lies in {file!r}, which is no file beside it")
+        yield name, file
+
+
+def _read(directory: Path, file: str, name: str) -> Tensor:
+    try:
+        with safe_open(directory / file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise CheckpointCorrupt(f"{directory / file}: {name} cannot be read: {error}") from error

@@ -1,0 +1,167 @@
+"""How the messages of a route become bytes, and what must hold of bytes from a peer before anything is allocated.
+
+Activations and gradients are encoded by the codecs of `averaging/codecs.py`: `fp32`, `bf16`, or `int8` in blocks of
+128, which costs a run nothing in loss where 4 bits do (DESIGN §5). A tied matrix travels in fp32. A tensor with
+values that are not finite is announced as such and arrives as NaN, so that the route skips its step as one process
+would.
+
+Shape suffixes: B batch, T sequence, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.frames import Buffer
+from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec, is_finite
+from atoll.node.pipeline.messages import (
+    Activation,
+    Begin,
+    Gradient,
+    Message,
+    Report,
+    TiedGradient,
+    TiedWeights,
+    Verdict,
+)
+from atoll.v1 import pipeline_pb2 as pb
+
+ACTIVATION_CODECS = ("fp32", "bf16", "int8")
+_TARGET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What both ends of a link know beforehand: the plan's route, and the largest tensors of its run."""
+
+    plan_version: int
+    route: int
+    samples: int  # of a micro-batch, at most
+    tokens: int
+    dimension: int
+    vocabulary: int
+
+
+def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, bytes]:
+    """Header and body. `codec` is for activations and gradients."""
+    header = pb.StageMessage(plan_version=channel.plan_version, route=channel.route, flush=message.flush)
+    body = b""
+    match message:
+        case Begin(micro_batches=count):
+            header.begin.micro_batches = count
+        case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT):
+            body = _put(header.activation, x_BTD, codec, number) + targets_BT.cpu().numpy().astype("<i4").tobytes()
+        case Gradient(micro_batch=number, gradient_BTD=gradient_BTD):
+            body = _put(header.gradient, gradient_BTD, codec, number)
+        case Report(norms=norms, loss=loss):
+            header.report.CopyFrom(pb.StageReport(norms=norms, loss=loss))
+        case Verdict(aborted=True):
+            header.verdict.aborted = True
+        case Verdict(factor=None):
+            header.verdict.skipped = True
+        case Verdict(factor=float(factor)):
+            header.verdict.factor = factor
+        case TiedGradient(gradient_VD=matrix_VD):
+            body = _put(header.tied_gradient, matrix_VD, CODECS["fp32"])
+        case TiedWeights(weights_VD=matrix_VD):
+            body = _put(header.tied_weights, matrix_VD, CODECS["fp32"])
+    header.body_bytes = len(body)
+    return header, body
+
+
+def _put(header: pb.StageTensor, tensor: Tensor, codec: Codec, micro_batch: int = 0) -> bytes:
+    values_E = tensor.detach().cpu().reshape(-1)
+    finite = is_finite(values_E)
+    header.MergeFrom(
+        pb.StageTensor(micro_batch=micro_batch, shape=tensor.shape, codec=codec.number, not_finite=not finite)
+    )
+    return codec.encode(values_E) if finite else b""
+
+
+def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
+    """Parse a header and check that its body is as long as it must be. Raises `PeerMisbehaved`."""
+    try:
+        header = pb.StageMessage.FromString(data)
+    except DecodeError as error:
+        raise PeerMisbehaved("a message between stages does not parse") from error
+    if (header.plan_version, header.route) != (channel.plan_version, channel.route):
+        raise PeerMisbehaved(
+            f"a message for route {header.route} of plan {header.plan_version} came to route {channel.route} "
+            f"of plan {channel.plan_version}"
+        )
+    kind = header.WhichOneof("content")
+    if kind is None:
+        raise PeerMisbehaved("a message between stages says nothing")
+    expected = sum(_body_bytes(kind, header, channel))
+    if header.body_bytes != expected:
+        raise PeerMisbehaved(f"the body of {kind} has {expected} bytes, {header.body_bytes} were announced")
+    return header
+
+
+def _body_bytes(kind: str, header: pb.StageMessage, channel: Channel) -> tuple[int, int]:
+    """Of the tensor and of the targets; the shape is checked, so both are bounded."""
+    if kind in ("begin", "report", "verdict"):
+        return 0, 0
+    tensor: pb.StageTensor = getattr(header, kind)
+    shape, codec = tuple(tensor.shape), BY_NUMBER.get(tensor.codec)
+    if codec is None or codec.name not in ACTIVATION_CODECS or not _fits(kind, shape, channel):
+        raise PeerMisbehaved(f"{kind} of shape {list(shape)[:4]} in codec {tensor.codec} is none of this route's")
+    coded = 0 if tensor.not_finite else codec.encoded_bytes(math.prod(shape))
+    return coded, _TARGET_BYTES * shape[0] * shape[1] if kind == "activation" else 0
+
+
+def _fits(kind: str, shape: tuple[int, ...], channel: Channel) -> bool:
+    if kind.startswith("tied"):
+        return shape == (channel.vocabulary, channel.dimension)
+    return len(shape) == 3 and 1 <= shape[0] <= channel.samples and shape[1:] == (channel.tokens, channel.dimension)
+
+
+def unpack(header: pb.StageMessage, body: Buffer, channel: Channel) -> Message:
+    """The message of a header that was checked. Raises `PeerMisbehaved` for bytes that are no such tensor."""
+    kind, flush = header.WhichOneof("content"), header.flush
+    assert kind is not None
+    if len(body) != header.body_bytes:
+        raise PeerMisbehaved(f"{len(body)} bytes came of {header.body_bytes}")
+    if kind == "begin":
+        return Begin(flush, header.begin.micro_batches)
+    if kind == "report":
+        return Report(flush, tuple(header.report.norms), header.report.loss)
+    if kind == "verdict":
+        return _verdict(header)
+    tensor: pb.StageTensor = getattr(header, kind)
+    coded, _ = _body_bytes(kind, header, channel)
+    values = _get(tensor, memoryview(body)[:coded])
+    if kind == "activation":
+        return Activation(flush, tensor.micro_batch, values, _targets(memoryview(body)[coded:], tensor.shape))
+    if kind == "gradient":
+        return Gradient(flush, tensor.micro_batch, values)
+    return TiedGradient(flush, values) if kind == "tied_gradient" else TiedWeights(flush, values)
+
+
+def _verdict(header: pb.StageMessage) -> Verdict:
+    ending = header.verdict.WhichOneof("ending")
+    factor = header.verdict.factor
+    if ending == "factor" and 0.0 <= factor <= 1.0:
+        return Verdict(header.flush, factor)
+    if ending not in ("skipped", "aborted"):
+        raise PeerMisbehaved("a verdict that is none")
+    return Verdict(header.flush, None, aborted=ending == "aborted")
+
+
+def _get(tensor: pb.StageTensor, coded: Buffer) -> Tensor:
+    shape = tuple(tensor.shape)
+    if tensor.not_finite:
+        return torch.full(shape, torch.nan)
+    return BY_NUMBER[tensor.codec].decode(coded, math.prod(shape)).view(shape)
+
+
+def _targets(data: Buffer, shape: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype="<i4").astype(np.int64)).view(shape[0], shape[1])

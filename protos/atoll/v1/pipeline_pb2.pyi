@@ -1,0 +1,70 @@
+from atoll.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FlushBegin(_message.Message):
+    __slots__ = ("micro_batches",)
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    micro_batches: int
+    def __init__(self, micro_batches: _Optional[int] = ...) -> None: ...
+
+class StageTensor(_message.Message):
+    __slots__ = ("micro_batch", "shape", "codec", "not_finite")
+    MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    micro_batch: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    codec: _common_pb2.Codec
+    not_finite: bool
+    def __init__(self, micro_batch: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., not_finite: _Optional[bool] = ...) -> None: ...
+
+class StageReport(_message.Message):
+    __slots__ = ("norms", "loss")
+    NORMS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    norms: _containers.RepeatedScalarFieldContainer[float]
+    loss: float
+    def __init__(self, norms: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ...) -> None: ...
+
+class FlushVerdict(_message.Message):
+    __slots__ = ("factor", "skipped", "aborted")
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    skipped: bool
+    aborted: bool
+    def __init__(self, factor: _Optional[float] = ..., skipped: _Optional[bool] = ..., aborted: _Optional[bool] = ...) -> None: ...
+
+class StageMessage(_message.Message):
+    __slots__ = ("plan_version", "route", "flush", "body_bytes", "begin", "activation", "gradient", "report", "verdict", "tied_gradient", "tied_weights")
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    TIED_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    TIED_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    plan_version: int
+    route: int
+    flush: int
+    body_bytes: int
+    begin: FlushBegin
+    activation: StageTensor
+    gradient: StageTensor
+    report: StageReport
+    verdict: FlushVerdict
+    tied_gradient: StageTensor
+    tied_weights: StageTensor
+    def __init__(self, plan_version: _Optional[int] = ..., route: _Optional[int] = ..., flush: _Optional[int] = ..., body_bytes: _Optional[int] = ..., begin: _Optional[_Union[FlushBegin, _Mapping]] = ..., activation: _Optional[_Union[StageTensor, _Mapping]] = ..., gradient: _Optional[_Union[StageTensor, _Mapping]] = ..., report: _Optional[_Union[StageReport, _Mapping]] = ..., verdict: _Optional[_Union[FlushVerdict, _Mapping]] = ..., tied_gradient: _Optional[_Union[StageTensor, _Mapping]] = ..., tied_weights: _Optional[_Union[StageTensor, _Mapping]] = ...) -> None: ...

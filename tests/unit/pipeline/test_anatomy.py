@@ -1,0 +1,112 @@
+"""What can be cut is found by roles; what cannot is refused by the name of what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import config_of
+from support.routes import Reef
+
+from atoll.core.errors import ConfigError, InvalidRequest, UnsupportedModel
+from atoll.core.run_spec import OptimizerSection
+from atoll.node.pipeline.huggingface import HuggingFace
+from atoll.node.pipeline.initial import initialise_span
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.pipeline.stage import Room
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+WIDTHS: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def other(family: str) -> Any:
+    import transformers
+
+    made = {
+        "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, **SMALL),
+        "opt": lambda: transformers.OPTConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, **SMALL),
+        "gemma": lambda: transformers.GemmaConfig(head_dim=8, num_key_value_heads=2, **WIDTHS, **SMALL),
+        "t5": lambda: transformers.T5Config(**SMALL),
+        "falcon": lambda: transformers.FalconConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.0, **SMALL
+        ),
+        "granite": lambda: transformers.GraniteConfig(embedding_multiplier=12.0, **WIDTHS, **SMALL),
+    }
+    return made[family]()
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt2", "gpt2 cannot be cut into layers: it lacks one final norm"),
+        ("opt", "it lacks one list of 2 blocks"),
+        ("gemma", "it lacks a way to compute the buffers .*embed_scale"),
+        ("t5", "t5 is no causal language model"),
+        ("falcon", "its transformer does more to activations than its blocks do"),
+        ("granite", "its model does more to activations than its blocks do"),
+    ],
+)
+def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: str, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words) as caught:
+        HuggingFace(other(family))
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "words"),
+    [
+        ("gpt_neox", {"hidden_dropout": 0.1}, "the same result twice .*dropout"),
+        ("llama", {"attention_dropout": 0.1}, "the same result twice"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "the same result twice"),
+        ("mixtral", {"output_router_logits": True}, "a loss without terms of several blocks"),
+    ],
+)
+def test_what_a_second_forward_or_another_span_would_change_is_refused(
+    family: str, changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        HuggingFace(config_of(family, **changed))
+
+
+def test_adapters_alone_are_trained() -> None:
+    import peft
+
+    for lora in (
+        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        peft.LoraConfig(target_modules=["q_proj"], bias="all"),
+        peft.LoraConfig(target_modules=["atlantis"]),
+    ):
+        with pytest.raises(ConfigError, match="LoRA"):
+            HuggingFace(config_of("llama"), lora)
+    with pytest.raises(UnsupportedModel, match="twice"):
+        HuggingFace(config_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+
+
+def test_a_span_has_memory_for_its_own_layers_only() -> None:
+    architecture = HuggingFace(config_of("qwen3"))
+    held = SpanModel(architecture.cut(Span(1, 1)), torch.device("cpu"))
+    names = {name for name, _ in held.cut.module.named_parameters()}
+    assert names == {slot.name for slot in held.trained.slots}
+    assert all(name.startswith("model.layers.0.") for name in names)
+    assert not any(each.is_meta for each in [*held.cut.module.parameters(), *held.cut.module.buffers()])
+    with pytest.raises(InvalidRequest, match="layers 0 to 3"):
+        architecture.cut(Span(2, 4))
+
+
+def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
+    """Qwen 3 with one full and one sliding block: cut or not, each block sees its own mask."""
+    config = config_of(
+        "qwen3", use_sliding_window=True, sliding_window=3, layer_types=["full_attention", "sliding_attention"]
+    )
+    tokens = [torch.arange(2 * 13).view(2, 13) % 48]
+    norms = []
+    for stages in (1, 4):
+        reef = Reef(HuggingFace(config), stages, OptimizerSection(), Room(2, 12))
+        for model in reef.models:
+            initialise_span(model, 1, 0.2)
+        norms.append(reef.route.flush(tokens).norms)
+    assert norms[0] == norms[1]

@@ -1,0 +1,123 @@
+"""What a stage is estimated to take, beside the tensors that it allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.families import config_of, lora_of
+from support.live_bytes import LiveBytes
+
+from atoll.core.errors import InvalidRequest
+from atoll.core.run_spec import OptimizerSection, parse_run_spec
+from atoll.node.pipeline.built_in import BuiltIn
+from atoll.node.pipeline.huggingface import HuggingFace
+from atoll.node.pipeline.memory import SpanMemory, Traffic, span_memory
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import Architecture, SpanModel
+from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.pipeline.table import layer_table as table_of
+from atoll.node.training.shape import ModelShape, layer_table
+from atoll.v1 import plan_pb2
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+SAMPLES, TOKENS, CREDITS = 2, 96, 3
+TRAFFIC = Traffic(SAMPLES * TOKENS, TOKENS, CREDITS)
+SHAPES = {
+    "wide": ModelShape(256, 192, 3, 6, 2, 640),
+    "large vocabulary": ModelShape(3000, 64, 3, 4, 4, 176),
+    "tied": ModelShape(1000, 128, 3, 4, 2, 352, tie_embeddings=True),
+}
+SPANS = [Span(0, 0), Span(0, 2), Span(1, 1), Span(1, 3), Span(3, 4), Span(4, 4), Span(0, 4)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:
+    """Of weights and gradients, and of everything at worst in a flush that is not the first."""
+    with LiveBytes() as live:
+        stage = Stage(SpanModel(architecture.cut(span), torch.device("cpu")), OptimizerSection(), Room(SAMPLES, TOKENS))
+        built = live.now
+        flush(stage)
+        live.peak = live.now
+        flush(stage)
+    return built, live.peak
+
+
+def flush(stage: Stage) -> None:
+    """With as many micro-batches at once as there are credits; the last stage has none waiting."""
+    cut = stage.model.cut
+    stage.begin(CREDITS)
+    targets_BT = [torch.zeros(SAMPLES, TOKENS, dtype=torch.int64) for _ in range(CREDITS)]
+    waiting = targets_BT if cut.first else [torch.randn(SAMPLES, TOKENS, cut.dimension) for _ in range(CREDITS)]
+    inputs = [x.clone() for x in waiting]
+    del waiting
+    for number in range(CREDITS):
+        output = stage.forward(number, inputs.pop(0), targets_BT[number])
+        if cut.last:
+            stage.backward(number, None)
+    if not cut.last:
+        gradient_BTD = torch.ones_like(output)
+        del output
+        for number in range(CREDITS):
+            stage.backward(number, gradient_BTD)
+    stage.step(1.0)
+
+
+def built_in_table(shape: ModelShape) -> plan_pb2.LayerTable:
+    spec = parse_run_spec(
+        'version = 1\n[run]\nname = "t"\nstop_tokens = 10\n[data]\npath = "x"\n'
+        f"sequence_length = {TOKENS}\n[sync]\nround_tokens = 9\n"
+    )
+    return layer_table(spec, shape)
+
+
+@pytest.mark.parametrize("span", SPANS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_built_in_decoder_takes_what_is_estimated(shape: ModelShape, span: Span) -> None:
+    built, peak = peak_bytes(BuiltIn(shape), span)
+    estimate = span_memory(built_in_table(shape), span, TRAFFIC)
+    assert built == pytest.approx(estimate.weights + estimate.gradients, abs=64)
+    assert peak == pytest.approx(estimate.total, rel=0.05)
+
+
+@pytest.mark.parametrize("span", [Span(0, 1), Span(2, 3), Span(3, 4)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
+def test_other_families_take_about_that(family: str, span: Span) -> None:
+    config = config_of(family, hidden_size=128, intermediate_size=288, num_hidden_layers=3, max_position_embeddings=96)
+    architecture = HuggingFace(config)
+    built, peak = peak_bytes(architecture, span)
+    estimate = span_memory(table_of(architecture, TOKENS, ""), span, TRAFFIC)
+    assert built == pytest.approx(estimate.weights + estimate.gradients, rel=0.001)
+    assert peak == pytest.approx(estimate.total, rel=0.15)
+
+
+def test_adapters_need_no_gradients_or_moments_of_what_is_frozen() -> None:
+    architecture = HuggingFace(config_of("llama", hidden_size=128), lora_of("llama"))
+    rows = architecture.cut(Span(0, 3)).parameters
+    trained = [sum(each.numel() for each in row.values() if each.requires_grad) for row in rows]
+    built, peak = peak_bytes(architecture, Span(1, 2))
+    estimate = span_memory(table_of(architecture, TOKENS, ""), Span(1, 2), TRAFFIC, trained)
+    assert estimate.gradients == 4 * sum(trained[1:3])
+    assert estimate.optimizer == 2 * estimate.gradients
+    assert built == pytest.approx(estimate.weights + estimate.gradients, rel=0.001)
+    assert 0.9 * peak <= estimate.total <= 1.3 * peak
+
+
+def test_credits_cost_inputs_and_nothing_else() -> None:
+    table = built_in_table(SHAPES["wide"])
+
+    def of(credits: int) -> SpanMemory:
+        return span_memory(table, Span(1, 2), Traffic(SAMPLES * TOKENS, TOKENS, credits))
+
+    assert of(9).total - of(1).total == 8 * SAMPLES * TOKENS * (4 * 192 + 8)
+    with pytest.raises(InvalidRequest, match="layers 0 to 4"):
+        span_memory(table, Span(1, 5), TRAFFIC)

@@ -1,0 +1,193 @@
+"""Stages with a real model: any cuts, any order of messages, aborts, and what a peer may not send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.routes import Reef
+from torch import Tensor
+
+from atoll.core.errors import InvalidTransition, PeerMisbehaved
+from atoll.core.run_spec import OptimizerSection
+from atoll.node.pipeline.built_in import BuiltIn
+from atoll.node.pipeline.in_process import Pick, oldest
+from atoll.node.pipeline.messages import (
+    Activation,
+    Begin,
+    Gradient,
+    Message,
+    Report,
+    TiedGradient,
+    TiedWeights,
+    Verdict,
+)
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.stage import Room
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.model import Decoder, initialise
+from atoll.node.training.shape import ModelShape
+
+SHAPE = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True)
+SECTION = OptimizerSection(learning_rate=0.01, clip_norm=0.3)
+ROOM = Room(samples=2, tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def initial() -> Tensor:
+    decoder = Decoder(SHAPE)
+    initialise(decoder, 3)
+    layout = FlatLayout.of(decoder)
+    weights_E = torch.empty(layout.elements)
+    layout.bind(decoder, weights_E, torch.zeros_like(weights_E))
+    initialise(decoder, 3)
+    return weights_E
+
+
+def route(stages: int | list[Span], ahead: int = 0, pick: Pick = oldest) -> Reef:
+    reef = Reef(BuiltIn(SHAPE), stages, SECTION, ROOM, ahead, pick)
+    reef.load(initial())
+    return reef
+
+
+def flush_of(seed: int, micro_batches: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 48, (ROOM.samples, ROOM.tokens + 1), generator=generator) for _ in range(micro_batches)]
+
+
+def spans_of(cuts: set[int]) -> list[Span]:
+    edges = [0, *sorted(cuts), 5]
+    return [Span(first, after - 1) for first, after in pairwise(edges)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sets(st.integers(1, 4)), st.integers(0, 2), st.integers(0, 2**32), st.integers(0, 60))
+def test_any_cuts_any_order_and_an_abort_at_any_moment_give_the_same_bits(
+    cuts: set[int], ahead: int, seed: int, moment: int
+) -> None:
+    whole, cut = route(1), route(spans_of(cuts), ahead, Random(seed).choice)
+    assert cut.route.flush(flush_of(0)).loss == whole.route.flush(flush_of(0)).loss
+    if not aborted_after(cut, flush_of(1), moment):
+        whole.route.flush(flush_of(1))
+    assert torch.equal(cut.weights(), whole.weights())
+    assert cut.route.flush(flush_of(2)).loss == whole.route.flush(flush_of(2)).loss
+    assert torch.equal(cut.weights(), whole.weights())
+
+
+def aborted_after(reef: Reef, tokens: list[Tensor], turns: int) -> bool:
+    """Begin a flush, and abort it after so many turns unless it is decided; to its end."""
+    flush = reef.route.begin(tokens)
+    for _ in range(turns):
+        reef.route.turn()
+    try:
+        reef.route.abort()
+    except InvalidTransition:
+        aborted = False
+    else:
+        aborted = True
+    while any(runner.ended < flush for runner in reef.runners):
+        assert reef.route.turn(), "it stands still"
+    return aborted
+
+
+def test_nothing_can_be_aborted_before_it_begins_or_when_it_is_over() -> None:
+    reef = route(2)
+    with pytest.raises(InvalidTransition):
+        reef.route.abort()
+    reef.route.flush(flush_of(0))
+    with pytest.raises(InvalidTransition):
+        reef.route.abort()
+    with pytest.raises(InvalidTransition):
+        reef.runners[1].feed([])
+
+
+X_BTD, TARGETS_BT = torch.zeros(2, 6, 16), torch.zeros(2, 6, dtype=torch.int64)
+MATRIX_VD = torch.zeros(48, 16)
+
+BAD: dict[str, tuple[int, int, Message]] = {  # to which stage of three, from which, and what
+    "another shape": (1, 0, Activation(1, 1, X_BTD[..., :15], TARGETS_BT)),
+    "too many samples": (1, 0, Activation(1, 1, torch.zeros(3, 6, 16), torch.zeros(3, 6, dtype=torch.int64))),
+    "no samples": (1, 0, Activation(1, 1, X_BTD[:0], TARGETS_BT[:0])),
+    "another dtype": (1, 0, Activation(1, 1, X_BTD.half(), TARGETS_BT)),
+    "targets of another shape": (1, 0, Activation(1, 1, X_BTD, TARGETS_BT[:, :5])),
+    "targets of another dtype": (1, 0, Activation(1, 1, X_BTD, TARGETS_BT.int())),
+    "targets outside the vocabulary": (1, 0, Activation(1, 1, X_BTD, TARGETS_BT + 48)),
+    "a stage that skips one": (2, 0, Activation(1, 1, X_BTD, TARGETS_BT)),
+    "a stage downstream": (1, 2, Activation(1, 1, X_BTD, TARGETS_BT)),
+    "a replay": (1, 0, Activation(1, 0, X_BTD, TARGETS_BT)),
+    "more than its credits": (1, 0, Activation(1, 3, X_BTD, TARGETS_BT)),
+    "a micro-batch that is not of the flush": (1, 0, Activation(1, 4, X_BTD, TARGETS_BT)),
+    "a negative micro-batch": (1, 0, Activation(1, -1, X_BTD, TARGETS_BT)),
+    "a flush before it begins": (1, 0, Activation(2, 0, X_BTD, TARGETS_BT)),
+    "a flush far ahead": (1, 0, Begin(4, 4)),
+    "a second beginning": (1, 0, Begin(1, 4)),
+    "no micro-batches": (1, 0, Begin(2, 0)),
+    "too many micro-batches": (1, 0, Begin(2, 2**16 + 1)),
+    "a gradient of what was not sent": (1, 2, Gradient(1, 1, X_BTD)),
+    "a gradient of another shape": (0, 1, Gradient(1, 0, X_BTD[:, :5])),
+    "a gradient of other samples": (0, 1, Gradient(1, 0, X_BTD[:1])),
+    "a gradient for the last stage": (2, 1, Gradient(1, 0, X_BTD)),
+    "a report too early": (0, 1, Report(1, (1.0,) * 4, 1.0)),
+    "a verdict from downstream": (1, 2, Verdict(1, 1.0)),
+    "a verdict for the driver": (0, 1, Verdict(1, 1.0)),
+    "a tied gradient too early": (0, 2, TiedGradient(1, MATRIX_VD)),
+    "a tied gradient for another": (1, 2, TiedGradient(1, MATRIX_VD)),
+    "tied weights of another shape": (2, 0, TiedWeights(2, MATRIX_VD.T)),
+    "tied weights for another": (1, 0, TiedWeights(1, MATRIX_VD)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_a_peer_may_not_send_is_refused_and_the_flush_goes_on(name: str) -> None:
+    receiver, sender, message = BAD[name]
+    disturbed, plain = route(3), route(3)
+    flush = disturbed.route.begin(flush_of(0))
+    while disturbed.runners[1].held == 0:
+        disturbed.route.turn()
+    with pytest.raises(PeerMisbehaved):
+        disturbed.runners[receiver].deliver(sender, message)
+    while any(runner.ended < flush for runner in disturbed.runners):
+        assert disturbed.route.turn(), "it stands still"
+    plain.route.flush(flush_of(0))
+    assert torch.equal(disturbed.weights(), plain.weights())
+
+
+def test_a_report_of_another_number_of_layers_is_refused() -> None:
+    reef = route(2)
+    flush = reef.route.begin(flush_of(0, 1))
+    while reef.runners[0].held == 0:
+        reef.route.turn()
+    with pytest.raises(PeerMisbehaved, match="has 5 norms"):
+        reef.runners[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))
+
+
+def test_what_comes_late_from_a_flush_that_is_over_is_dropped() -> None:
+    reef = route(2)
+    reef.route.flush(flush_of(0))
+    before_E = reef.weights()
+    reef.runners[1].deliver(0, Activation(1, 0, torch.full_like(X_BTD, torch.nan), TARGETS_BT))
+    assert reef.runners[1].advance() is None
+    assert torch.equal(reef.weights(), before_E)
+
+
+def test_values_that_are_not_finite_cost_a_step_and_not_the_weights() -> None:
+    reef = route(3)
+    before_E, broken = reef.weights(), reef.models[1].layer(2)[:1]
+    whole = broken.clone()
+    broken.fill_(torch.nan)
+    assert reef.route.flush(flush_of(0)).verdict.factor is None
+    broken.copy_(whole)
+    assert torch.equal(reef.weights(), before_E)
+    assert [stage.skipped_steps for stage in reef.stages] == [1, 1, 1]

@@ -1,0 +1,196 @@
+"""Messages survive the wire, bytes from a peer are checked, and int8 links train like fp32 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.routes import Reef
+from torch import Tensor
+
+from atoll.core.clock import SystemClock
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.pipeline import messages as ms
+from atoll.node.pipeline.built_in import BuiltIn
+from atoll.node.pipeline.stage import Room
+from atoll.node.pipeline.wire import Channel, pack, read_header, unpack
+from atoll.node.training.corpus import load_corpus
+from atoll.node.training.feed import SampleFeed
+from atoll.node.training.loader import Loader
+from atoll.node.training.loop import InnerLoop
+from atoll.v1 import common_pb2
+from atoll.v1 import pipeline_pb2 as pb
+
+CHANNEL = Channel(plan_version=3, route=1, samples=2, tokens=5, dimension=8, vocabulary=11)
+
+
+def carried(channel: Channel, codec: str) -> Callable[[ms.Message], ms.Message]:
+    """There and back again."""
+
+    def carry(message: ms.Message) -> ms.Message:
+        header, body = pack(message, channel, CODECS[codec])
+        return unpack(read_header(header.SerializeToString(), channel), body, channel)
+
+    return carry
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+MESSAGES: list[ms.Message] = [
+    ms.Begin(7, 3),
+    ms.Activation(7, 2, random(2, 5, 8), torch.arange(10).view(2, 5)),
+    ms.Gradient(7, 1, random(1, 5, 8)),
+    ms.Report(7, (0.1, 2.0), 3.25),
+    ms.Verdict(7, 0.123456789),
+    ms.Verdict(7, None),
+    ms.Verdict(7, None, aborted=True),
+    ms.TiedGradient(7, random(11, 8)),
+    ms.TiedWeights(7, random(11, 8)),
+]
+by_kind = pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
+
+
+def same(one: ms.Message, other: ms.Message, tolerance: float = 0.0) -> bool:
+    pairs = list(zip(vars(one).values(), vars(other).values(), strict=True))
+    return type(one) is type(other) and all(
+        (left.shape == right.shape and bool((left - right).abs().max() <= tolerance))
+        if isinstance(left, Tensor)
+        else left == right
+        for left, right in pairs
+    )
+
+
+@by_kind
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 0.0), ("bf16", 0.02), ("int8", 0.02)])
+def test_every_message_arrives(message: ms.Message, codec: str, tolerance: float) -> None:
+    assert same(carried(CHANNEL, codec)(message), message, tolerance)
+
+
+def test_int8_takes_a_quarter_of_the_bytes() -> None:
+    channel = Channel(1, 0, 2, 64, 128, 11)
+    message = ms.Gradient(1, 0, random(2, 64, 128))
+    plain, coded = (len(pack(message, channel, CODECS[name])[1]) for name in ("fp32", "int8"))
+    assert coded == plain // 4 + 2 * plain // 4 // 128
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_arrives_as_that(value: float) -> None:
+    broken_BTD = random(2, 5, 8)
+    broken_BTD[1, 2, 3] = value
+    arrived = carried(CHANNEL, "int8")(ms.Gradient(1, 0, broken_BTD))
+    assert isinstance(arrived, ms.Gradient)
+    assert bool(arrived.gradient_BTD.isnan().all())
+
+
+def changed(**fields: object) -> pb.StageMessage:
+    header, _ = pack(MESSAGES[1], CHANNEL)
+    for name, value in fields.items():
+        part = header.activation if hasattr(header.activation, name) else header
+        if name == "shape":
+            del header.activation.shape[:]
+            header.activation.shape.extend(value)  # type: ignore[arg-type]
+        else:
+            setattr(part, name, value)
+    return header
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"plan_version": 2}, "plan 2"),
+        ({"route": 0}, "route 0"),
+        ({"body_bytes": 2**60}, "were announced"),
+        ({"not_finite": True}, "were announced"),
+        ({"shape": [2**31, 5, 8]}, "none of this route's"),
+        ({"shape": [0, 5, 8]}, "none of this route's"),
+        ({"shape": [2, 5]}, "none of this route's"),
+        ({"shape": [1] * 10_000}, "none of this route's"),
+        ({"codec": common_pb2.CODEC_INT4}, "none of this route's"),
+        ({"codec": 77}, "none of this route's"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused_before_its_body_is_read(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(PeerMisbehaved, match=words):
+        read_header(changed(**fields).SerializeToString(), CHANNEL)
+
+
+def test_bodies_and_verdicts_that_are_none_are_refused() -> None:
+    header, body = pack(MESSAGES[1], CHANNEL)
+    with pytest.raises(PeerMisbehaved, match="bytes came of"):
+        unpack(header, body[:-1], CHANNEL)
+    with pytest.raises(PeerMisbehaved, match="not finite"):
+        unpack(header, b"\xff" * len(body), CHANNEL)
+    for verdict in (pb.FlushVerdict(), pb.FlushVerdict(factor=1.5), pb.FlushVerdict(factor=torch.nan)):
+        empty = pb.StageMessage(plan_version=3, route=1, flush=1, verdict=verdict)
+        with pytest.raises(PeerMisbehaved, match="none"):
+            unpack(read_header(empty.SerializeToString(), CHANNEL), b"", CHANNEL)
+    with pytest.raises(PeerMisbehaved, match="says nothing"):
+        read_header(pb.StageMessage(plan_version=3, route=1).SerializeToString(), CHANNEL)
+
+
+@given(st.sampled_from(MESSAGES), st.integers(0, 2**32), st.binary(max_size=8), st.binary(max_size=80))
+def test_damaged_bytes_raise_our_error_or_make_a_message_that_fits(
+    message: ms.Message, place: int, noise: bytes, other: bytes
+) -> None:
+    header, body = pack(message, CHANNEL, CODECS["int8"])
+    data = bytearray(header.SerializeToString())
+    data[place % len(data) : place % len(data) + len(noise)] = noise
+    for raw in (bytes(data), other):
+        try:
+            read = read_header(raw, CHANNEL)
+            assert read.body_bytes <= 11 * 8 * 4
+            unpack(read, body.ljust(read.body_bytes, b"\1")[: read.body_bytes], CHANNEL)
+        except PeerMisbehaved:
+            pass
+
+
+# --- training -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -> None:
+    words = ["a reef", "is a ring", "of islands", "the lagoon", "lies within", "waves break", "on coral"]
+    order = torch.randint(0, 7, (4000,), generator=torch.Generator().manual_seed(1)).tolist()
+    (tmp_path / "text.txt").write_text("; ".join(words[index] for index in order))
+    spec = parse_run_spec(
+        'version = 1\n[run]\nname = "t"\nstop_tokens = 100000\n[model]\n'
+        "dimension = 64\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 128\n"
+        f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n[sync]\nround_tokens = 1000\n'
+    )
+    corpus = load_corpus(spec)
+    loop = InnerLoop(spec, corpus, "cpu", 1)
+    initial_E = torch.empty(loop.layout.elements)
+    loop.initialise_into(initial_E)
+    found = {}
+    channel = Channel(1, 0, 4, 32, 64, 256)
+    try:
+        for codec in ("fp32", "int8"):
+            reef = Reef(BuiltIn(loop.shape), 4, spec.optimizer, Room(4, 32), carry=carried(channel, codec))
+            reef.load(initial_E)
+            loader = Loader(corpus, 0, 8, SystemClock())
+            loader.restart(SampleFeed(((0, 10_000),)))
+            for _ in range(90):
+                reef.route.flush(list(torch.split(loader.next().tokens_BT, 4)))
+            loader.close()
+            found[codec] = loop.evaluate(reef.weights())
+        before = loop.evaluate(initial_E)
+    finally:
+        loop.close()
+    assert found["fp32"] < 0.5 * before
+    assert found["int8"] == pytest.approx(found["fp32"], rel=0.01)
