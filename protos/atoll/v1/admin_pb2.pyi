@@ -118,7 +118,7 @@ class RevokeTokenResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs")
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class NodeView(_message.Message):
     BANNED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     MULTIADDRS_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     run_id: str
@@ -143,7 +144,8 @@ class NodeView(_message.Message):
     banned: bool
     draining: bool
     multiaddrs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ...) -> None: ...
+    paths: _containers.RepeatedCompositeFieldContainer[_membership_pb2.PeerPath]
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ("run_id",)

@@ -148,9 +148,16 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("follows plan", status.plan_version or "–"),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
+        ("round trips", _round_trips(node)),
         ("uplink", f"{status.uplink_bytes_per_second / 125_000:.1f} Mbit/s" if status.uplink_bytes_per_second else "–"),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _round_trips(node: wire.NodeView) -> str:
+    times = [1000 * path.rtt_seconds for path in node.paths]
+    members = "1 member" if len(times) == 1 else f"{len(times)} members"
+    return f"{min(times):.0f}–{max(times):.0f} ms to {members}" if times else "–"
 
 
 def _roles(node: wire.NodeView) -> str:

@@ -53,6 +53,10 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         banned=node.banned,
         draining=node.draining,
         multiaddrs=node.multiaddrs,
+        paths=[
+            mb.PeerPath(peer_id=peer, rtt_seconds=path.rtt_seconds, bytes_per_second=path.bytes_per_second)
+            for peer, path in sorted(live.paths.items() if live else ())
+        ],
     )
 
 
