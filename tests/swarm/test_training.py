@@ -1,5 +1,6 @@
 """Whole swarms on loopback: shipped programs, real sockets, real training."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
         for name in ("ann", "bob"):
             await swarm.reach(name, "finished")
         assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
+        await told_measurements(swarm)
 
         run = (await swarm.json("run", "show", "reef"))["run"]
         assert run["rounds_committed"] == run["rounds_opened"] >= 5
@@ -37,6 +39,23 @@ async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
         require_signers(heads[0], contributors)
         for number in range(1, heads[0].round + 1):
             assert chains[0].get(number).payload == chains[1].get(number).payload
+
+
+async def told_measurements(swarm):
+    """Nodes say what they measured of themselves and of one another, within some heartbeats."""
+    async with asyncio.timeout(60):
+        while True:
+            nodes = {name: (await swarm.json("node", "show", name))["node"] for name in ("ann", "bob")}
+            if all(node["paths"] for node in nodes.values()):
+                break
+            await asyncio.sleep(0.5)
+    for node, other in ((nodes["ann"], nodes["bob"]), (nodes["bob"], nodes["ann"])):
+        (path,) = node["paths"]
+        assert path["peer_id"] == other["peer_id"]
+        assert 0 < path["rtt_seconds"] < 1
+        times = node["profile"]["layer_times"]
+        assert [time["kind"] for time in times] == ["embedding", "block", "head"]
+        assert all(time["backward_seconds_per_token"] > 0 for time in times)
 
 
 def test_the_demo_prints_what_it_promises(tmp_path):
