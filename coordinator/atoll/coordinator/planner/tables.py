@@ -183,12 +183,18 @@ class Tables:
         on_device = spans.device_bytes <= profile.device_memory_bytes
         return spans.is_span & on_device & (spans.host_bytes <= profile.host_memory_bytes)
 
+    def compute_seconds(self, machine: int) -> FloatArray:
+        """Of one micro-batch, by span, [a, b]: forward, forward again where it recomputes, backward."""
+        forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
+        once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
+        return np.asarray(
+            self.problem.training.micro_batch_tokens * (once + np.where(self.spans.recomputes, again, 0.0))
+        )
+
     def _stage(self, machine: int) -> StageTable:
         spans, training = self.spans, self.problem.training
         tokens, up, down = training.micro_batch_tokens, self.uplink[machine], self.downlink[machine]
-        forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
-        once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
-        compute = tokens * (once + np.where(spans.recomputes, again, 0.0))
+        compute = self.compute_seconds(machine)
         ties = (spans.borrowed + spans.lent) * training.tie_bytes_per_parameter * (1 / up + 1 / down) / 2
         sending, receiving = tokens * spans.sent_per_token / up, tokens * spans.received_per_token / down
         allowed = self.fits(machine) & self._permitted(self.problem.machines[machine])
