@@ -10,7 +10,7 @@ from benchmarks.common import RESULTS
 
 ALL = (
     "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "parity", "allreduce",
-    "utilisation", "join_wan", "nat",
+    "utilisation", "join_wan", "nat", "planner",
 )  # fmt: skip
 
 

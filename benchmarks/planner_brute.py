@@ -207,20 +207,20 @@ def _kept(problem: Problem, routes: tuple[tuple[Stage, ...], ...], rates: list[f
     for route, rate in zip(routes, rates, strict=True):
         for stage in route:
             own = training.round_tokens * rate / sum(rates) * _link_busy(problem, stage)
-            exchange = sum(_exchange(problem, routes, layer) for layer in range(stage.first, stage.last + 1))
+            exchange = sum(
+                _exchange(problem, routes, layer, stage.machine) for layer in range(stage.first, stage.last + 1)
+            )
             longest = max(longest, own + exchange + training.protocol_round_trips * distance)
     return interval / max(interval, longest)
 
 
-def _exchange(problem: Problem, routes: tuple[tuple[Stage, ...], ...], layer: int) -> float:
-    """Seconds until all holders of a layer are done with its average."""
+def _exchange(problem: Problem, routes: tuple[tuple[Stage, ...], ...], layer: int, machine: int) -> float:
+    """Seconds that the exchange of a layer keeps the link of one holder busy."""
     holders = [next(it.machine for it in route if it.first <= layer <= it.last) for route in routes]
     links = {}
     for holder in holders:
-        machine = problem.machines[holder]
-        rate = (
-            min(machine.uplink_bytes_per_second, machine.downlink_bytes_per_second) * problem.training.link_efficiency
-        )
-        links[str(holder)] = Link(rate, machine.reach is not Reach.PUBLIC)
+        profile = problem.machines[holder]
+        rate = min(profile.uplink_bytes_per_second, profile.downlink_bytes_per_second)
+        links[str(holder)] = Link(rate * problem.training.link_efficiency, profile.reach is not Reach.PUBLIC)
     size = problem.layers[layer].parameters * problem.training.outer_bytes_per_parameter
-    return size * vector_seconds(links, best_shares(links))
+    return size * vector_seconds(links, best_shares(links), [str(machine)])

@@ -170,7 +170,7 @@ def _city_problem(machines: list[Machine], places: list[str], rng: random.Random
     rtt: FloatArray = between[np.ix_(index, index)]
     last_mile = np.array([rng.uniform(0, 0.005) for _ in machines])
     rtt = rtt + last_mile[:, None] + last_mile[None, :]
-    training = Training(micro_batch_tokens=2048, micro_batches=16, round_tokens=20_000_000, in_flight=16)
+    training = Training(micro_batch_tokens=2048, micro_batches=16, round_tokens=500_000 * len(machines), in_flight=16)
     return Problem(tuple(machines), complete(rtt, np.full(rtt.shape, np.inf)), seven_billion(), training)
 
 

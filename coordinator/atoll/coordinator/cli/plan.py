@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +16,7 @@ from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
-app = typer.Typer(help="Plans: show.", no_args_is_help=True)
+app = typer.Typer(help="Plans: show, what-if.", no_args_is_help=True)
 _COLUMNS = [
     Column("peer", "peer_id"),
     Column("layers"),
@@ -28,7 +29,7 @@ _COLUMNS = [
 
 @app.callback()
 def group() -> None:
-    """Plans: show."""
+    """Plans: show, what-if."""
 
 
 @app.command("show")
@@ -51,6 +52,21 @@ def show_plan(
     show(output, {"plan": plain(plan), "signed": plain(view.signed)}, _COLUMNS, rows)
     if output is Output.TEXT:
         say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}")
+
+
+@app.command("what-if")
+def what_if(
+    topology: Annotated[Path, typer.Argument(help="a TOML file; docs/explain/planner.md lists every field")],
+    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to search")] = 10.0,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Plan for machines that one does not own yet, and say what limits them and what would help.
+
+    Asks no coordinator. Example: atollctl plan what-if rented.toml
+    """
+    from atoll.coordinator.cli.what_if import tell  # SciPy: other commands need not wait for it
+
+    tell(topology, seconds, output)
 
 
 def _row(plan: plan_pb2.Plan, item: plan_pb2.Assignment) -> Plain:

@@ -20,7 +20,8 @@ from atoll.coordinator.planner.tables import Tables
 
 CIRCLES_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
 _FULLNESS = (1.0, 0.85, 0.7, 0.5, 0.3)  # of the most routes that the memory of a pool allows
-_ALL_ORDERS = 3  # machines: up to here all orders of a group are tried
+ALL_ORDERS = 3  # machines: up to here all orders of a group are tried
+_FEW = 12  # machines in a pool: of fewer, many may be left out at a time
 _ORDERS_TRIED = 6  # changes to the order of a larger one
 _SPLITS_REMEMBERED = 200_000
 
@@ -77,9 +78,10 @@ class Builder:
 
     def shaken(self, pool: Sequence[int], rng: random.Random) -> list[Split]:
         """Routes of a pool in one way of many, at random; not all of it need be used."""
-        kept = [it for it in pool if rng.random() > 0.15] if rng.random() < 0.5 else list(pool)
+        likely = rng.uniform(0.3 if len(pool) <= _FEW else 0.8, 1.0) if rng.random() < 0.5 else 1.0
+        kept = [it for it in pool if rng.random() < likely]
         rng.shuffle(kept)
-        singles = [it for it in kept if self._layers[it] == self.tables.layers and rng.random() < 0.7]
+        singles = [it for it in kept if self._layers[it] == self.tables.layers and rng.random() < 0.6]
         rest = [it for it in kept if it not in singles]
         most = int(self._layers[rest].sum() // self.tables.layers) if rest else 0
         groups: list[list[int]] = []
@@ -91,7 +93,7 @@ class Builder:
 
     def arranged(self, group: Sequence[int], rng: random.Random) -> Split:
         """A good order of a group: the best of all where they are few, else of a short path and changes to it."""
-        if len(group) <= _ALL_ORDERS:
+        if len(group) <= ALL_ORDERS:
             return max((self.split(order) for order in permutations(group)), key=lambda it: it.rate)
         best = self.split(self.path(group))
         for _ in range(_ORDERS_TRIED):

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.coordinator.planner.exchange import seconds_per_byte
-from atoll.coordinator.planner.problem import FloatArray, Goal, Layout, Reach, Route
+from atoll.coordinator.planner.exchange import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route
 from atoll.coordinator.planner.tables import Tables
 
 
@@ -146,7 +146,7 @@ def round_cost(tables: Tables, layout: Layout, rates: Sequence[float]) -> RoundC
     for route, rate in zip(layout.routes, rates, strict=True):
         for stage in route:
             of_activations = (
-                training.round_tokens * rate / total * _link_seconds(tables, stage.machine, stage.first, stage.last + 1)
+                training.round_tokens * rate / total * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
             )
             busy[stage.machine] = outer.get(stage.machine, 0.0) + of_activations
     busiest = max(busy, key=lambda machine: busy[machine]) if outer else None
@@ -154,35 +154,40 @@ def round_cost(tables: Tables, layout: Layout, rates: Sequence[float]) -> RoundC
 
 
 def exchange_seconds(tables: Tables, layout: Layout) -> dict[int, float]:
-    """How long each machine's link is busy with one exchange alone; empty where nothing is averaged."""
+    """How long each machine's own link is busy with one exchange; empty where nothing is averaged."""
     if len(layout.routes) < 2:
         return {}
-    ends = np.concatenate([[0.0], np.cumsum(layer_seconds(tables, layout))])
-    members = list(layout.machines)
-    rtt = float(tables.problem.links.rtt_seconds[np.ix_(members, members)].max())
-    waiting = tables.problem.training.protocol_round_trips * rtt
+    holders = layer_holders(tables, layout)
+    rates, dialled = tables.link_rate[holders], who_reduces(tables.dialled[holders])
+    level = levels(rates, dialled)[:, None]
+    per_byte = busy_seconds(level, rates, dialled, most(dialled), len(layout.routes))
+    ends = np.concatenate(
+        [np.zeros((1, len(layout.routes))), np.cumsum(per_byte * tables.layer_bytes[:, None], axis=0)]
+    )
+    waiting = round_latency(tables, layout.machines)
     return {
-        stage.machine: float(ends[stage.last + 1] - ends[stage.first]) + waiting
-        for route in layout.routes
+        stage.machine: float(ends[stage.last + 1, column] - ends[stage.first, column]) + waiting
+        for column, route in enumerate(layout.routes)
         for stage in route
     }
 
 
-def layer_seconds(tables: Tables, layout: Layout) -> FloatArray:
-    """How long the exchange of each layer among its holders takes, [L]."""
+def layer_holders(tables: Tables, layout: Layout) -> IntArray:
+    """Who holds each layer in each route, [L, R]."""
     holders = np.empty((tables.layers, len(layout.routes)), dtype=np.int64)
     for column, route in enumerate(layout.routes):
         for stage in route:
             holders[stage.first : stage.last + 1, column] = stage.machine
-    segments, place = np.unique(holders, axis=0, return_inverse=True)
-    rates = np.minimum(tables.uplink, tables.downlink)[segments]
-    dialled = np.array([machine.reach is Reach.PUBLIC for machine in tables.problem.machines])[segments]
-    per_byte = seconds_per_byte(rates, dialled)[place.reshape(-1)]
-    size = [layer.parameters * tables.problem.training.outer_bytes_per_parameter for layer in tables.problem.layers]
-    return np.asarray(per_byte * np.array(size))
+    return holders
 
 
-def _link_seconds(tables: Tables, machine: int, a: int, b: int) -> float:
+def round_latency(tables: Tables, machines: Sequence[int]) -> float:
+    """Seconds of an outer round that are waiting for answers."""
+    rtt = tables.problem.links.rtt_seconds[np.ix_(machines, machines)].max()
+    return tables.problem.training.protocol_round_trips * float(rtt)
+
+
+def link_seconds(tables: Tables, machine: int, a: int, b: int) -> float:
     """Seconds per token of its route that activations and gradients keep its link busy."""
     spans = tables.spans
     return float(
@@ -191,8 +196,3 @@ def _link_seconds(tables: Tables, machine: int, a: int, b: int) -> float:
             spans.received_per_token[a, b] / tables.downlink[machine],
         )
     )
-
-
-def without(layout: Layout, route: int) -> Layout:
-    """The layout with one route less."""
-    return replace(layout, routes=layout.routes[:route] + layout.routes[route + 1 :])

@@ -17,9 +17,8 @@ from itertools import combinations, permutations
 import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.cost import Evaluation, evaluate, flush_seconds, route_cost, score
+from atoll.coordinator.planner.cost import Evaluation, evaluate, flush_seconds, round_latency, route_cost, score
 from atoll.coordinator.planner.problem import FloatArray, Layout, Route, Stage
-from atoll.coordinator.planner.shares import LEAST
 from atoll.coordinator.planner.tables import Tables
 
 MOST_MACHINES = 8
@@ -182,17 +181,8 @@ def _most_by_rounds(tables: Tables, subsets: Sequence[frozenset[int]]) -> float:
         return math.inf
     problem = tables.problem
     size = problem.parameters * problem.training.outer_bytes_per_parameter
-    links = min(float(_round_rates(tables)[list(subset)].sum()) for subset in subsets)
-    return problem.training.round_tokens / (size / links + _round_latency(tables, [*frozenset().union(*subsets)]))
-
-
-def _round_rates(tables: Tables) -> FloatArray:
-    return np.maximum(np.minimum(tables.uplink, tables.downlink), LEAST)
-
-
-def _round_latency(tables: Tables, machines: Sequence[int]) -> float:
-    rtt = tables.problem.links.rtt_seconds[np.ix_(machines, machines)].max()
-    return tables.problem.training.protocol_round_trips * float(rtt)
+    links = min(float(tables.link_rate[list(subset)].sum()) for subset in subsets)
+    return problem.training.round_tokens / (size / links + round_latency(tables, [*frozenset().union(*subsets)]))
 
 
 def _improve(
@@ -234,7 +224,7 @@ class _Combinations:
     def __post_init__(self) -> None:
         machines = self.first.layout.machines
         self.factor = score(self.tables, 1.0, self.first.price_per_second, len(self.choices), machines)
-        self.latency = _round_latency(self.tables, machines)
+        self.latency = round_latency(self.tables, machines)
         fastest = [it[0].rate if it else -math.inf for it in self.choices]
         self.rest = [math.fsum(fastest[place:]) for place in range(len(fastest) + 1)]
 
@@ -260,7 +250,7 @@ def _choices(tables: Tables, route: Route) -> list[_Choice]:
     """Every route of exactly the machines of `route`, fastest first."""
     machines = [stage.machine for stage in route]
     size = tables.problem.training.outer_bytes_per_parameter
-    rates, parameters = _round_rates(tables), tables.spans.parameters
+    rates, parameters = tables.link_rate, tables.spans.parameters
     found = []
     for order in permutations(machines):
         for cuts in combinations(range(1, tables.layers), len(machines) - 1):

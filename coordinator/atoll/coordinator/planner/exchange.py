@@ -1,8 +1,9 @@
-"""How long an outer round's exchange keeps every holder's link busy: `shares.py` for many layers at once. Pure.
+"""How long an outer round's exchange keeps each holder's link busy: `shares.py` for many layers at once. Pure.
 
 Holders of a layer average it among themselves; who reduces a share s of V bytes sends and receives (1 + s·(R − 2))·V,
-with R holders. `shares.best_shares` finds the shares with which that ends first; here the same is found for all layers
-together, as arrays, because a plan of a thousand machines has as many layers as it has routes.
+with R holders. `shares.best_shares` fills shares up to a *level*, the seconds per byte after which all who reduce are
+done: who is slower than that with its own values alone reduces nothing, who is fast has at most twice an equal share.
+Here the same level is found for all layers together, as arrays: a plan of a thousand machines has hundreds of routes.
 """
 
 from __future__ import annotations
@@ -12,36 +13,55 @@ import numpy as np
 from atoll.coordinator.planner.problem import BoolArray, FloatArray
 from atoll.coordinator.planner.shares import LEAST, MOST
 
+_HARDLY = 1e-9  # of a vector: what rounding may leave
 
-def seconds_per_byte(rates: FloatArray, dialled: BoolArray) -> FloatArray:
-    """Seconds that each byte of a layer takes until its last holder is done, [S].
 
-    `rates` [S, R]: bytes per second of the R holders of S layers; `dialled` [S, R]: who can reduce.
+def levels(rates: FloatArray, dialled: BoolArray) -> FloatArray:
+    """Seconds per byte until all who reduce are done, [S].
+
+    `rates` [S, R]: bytes per second of the R holders of S layers; `dialled` [S, R]: who can reduce, one at least.
     """
     holders = rates.shape[1]
-    rates = np.maximum(rates, LEAST)
-    reduces = dialled | ~dialled.any(axis=1, keepdims=True)
-    if holders < 2:
+    if holders < 3:
         return np.zeros(len(rates))
-    slowest = np.asarray((1 / rates).max(axis=1))  # everybody sends its own values
-    if holders == 2:
-        return slowest
-    most = np.where(reduces, np.maximum(MOST / holders, 1 / reduces.sum(axis=1, keepdims=True)), 0.0)
-    enough = np.clip((slowest[:, None] * rates - 1) / (holders - 2), 0.0, most).sum(axis=1) >= 1
-    return np.where(enough, slowest, _filled(rates, reduces, most))
+    starts = np.where(dialled, 1 / rates, np.inf)
+    ends = np.where(dialled, (1 + most(dialled) * (holders - 2)) / rates, np.inf)
+    slopes = np.where(dialled, rates / (holders - 2), 0.0)
+    points = np.concatenate([starts, ends], axis=1)
+    order = points.argsort(axis=1, kind="stable")
+    points = np.take_along_axis(points, order, axis=1)
+    slope = np.take_along_axis(np.concatenate([slopes, -slopes], axis=1), order, axis=1).cumsum(axis=1)
+    with np.errstate(invalid="ignore"):
+        steps = np.nan_to_num(np.diff(points, axis=1), posinf=0.0) * slope[:, :-1]
+    filled = np.concatenate([np.zeros((len(rates), 1)), steps.cumsum(axis=1)], axis=1)  # of one vector, at each point
+    whole = np.minimum(1.0, filled.max(axis=1, keepdims=True)) - _HARDLY
+    last = np.argmax(filled >= whole, axis=1)  # the first point at which everything is given away
+    each = np.arange(len(rates))
+    before = np.maximum(last - 1, 0)
+    missing = 1 - filled[each, before]
+    return np.asarray(points[each, before] + missing / np.maximum(slope[each, before], 1e-300))
 
 
-def _filled(rates: FloatArray, reduces: BoolArray, most: FloatArray) -> FloatArray:
-    """Seconds per byte where all who reduce do reduce something, [S]; from below, capping who has its most."""
-    spare = rates.shape[1] - 2
-    at_most = np.where(reduces, (1 + most * spare) / rates, 0.0)  # when who has its most is done
-    free = reduces.copy()
-    while True:
-        left = 1 - np.where(free, 0.0, most).sum(axis=1)
-        speed = (rates * free).sum(axis=1)
-        shared = np.where(speed > 0, (left * spare + free.sum(axis=1)) / np.maximum(speed, LEAST), 0.0)
-        seconds = np.maximum(shared, np.where(free, 0.0, at_most).max(axis=1))
-        capped = free & (at_most < shared[:, None])
-        if not capped.any():
-            return np.asarray(seconds)
-        free &= ~capped
+def most(dialled: BoolArray) -> FloatArray:
+    """The largest share that a holder of each layer may have, [S, 1]."""
+    return np.asarray(np.maximum(MOST / dialled.shape[1], 1 / dialled.sum(axis=1, keepdims=True)))
+
+
+def busy_seconds(
+    level: FloatArray, rate: FloatArray, reduces: BoolArray, largest: FloatArray, holders: int
+) -> FloatArray:
+    """Seconds per byte that a holder's own link is busy, where the level is that; all of one shape."""
+    alone = 1 / rate
+    if holders < 3:
+        return alone
+    return np.where(reduces, np.minimum(np.maximum(alone, level), (1 + largest * (holders - 2)) / rate), alone)
+
+
+def who_reduces(dialled: BoolArray) -> BoolArray:
+    """Those whom others can dial; all where nobody can be dialled, [S, R]."""
+    return dialled | ~dialled.any(axis=1, keepdims=True)
+
+
+def link_rates(uplink: FloatArray, downlink: FloatArray) -> FloatArray:
+    """As much comes in as goes out, so the slower direction counts; nobody is slower than `shares.LEAST`."""
+    return np.maximum(np.minimum(uplink, downlink), LEAST)

@@ -1,10 +1,10 @@
 """Local search: routes are taken apart, changed and put together while the budget lasts, and the best is kept. Pure.
 
 Moves: two machines swap places; one goes next to a near one of another route; one joins from or leaves to those left
-out; a route changes its order; and (ruin and recreate; Schrimpf et al., *Record breaking optimization results*, 2000) a
-few near routes are built anew from their machines, which also divides and merges. Every changed route is cut anew by
-dynamic programming. Moves that make the whole a little worse are taken too, less so as time goes by (simulated
-annealing; Kirkpatrick et al., 1983).
+out; a route changes its order, or where a round binds a cut; and (ruin and recreate; Schrimpf et al., *Record breaking
+optimization results*, 2000) a few near routes are built anew from their machines, which also divides and merges. Every
+changed route is cut anew by dynamic programming. Moves that make the whole a little worse are taken too, less so as
+time goes by (simulated annealing; Kirkpatrick et al., 1983).
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.build import Builder, Order
-from atoll.coordinator.planner.cost import Evaluation, evaluate, score
+from atoll.coordinator.planner.build import ALL_ORDERS, Builder, Order
+from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost, score
 from atoll.coordinator.planner.problem import Layout
+from atoll.coordinator.planner.round_floor import RoundFloor
 from atoll.coordinator.planner.splits import Split
+from atoll.coordinator.planner.tables import Tables
 
 _WARMTH = 0.1  # of a route's share of the whole: losses that are taken at the beginning
 _NEAR_A_ROUND = 0.8  # of the interval: from there on, what a round takes is part of every comparison
+_RECUTS = 0.25  # of the moves where a round binds
 _NEIGHBOURS = 24  # nearest machines that a machine has to do with
 _SMALL = 40  # machines: up to here every accepted layout is evaluated in full
 _CHECKED = 200  # accepted moves after which a larger one is
@@ -39,16 +42,22 @@ class Move:
 
 
 class Search:
-    """A layout under change; only `machines` may be part of it."""
+    """A layout under change; only `machines` may be part of it.
 
-    def __init__(self, builder: Builder, machines: Sequence[int], routes: Sequence[Split], rng: random.Random) -> None:
+    `tables` say what a layout is worth, those of `builder` which spans may be: the same, or fewer.
+    """
+
+    def __init__(
+        self, tables: Tables, builder: Builder, machines: Sequence[int], routes: Sequence[Split], rng: random.Random
+    ) -> None:
         self.builder = builder
-        self.tables = builder.tables
+        self.tables = tables
         self.rng = rng
         self.machines = list(machines)
         self.routes = list(routes)
         self._near = self._neighbours()
-        self._binds = self._round_binds()
+        self._floor: RoundFloor | None = None  # where a round holds the layout up, or hardly not
+        self._check_round()
         self._worth = self._worth_of(self.routes)
         self._best, self._best_worth = list(self.routes), self._worth
         self._accepted = 0
@@ -59,7 +68,8 @@ class Search:
         moves = (self._swap, self._shift, self._join, self._leave, self._reorder, self._rebuild)
         weights = (4, 4, 2, 1, 2, 3)
         while not budget.over():
-            move = self.rng.choices(moves, weights)[0]()
+            recut = self._floor is not None and self.rng.random() < _RECUTS
+            move = self._recut() if recut else self.rng.choices(moves, weights)[0]()
             if move is not None:
                 self._consider(move, budget.spent())
         return self.best()
@@ -69,7 +79,7 @@ class Search:
         return evaluate(self.tables, Layout(tuple(split.route for split in self._best)))
 
     def _consider(self, move: Move, spent: float) -> None:
-        splits = move.splits or tuple(self.builder.split(order) for order in move.orders)
+        splits = move.splits or tuple(self._cut(order) for order in move.orders)
         if any(not split.rate for split in splits):
             return
         routes = [split for place, split in enumerate(self.routes) if place not in move.gone] + list(splits)
@@ -86,28 +96,34 @@ class Search:
         self._accepted += 1
         if len(self.machines) <= _SMALL or self._accepted % _CHECKED == 0:
             self._check_round()
+            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
+
+    def _cut(self, order: Order) -> Split:
+        """The best split of that order; of all orders, or both ways round, where that costs little."""
+        if len(order) <= ALL_ORDERS:
+            return self.builder.arranged(order, self.rng)
+        there = self.builder.split(order)
+        if len(self.machines) > _SMALL:
+            return there
+        back = self.builder.split(order[::-1])
+        return back if back.rate > there.rate else there
 
     def _check_round(self) -> None:
-        binds = self._round_binds()
-        if binds and not self._binds:
-            self._binds = True
-            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
-            if self._worth > self._best_worth:
-                self._best, self._best_worth = list(self.routes), self._worth
-
-    def _round_binds(self) -> bool:
-        """Whether an outer round holds the present layout up, or hardly not."""
-        outer = evaluate(self.tables, Layout(tuple(split.route for split in self.routes))).round
-        longest = max(outer.busy_seconds.values(), default=0.0) if outer.busiest is not None else 0.0
-        return longest > _NEAR_A_ROUND * outer.interval_seconds
+        known = evaluate(self.tables, Layout(tuple(split.route for split in self.routes)))
+        longest = max(known.round.busy_seconds.values(), default=0.0) if known.round.busiest is not None else 0.0
+        if longest > _NEAR_A_ROUND * known.round.interval_seconds:
+            self._floor = RoundFloor(self.tables, known)
 
     def _worth_of(self, routes: Sequence[Split]) -> float:
         if not routes:
             return 0.0
-        if self._binds:
+        if self._floor is not None and len(self.machines) <= _SMALL:
             return evaluate(self.tables, Layout(tuple(split.route for split in routes))).score
         used = [stage.machine for split in routes for stage in split.route] if self.tables.pins else []
         rate, price = sum(split.rate for split in routes), sum(split.price_per_second for split in routes)
+        if self._floor is not None:
+            seconds = max(self._floor.seconds(split) for split in routes)
+            rate = min(rate, self.tables.problem.training.round_tokens / seconds)
         return score(self.tables, rate, price, len(routes), used)
 
     def _index(self) -> None:
@@ -196,6 +212,21 @@ class Search:
             return Move(frozenset({place}), (self.builder.path(order),))
         start, end = sorted(self.rng.sample(range(len(order) + 1), 2))
         return Move(frozenset({place}), (order[:start] + order[start:end][::-1] + order[end:],))
+
+    def _recut(self) -> Move | None:
+        """One cut of a route elsewhere: where a round binds, the split that is fastest by itself need not be best."""
+        long = [place for place, split in enumerate(self.routes) if len(split.route) > 1]
+        if not long:
+            return None
+        place = self.rng.choice(long)
+        stages = list(self.routes[place].route)
+        cut = self.rng.randrange(1, len(stages))
+        before, after = stages[cut - 1], stages[cut]
+        first = self.rng.randint(before.first + 1, after.last)
+        stages[cut - 1 : cut + 1] = [replace(before, last=first - 1), replace(after, first=first)]
+        cost = route_cost(self.builder.tables, tuple(stages))
+        split = Split(cost.score_rate, tuple(stages), cost.price_per_second)
+        return Move(frozenset({place}), (), (split,)) if first != after.first else None
 
     def _rebuild(self) -> Move | None:
         """Some near routes, and some who are left out, anew."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.build import Builder
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem, why_infeasible
-from atoll.coordinator.planner.cost import Evaluation
+from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost
 from atoll.coordinator.planner.exact import MOST_MACHINES, solve_exactly
 from atoll.coordinator.planner.links import islands
 from atoll.coordinator.planner.problem import Layout, Problem
@@ -24,6 +24,13 @@ from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import Clock
 
 _FOR_EXACT = 0.6  # of the time, before the other way is gone
+_FOR_CONSTRUCTION = 0.4  # of the time for the search
+_PHASES = 3  # searches, each from the best layout of those before
+_PHASES_OF_FEW = 10  # of few machines, every second from routes made at random
+_FEW = 16  # machines
+_ROUNDS_TRIED = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # times the round of the first routes
+_SHORTER = (0.3, 1.0)  # times the round of the best layout, where that binds
+_LIMITED = 0.7  # of the searches then have such a limit
 
 
 @dataclass(frozen=True)
@@ -87,24 +94,68 @@ def _solve_island(
         if not found.gap:
             return found.best, 0.0, 0
         first, known = found.best, found.bound
-    builder = Builder(tables)
-    routes = _routes_of(builder, start or (first.layout if first else None), island)
-    routes = routes or builder.first_routes(island)
-    part = budget.part(0.95)
-    best = Search(builder, island, routes, rng).run(part)
-    if not best.score:
-        return first, known, part.taken
-    if first is not None and first.score > best.score:
+    given = start or (first.layout if first else None)
+    best, taken = _search(tables, island, budget.part(0.95), rng, given)
+    if first is not None and first.score >= best.score:
         best = first
-    return best, max(0.0, known / best.score - 1), part.taken
+    return (best, max(0.0, known / best.score - 1), taken) if best.score else (None, 0.0, taken)
+
+
+def _search(
+    tables: Tables, island: Sequence[int], budget: Budget, rng: random.Random, given: Layout | None
+) -> tuple[Evaluation, int]:
+    """Construction and local search, and where a round binds again with shorter rounds in mind; the steps taken."""
+    free = builder = Builder(tables)
+    routes = _routes_of(builder, given, island)
+    if not routes:
+        routes, builder = _constructed(tables, island, budget)
+    best, taken = evaluate(tables, _layout(routes)), 0
+    phases = _PHASES_OF_FEW if len(island) <= _FEW else _PHASES
+    for phase in range(phases):
+        part = budget.part(1 / (phases - phase))
+        found = Search(tables, builder, island, routes, rng).run(part)
+        taken += part.taken
+        best = found if found.score > best.score else best
+        if budget.spent() >= 1:
+            break
+        builder = free
+        if best.round.seconds > best.round.interval_seconds and rng.random() < _LIMITED:
+            builder = Builder(tables.limited(rng.uniform(*_SHORTER) * best.round.seconds))
+        afresh = len(island) <= _FEW and phase % 2 == 0
+        routes = builder.shaken(island, rng) if afresh else _routes_of(builder, best.layout, island)
+    return best, taken
+
+
+def _constructed(tables: Tables, island: Sequence[int], budget: Budget) -> tuple[list[Split], Builder]:
+    """First routes; where a round holds them up, those for the length of a round with which they are worth most."""
+    builder = Builder(tables)
+    routes = builder.first_routes(island)
+    first = best = evaluate(tables, _layout(routes))
+    for share in _ROUNDS_TRIED:
+        if best.round.seconds <= best.round.interval_seconds or budget.spent() > _FOR_CONSTRUCTION:
+            break
+        shorter = Builder(tables.limited(share * first.round.seconds))
+        tried = shorter.first_routes(island)
+        value = evaluate(tables, _layout(tried))
+        if value.score > best.score:
+            routes, builder, best = tried, shorter, value
+    return routes, builder
+
+
+def _layout(routes: Sequence[Split]) -> Layout:
+    return Layout(tuple(split.route for split in routes))
 
 
 def _routes_of(builder: Builder, layout: Layout | None, island: Sequence[int]) -> list[Split]:
-    """The routes of a layout that can still be, cut anew."""
-    members = set(island)
-    orders = [tuple(stage.machine for stage in route) for route in layout.routes] if layout else []
-    splits = [builder.split(order) for order in orders if members.issuperset(order)]
-    return [split for split in splits if split.rate]
+    """The routes of a layout that can still be; cut anew where their cuts cannot."""
+    members, found = set(island), []
+    for route in layout.routes if layout else ():
+        order = tuple(stage.machine for stage in route)
+        if members.issuperset(order):
+            cost = route_cost(builder.tables, route)
+            kept = Split(cost.score_rate, route, cost.price_per_second)
+            found.append(kept if kept.rate else builder.split(order))
+    return [split for split in found if split.rate]
 
 
 def _most_tokens_per_second(tables: Tables, island: Sequence[int]) -> float:

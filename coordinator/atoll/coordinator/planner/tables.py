@@ -7,13 +7,15 @@ can take the next one; infinite where it may not be. A hop, between two machines
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from atoll.coordinator.planner.exchange import link_rates
 from atoll.coordinator.planner.links import transfer_rates
-from atoll.coordinator.planner.problem import BoolArray, FloatArray, IntArray, Machine, Problem
+from atoll.coordinator.planner.problem import BoolArray, FloatArray, IntArray, Machine, Problem, Reach
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,15 @@ class Tables:
         efficiency = training.link_efficiency
         self.uplink = np.array([machine.uplink_bytes_per_second for machine in problem.machines]) * efficiency
         self.downlink = np.array([machine.downlink_bytes_per_second for machine in problem.machines]) * efficiency
+        self.link_rate = link_rates(self.uplink, self.downlink)
+        self.dialled = np.array([machine.reach is Reach.PUBLIC for machine in problem.machines])
+        self.layer_bytes = training.outer_bytes_per_parameter * np.array([layer.parameters for layer in problem.layers])
         self.availability = np.array([machine.availability for machine in problem.machines])
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
         self.pins = {pin.machine: pin.span for pin in wishes.pins}
         self._stages: dict[int, StageTable] = {}
+        self._round_limit_seconds = np.inf
 
     def stage(self, machine: int) -> StageTable:
         """What `machine` would need for each span; infinite where memory, trust or a pin forbids it."""
@@ -134,6 +140,12 @@ class Tables:
         if table is None:
             table = self._stages[machine] = self._stage(machine)
         return table
+
+    def limited(self, seconds: float) -> Tables:
+        """The same, but no span whose own bytes keep its machine's link busy for longer in an outer round."""
+        other = copy(self)
+        other._stages, other._round_limit_seconds = {}, seconds
+        return other
 
     def hop(self, source: int, target: int) -> tuple[FloatArray, FloatArray]:
         """Total, with what is above the cap of round trips, and period, by the cut's place, [L + 1]."""
@@ -171,15 +183,23 @@ class Tables:
         on_device = spans.device_bytes <= profile.device_memory_bytes
         return spans.is_span & on_device & (spans.host_bytes <= profile.host_memory_bytes)
 
+    def compute_seconds(self, machine: int) -> FloatArray:
+        """Of one micro-batch, by span, [a, b]: forward, forward again where it recomputes, backward."""
+        forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
+        once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
+        return np.asarray(
+            self.problem.training.micro_batch_tokens * (once + np.where(self.spans.recomputes, again, 0.0))
+        )
+
     def _stage(self, machine: int) -> StageTable:
         spans, training = self.spans, self.problem.training
         tokens, up, down = training.micro_batch_tokens, self.uplink[machine], self.downlink[machine]
-        forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
-        once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
-        compute = tokens * (once + np.where(spans.recomputes, again, 0.0))
+        compute = self.compute_seconds(machine)
         ties = (spans.borrowed + spans.lent) * training.tie_bytes_per_parameter * (1 / up + 1 / down) / 2
         sending, receiving = tokens * spans.sent_per_token / up, tokens * spans.received_per_token / down
         allowed = self.fits(machine) & self._permitted(self.problem.machines[machine])
+        ends = np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
+        allowed &= ends[None, :] - ends[:, None] <= self._round_limit_seconds * self.link_rate[machine]
         period = np.maximum(compute, np.maximum(sending, receiving))
         return StageTable(np.where(allowed, compute + ties, np.inf), np.where(allowed, period, np.inf))
 

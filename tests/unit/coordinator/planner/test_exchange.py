@@ -6,19 +6,22 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.planner.exchange import seconds_per_byte
-from atoll.coordinator.planner.shares import Link, best_shares, vector_seconds
+from atoll.coordinator.planner.exchange import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.shares import LEAST, Link, best_shares, vector_seconds
 
-members = st.lists(st.tuples(st.floats(1e4, 1e10), st.booleans()), min_size=2, max_size=9)
-
-
-@given(members)
-def test_seconds_are_those_of_the_best_shares(holders: list[tuple[float, bool]]) -> None:
-    links = {str(place): Link(rate, not dialled) for place, (rate, dialled) in enumerate(holders)}
-    expected = vector_seconds(links, best_shares(links))
-    rates, dialled = (np.array([column]) for column in zip(*holders, strict=True))
-    assert np.isclose(seconds_per_byte(rates, dialled)[0], expected, rtol=1e-6)
+rates = st.sampled_from([LEAST, 1e6, 3e6, 1e7, 2.5e7, 1.25e8, 1e9]) | st.floats(1e5, 1e9)
+holders = st.tuples(rates, st.booleans())
+swarms = st.integers(2, 7).flatmap(
+    lambda count: st.lists(st.lists(holders, min_size=count, max_size=count), min_size=1, max_size=3)
+)
 
 
-def test_who_holds_a_layer_alone_exchanges_nothing() -> None:
-    assert seconds_per_byte(np.array([[1e6]]), np.array([[True]])).tolist() == [0.0]
+@given(swarms)
+def test_links_are_busy_as_long_as_the_best_shares_keep_them(layers: list[list[tuple[float, bool]]]) -> None:
+    table = np.array([[rate for rate, _ in members] for members in layers])
+    reduces = who_reduces(np.array([[dialled for _, dialled in members] for members in layers]))
+    busy = busy_seconds(levels(table, reduces)[:, None], table, reduces, most(reduces), table.shape[1])
+    for members, row in zip(layers, busy, strict=True):
+        links = {str(place): Link(rate, not dialled) for place, (rate, dialled) in enumerate(members)}
+        shares = best_shares(links)
+        assert np.allclose(row, [vector_seconds(links, shares, [peer]) for peer in links], rtol=1e-5)

@@ -1,0 +1,62 @@
+"""`atollctl plan what-if`: the planner on a file, without a coordinator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll.coordinator.cli.output import Column, Plain, show
+from atoll.coordinator.planner.explain import Place, explain
+from atoll.coordinator.planner.report import document, sentences
+from atoll.coordinator.planner.solve import solve
+from atoll.coordinator.planner.what_if import read_what_if
+from atoll.coordinator.text import clean
+from atoll.core.clock import SystemClock
+from atoll.core.errors import ConfigError
+from atoll.core.output import Output
+
+_FOR_HELP = 0.5  # of the time to search, again, for what would help
+_COLUMNS = [
+    Column("route", right=True),
+    Column("region", right=True),
+    Column("machine"),
+    Column("layers"),
+    Column("memory", right=True),
+    Column("computes", right=True),
+    Column("GB a day", "gigabytes", right=True),
+    Column("waits for", "waits_for"),
+]
+
+
+def tell(path: Path, seconds: float, output: Output) -> None:
+    """Plan, explain, print. Raises `ConfigError` for a file that cannot be read, and what the planner raises."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+    clock, rng = SystemClock(), random.Random(0)
+    found = solve(read_what_if(text, path.name), clock=clock, rng=rng, seconds=seconds)
+    why = explain(found, clock=clock, rng=rng, seconds=_FOR_HELP * seconds)
+    show(output, {"plan": document(found, why)}, _COLUMNS, _rows(why.places))
+    if output is Output.TEXT:
+        print()
+        for line in sentences(found, why):
+            print(clean(line))
+
+
+def _rows(places: Sequence[Place]) -> list[Plain]:
+    return [
+        {
+            "route": place.route + 1,
+            "region": place.region + 1,
+            "machine": place.machine,
+            "layers": f"{place.first}–{place.last}",
+            "memory": f"{place.memory_bytes / 1e9:.1f} of {place.memory_lent_bytes / 1e9:.1f} GB",
+            "computes": f"{100 * place.computing:.0f} %",
+            "gigabytes": f"{place.bytes_per_day / 1e9:.0f}",
+            "waits_for": place.waits_for,
+        }
+        for place in places
+    ]

@@ -1,0 +1,254 @@
+"""What a layout means for people: who does what, what each waits for, what limits the whole, and what would help. Pure.
+
+`explain` gives data; `report.py` makes sentences of it. What one more machine or a faster link would bring is found by
+planning again with it, from the present layout on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from atoll.coordinator.planner.cost import Evaluation, evaluate, exchange_seconds, link_seconds, route_cost
+from atoll.coordinator.planner.links import complete, islands
+from atoll.coordinator.planner.problem import Layout, Machine, Problem, Route, Stage
+from atoll.coordinator.planner.regions import regions
+from atoll.coordinator.planner.solve import Solution, solve
+from atoll.coordinator.planner.splits import best_split
+from atoll.coordinator.planner.tables import Tables
+from atoll.core.clock import Clock
+
+DAY = 86400.0
+_SAME_PLACE_SECONDS = 0.001  # of a new machine to the one beside which it is put
+_NOT_A_LOSS = 1e-6  # relative
+
+
+@dataclass(frozen=True)
+class Place:
+    """One machine's part in a layout."""
+
+    machine: str
+    region: int
+    route: int
+    first: int
+    last: int
+    memory_bytes: float
+    memory_lent_bytes: float
+    computing: float  # share of the time
+    waits_for: str
+    bytes_per_day: float  # that it sends, at most
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One machine without a part, and why."""
+
+    machine: str
+    region: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Help:
+    """Something that could be had, and the tokens per second with it."""
+
+    what: str
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A layout of the first routes only, best value first."""
+
+    machines: int
+    tokens_per_second: float
+    price_per_hour: float
+    price_per_billion_tokens: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All of it; the evaluation beside it has the totals."""
+
+    places: tuple[Place, ...]
+    left_out: tuple[LeftOut, ...]
+    bottleneck: str
+    help: tuple[Help, ...]
+    curve: tuple[CurvePoint, ...]
+    sweet_spot: int  # machines at which time × price is least
+
+
+def explain(found: Solution, *, clock: Clock, rng: random.Random, seconds: float) -> Explanation:
+    """`seconds`: to find out what would help."""
+    tables, value = found.tables, found.evaluation
+    label = regions(found.problem)
+    curve = tuple(_curve(tables, value))
+    return Explanation(
+        places=tuple(_places(tables, value, label.tolist())),
+        left_out=tuple(_left_out(tables, value, label.tolist())),
+        bottleneck=bottleneck(tables, value),
+        help=tuple(_helps(found, clock, rng, seconds)),
+        curve=curve,
+        sweet_spot=min(curve, key=lambda it: it.price_per_hour / max(it.tokens_per_second, 1e-12) ** 2).machines,
+    )
+
+
+def bottleneck(tables: Tables, value: Evaluation) -> str:
+    """What sets the pace of the whole, in one sentence."""
+    outer, machines = value.round, tables.problem.machines
+    if outer.busiest is not None and outer.seconds > outer.interval_seconds * (1 + _NOT_A_LOSS):
+        return (
+            f"outer rounds: the link of {machines[outer.busiest].name} needs {outer.seconds:.0f} s for a round "
+            f"whose tokens are trained in {outer.interval_seconds:.0f} s"
+        )
+    slowest = min(
+        range(len(value.routes)), key=lambda it: value.routes[it].tokens_per_second / len(value.layout.routes[it])
+    )
+    name, reason = _pace_setter(tables, value.layout.routes[slowest])
+    return f"{name}, in route {slowest + 1}: {reason}"
+
+
+def _pace_setter(tables: Tables, route: Route) -> tuple[str, str]:
+    """Who or what sets a route's period, and by what."""
+    cost, training = route_cost(tables, route), tables.problem.training
+    window = min(training.in_flight, training.micro_batches)
+    if len(route) > 1 and cost.through_seconds / window > cost.period_seconds * (1 + _NOT_A_LOSS):
+        return "the way there and back", f"{window} micro-batches in flight do not cover {cost.through_seconds:.2f} s"
+    names = [machine.name for machine in tables.problem.machines]
+    for stage in route:
+        if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (1 - _NOT_A_LOSS):
+            link = training.micro_batch_tokens * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
+            computes = link < cost.period_seconds * (1 - _NOT_A_LOSS)
+            return names[stage.machine], "its computing sets the pace" if computes else "its link sets the pace"
+    before, after = max(pairwise(route), key=lambda it: _hop_period(tables, it))
+    return f"{names[before.machine]} – {names[after.machine]}", "the path between them sets the pace"
+
+
+def _hop_period(tables: Tables, pair: tuple[Stage, Stage]) -> float:
+    return float(tables.hop(pair[0].machine, pair[1].machine)[1][pair[1].first])
+
+
+def _places(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator[Place]:
+    outer, rounds = exchange_seconds(tables, value.layout), DAY / value.round.seconds
+    training, slower = tables.problem.training, value.round.interval_seconds / value.round.seconds
+    for number, (route, cost) in enumerate(zip(value.layout.routes, value.routes, strict=True)):
+        setter, reason = _pace_setter(tables, route)
+        for stage in route:
+            machine, a, b = tables.problem.machines[stage.machine], stage.first, stage.last + 1
+            seconds = tables.compute_seconds(stage.machine)[a, b] * training.micro_batches
+            of_rounds = outer.get(stage.machine, 0.0) * float(tables.link_rate[stage.machine]) * rounds
+            sent = float(tables.spans.sent_per_token[a, b]) * cost.tokens_per_second * slower * DAY
+            yield Place(
+                machine=machine.name,
+                region=label[stage.machine],
+                route=number,
+                first=a,
+                last=stage.last,
+                memory_bytes=float(tables.spans.device_bytes[a, b]),
+                memory_lent_bytes=machine.device_memory_bytes,
+                computing=float(seconds / cost.flush_seconds) * slower,
+                waits_for=reason if setter == machine.name else f"{setter}: {reason}",
+                bytes_per_day=of_rounds + sent,
+            )
+
+
+def _left_out(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator[LeftOut]:
+    placed = set(value.layout.machines)
+    home = next(set(island) for island in islands(tables.usable) if placed & set(island))
+    for index, machine in enumerate(tables.problem.machines):
+        if index not in placed:
+            yield LeftOut(machine.name, label[index], _reason(tables, value, index, home))
+
+
+def _reason(tables: Tables, value: Evaluation, index: int, home: set[int]) -> str:
+    machine = tables.problem.machines[index]
+    if machine.name in tables.pins and tables.pins[machine.name] is None:
+        return "pinned out by the operator"
+    if index not in home:
+        return "does not reach the others"
+    if not tables.stage(index).most_layers:
+        least = float(tables.spans.device_bytes[tables.spans.is_span].min())
+        return f"holds no layer: the smallest takes {least / 1e9:.1f} GB, or it may not hold those that fit"
+    best = max(_with(tables, value.layout, index), key=lambda it: it.score, default=None)
+    if best is None:
+        return f"holds {tables.stage(index).most_layers} of {tables.layers} layers, and nobody is left to hold the rest"
+    worse = 1 - best.score / value.score
+    if worse < _NOT_A_LOSS:
+        return "would change nothing"
+    late = best.round.seconds > best.round.interval_seconds * (1 + _NOT_A_LOSS) and best.round.busiest == index
+    why = (
+        f"its link would need {best.round.seconds:.0f} s for a round"
+        if late
+        else "the route it is best in would slow down"
+    )
+    return f"with it the swarm would be {100 * worse:.1f} % worse: {why}"
+
+
+def _with(tables: Tables, layout: Layout, index: int) -> Iterator[Evaluation]:
+    """Layouts with that machine put somewhere: alone, or in the first, middle or last place of each of a few routes."""
+    alone = best_split(tables, (index,))
+    if alone.rate:
+        yield evaluate(tables, Layout((*layout.routes, alone.route)))
+    for place, route in enumerate(layout.routes[:8]):
+        order = [stage.machine for stage in route]
+        for at in {0, len(order) // 2, len(order)}:
+            split = best_split(tables, (*order[:at], index, *order[at:]))
+            if split.rate:
+                yield evaluate(tables, Layout((*layout.routes[:place], split.route, *layout.routes[place + 1 :])))
+
+
+def _helps(found: Solution, clock: Clock, rng: random.Random, seconds: float) -> Iterator[Help]:
+    """One more of each kind of machine beside the slowest, and that one's link twice as fast."""
+    problem, layout = found.problem, found.evaluation.layout
+    beside = found.evaluation.round.busiest
+    beside = layout.routes[0][0].machine if beside is None else beside
+    kinds = {machine.kind: machine for machine in problem.machines if machine.kind}
+    changes = [(f"one more {kind}", _one_more(problem, kinds[kind], beside)) for kind in sorted(kinds)]
+    changes.append((f"{problem.machines[beside].name}'s link twice as fast", _twice_the_link(problem, beside)))
+    for what, changed in changes:
+        after = solve(changed, clock=clock, rng=rng, seconds=seconds / len(changes), start=layout)
+        yield Help(what, max(after.evaluation.tokens_per_second, 0.0))
+
+
+def _one_more(problem: Problem, model: Machine, beside: int) -> Problem:
+    names = {machine.name for machine in problem.machines}
+    name = next(f"new-{number}" for number in range(1, len(names) + 2) if f"new-{number}" not in names)
+    rtt = np.pad(problem.links.rtt_seconds, (0, 1), mode="edge")
+    rtt[-1, :-1] = rtt[:-1, -1] = problem.links.rtt_seconds[beside] + _SAME_PLACE_SECONDS
+    rate = np.pad(problem.links.bytes_per_second, (0, 1), constant_values=np.inf)
+    more = replace(model, name=name, region=problem.machines[beside].region)
+    return replace(problem, machines=(*problem.machines, more), links=complete(rtt, rate))
+
+
+def _twice_the_link(problem: Problem, index: int) -> Problem:
+    machine = problem.machines[index]
+    faster = replace(
+        machine,
+        uplink_bytes_per_second=2 * machine.uplink_bytes_per_second,
+        downlink_bytes_per_second=2 * machine.downlink_bytes_per_second,
+    )
+    return replace(problem, machines=(*problem.machines[:index], faster, *problem.machines[index + 1 :]))
+
+
+def _curve(tables: Tables, value: Evaluation) -> Iterator[CurvePoint]:
+    """Routes join in the order of tokens for money, or of tokens per machine where nothing has a price."""
+    worth = [
+        cost.tokens_per_second / (cost.price_per_second or len(route))
+        for cost, route in zip(value.routes, value.layout.routes, strict=True)
+    ]
+    order = sorted(range(len(worth)), key=lambda it: -worth[it])
+    for count in range(1, len(order) + 1):
+        layout = Layout(tuple(value.layout.routes[it] for it in order[:count]))
+        part = evaluate(tables, layout)
+        price = part.price_per_token * 1e9
+        yield CurvePoint(
+            len(layout.machines),
+            part.tokens_per_second,
+            part.price_per_second * 3600,
+            price if math.isfinite(price) else 0.0,
+        )

@@ -1,0 +1,174 @@
+"""A what-if file: machines, links, a model and wishes, as TOML, for a swarm that need not exist. Pure.
+
+`docs/explain/planner.md` lists every field. It is a format of its own: the lab's topologies speak of emulated links and
+say nothing of hardware, this one of hardware and nothing of queues.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from atoll.coordinator.planner.links import Path, links_from_paths
+from atoll.coordinator.planner.problem import (
+    Goal,
+    Layer,
+    Machine,
+    Pin,
+    Problem,
+    Reach,
+    Training,
+    Wishes,
+    decoder_layers,
+)
+from atoll.core.errors import PlanInputInvalid
+
+GB = 1e9
+MBIT_BYTES = 1e6 / 8
+TFLOPS = 1e12
+MOST_MACHINES = 2000
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Model(_Table):
+    blocks: Annotated[int, Field(ge=1, le=1000)]
+    dimension: Count
+    hidden_dimension: Count
+    heads: Count
+    kv_heads: Count
+    vocabulary: Count = 32_000
+    sequence_length: Count = 2048
+    tied: bool = False
+
+    def layers(self) -> tuple[Layer, ...]:
+        attention = self.dimension * (self.dimension // self.heads) * (2 * self.heads + 2 * self.kv_heads)
+        return decoder_layers(
+            blocks=self.blocks,
+            dimension=self.dimension,
+            block_parameters=attention + 3 * self.dimension * self.hidden_dimension + 2 * self.dimension,
+            vocabulary=self.vocabulary,
+            sequence_length=self.sequence_length,
+            tied=self.tied,
+        )
+
+
+class _Training(_Table):
+    micro_batch_samples: Count = 1
+    micro_batches: Count = 8
+    round_tokens: Count
+    in_flight: Count = 8
+
+
+class _Wishes(_Table):
+    goal: Goal = Goal.TIME
+    trusted_ends: bool = False
+    rtt_cap_ms: Positive = 80.0
+
+
+class _MachineRow(_Table):
+    name: Name
+    count: Annotated[int, Field(ge=1, le=MOST_MACHINES)] = 1  # more than one: NAME-1, NAME-2, …
+    region: Name
+    kind: str = ""
+    memory_gb: Positive
+    host_memory_gb: Positive = 64.0
+    tflops: Positive  # that training reaches
+    uplink_mbit: Positive = 100.0
+    downlink_mbit: Positive = 100.0
+    reach: Reach = Reach.PUBLIC
+    price_per_hour: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    availability: Share = 1.0
+    failures_per_hour: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    trusted: bool = True
+
+    def machines(self) -> tuple[Machine, ...]:
+        names = [self.name] if self.count == 1 else [f"{self.name}-{number + 1}" for number in range(self.count)]
+        return tuple(
+            Machine(
+                name=name,
+                device_memory_bytes=self.memory_gb * GB,
+                host_memory_bytes=self.host_memory_gb * GB,
+                uplink_bytes_per_second=self.uplink_mbit * MBIT_BYTES,
+                downlink_bytes_per_second=self.downlink_mbit * MBIT_BYTES,
+                flops_per_second=self.tflops * TFLOPS,
+                region=self.region,
+                reach=self.reach,
+                price_per_hour=self.price_per_hour,
+                availability=self.availability,
+                failures_per_hour=self.failures_per_hour,
+                trusted=self.trusted,
+                kind=self.kind,
+            )
+            for name in names
+        )
+
+
+class _PathRow(_Table):
+    between: tuple[Name, Name]  # machines or regions
+    rtt_ms: Annotated[float, Field(ge=0, le=60_000)]
+    mbit: Annotated[float, Field(ge=0, le=1e9)] | None = None  # from the first to the second; none: their own links
+    back_mbit: Annotated[float, Field(ge=0, le=1e9)] | None = None  # the other way; none: the same
+
+    def path(self) -> Path:
+        there = math.inf if self.mbit is None else self.mbit * MBIT_BYTES
+        back = None if self.back_mbit is None else self.back_mbit * MBIT_BYTES
+        return Path(*self.between, self.rtt_ms / 1000, there, back)
+
+
+class _PinRow(_Table):
+    machine: Name
+    layers: tuple[int, int] | None = None  # first and last; none: no part in training
+
+
+class _File(_Table):
+    model: _Model
+    training: _Training
+    wishes: _Wishes = _Wishes()
+    machine: Annotated[tuple[_MachineRow, ...], Field(min_length=1)]
+    path: tuple[_PathRow, ...] = ()
+    pin: tuple[_PinRow, ...] = ()
+
+
+def read_what_if(text: str, where: str) -> Problem:
+    """The problem that a file states. Raises `PlanInputInvalid` that names the field."""
+    try:
+        file = _File.model_validate(tomllib.loads(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise PlanInputInvalid(
+            f"{where}: {field}: {first['msg']}", "docs/explain/planner.md lists every field"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise PlanInputInvalid(f"{where} is not TOML: {error}") from error
+    machines = tuple(machine for row in file.machine for machine in row.machines())
+    if len(machines) > MOST_MACHINES:
+        raise PlanInputInvalid(f"{where}: {len(machines)} machines; {MOST_MACHINES} are the most")
+    return Problem(
+        machines=machines,
+        links=links_from_paths(machines, [row.path() for row in file.path]),
+        layers=file.model.layers(),
+        training=Training(
+            micro_batch_tokens=file.training.micro_batch_samples * file.model.sequence_length,
+            micro_batches=file.training.micro_batches,
+            round_tokens=file.training.round_tokens,
+            in_flight=file.training.in_flight,
+        ),
+        wishes=Wishes(
+            goal=file.wishes.goal,
+            pins=tuple(Pin(row.machine, row.layers) for row in file.pin),
+            trusted_ends=file.wishes.trusted_ends,
+            rtt_cap_seconds=file.wishes.rtt_cap_ms / 1000,
+        ),
+    )

@@ -1,0 +1,98 @@
+"""`atollctl plan what-if`: from a file to a layout, its reasons, and what would help."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
+
+from atoll.coordinator.cli import main
+from atoll.coordinator.planner.explain import Explanation, explain
+from atoll.coordinator.planner.problem import Pin, Problem, Wishes
+from atoll.coordinator.planner.solve import solve
+from atoll.coordinator.planner.what_if import read_what_if
+from atoll.core.clock import ManualClock, SystemClock
+from atoll.core.errors import ConfigError, PlanInputInvalid
+
+EXAMPLE = Path(__file__).parents[4] / "deploy/examples/what-if.toml"
+
+
+def explained(problem: Problem) -> Explanation:
+    found = solve(problem, clock=SystemClock(), rng=random.Random(0), seconds=10)
+    return explain(found, clock=ManualClock(), rng=random.Random(0), seconds=1)
+
+
+def test_the_example_is_planned_and_explained() -> None:
+    result = CliRunner().invoke(main.app, ["plan", "what-if", str(EXAMPLE), "--seconds", "2", "-o", "json"])
+    assert result.exit_code == 0
+    plan = json.loads(result.stdout)["plan"]
+    machines = {place["machine"] for place in plan["places"]} | {item["machine"] for item in plan["left_out"]}
+    assert machines == {"rack-1", "rack-2", "home-1", "home-2", "home-3", "attic"}
+    assert plan["tokens_per_second"] > 0
+    assert {item["what"] for item in plan["help"]} >= {"one more l4", "one more rtx3060"}
+    assert all(0 < place["computing"] <= 1 for place in plan["places"])
+    assert all(place["memory_bytes"] <= place["memory_lent_bytes"] for place in plan["places"])
+
+
+def test_people_read_what_limits_it_and_who_is_idle() -> None:
+    result = CliRunner().invoke(main.app, ["plan", "what-if", str(EXAMPLE), "--seconds", "2"])
+    assert "what limits it: " in result.stdout
+    assert "left out: attic" in result.stdout
+    assert "with one more l4: +" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("blocks = 22", "blocks = 0", "model.blocks"),
+        ("blocks = 22", "blocks = 22\ncode = 1", "model.code"),
+        ("tflops = 25", "tflops = nan", "machine.0.tflops"),
+        ("memory_gb = 22", "memory_gb = -1", "machine.0.memory_gb"),
+        ('between = ["homes", "cloud"]', 'between = ["homes", "moon"]', "'moon'"),
+        ("[model]", "[model", "not TOML"),
+        ("count = 2", "count = 2000000", "machine.0.count"),
+    ],
+)
+def test_what_is_wrong_is_named(old: str, new: str, words: str) -> None:
+    text = EXAMPLE.read_text()
+    assert old in text
+    with pytest.raises(PlanInputInvalid, match=words):
+        read_what_if(text.replace(old, new), "rented.toml")
+
+
+def test_a_file_that_is_not_there_is_a_sentence() -> None:
+    result = CliRunner().invoke(main.app, ["plan", "what-if", "nowhere.toml"])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot read nowhere.toml" in str(result.exception)
+
+
+def test_who_is_left_out_is_told_why() -> None:
+    machines = [
+        machine("ann"),
+        machine("ben"),
+        machine("slow", uplink_bytes_per_second=2 * MBIT),
+        machine("tiny", device_memory_bytes=0.1 * GB),
+        machine("out"),
+    ]
+    problem = swarm(machines, training=TRAINING, wishes=Wishes(pins=(Pin("out", None),)))
+    reasons = {item.machine: item.reason for item in explained(problem).left_out}
+    assert reasons.keys() == {"slow", "tiny", "out"}
+    assert "worse" in reasons["slow"]
+    assert "holds no layer" in reasons["tiny"]
+    assert "pinned out" in reasons["out"]
+
+
+def test_the_bottleneck_is_who_has_it() -> None:
+    machines = [
+        machine("fast", device_memory_bytes=14 * GB),
+        machine("slow", device_memory_bytes=14 * GB, flops_per_second=1e12),
+    ]
+    found = explained(swarm(machines))
+    assert found.bottleneck.startswith("slow, in route 1: its computing")
+    assert {place.waits_for for place in found.places if place.machine == "fast"} == {
+        "slow: its computing sets the pace"
+    }
