@@ -56,6 +56,9 @@ async def told_measurements(swarm):
         times = node["profile"]["layer_times"]
         assert [time["kind"] for time in times] == ["embedding", "block", "head"]
         assert all(time["backward_seconds_per_token"] > 0 for time in times)
+    explained = await swarm.json("plan", "explain", "--seconds", "1")
+    assert {place["machine"] for place in explained["plan"]["places"]} == {"ann", "bob"}
+    assert explained["plan"]["tokens_per_second"] > 0
 
 
 def test_the_demo_prints_what_it_promises(tmp_path):

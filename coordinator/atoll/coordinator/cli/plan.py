@@ -16,7 +16,7 @@ from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
-app = typer.Typer(help="Plans: show, what-if.", no_args_is_help=True)
+app = typer.Typer(help="Plans: show, explain, what-if.", no_args_is_help=True)
 _COLUMNS = [
     Column("peer", "peer_id"),
     Column("layers"),
@@ -29,7 +29,7 @@ _COLUMNS = [
 
 @app.callback()
 def group() -> None:
-    """Plans: show, what-if."""
+    """Plans: show, explain, what-if."""
 
 
 @app.command("show")
@@ -52,6 +52,25 @@ def show_plan(
     show(output, {"plan": plain(plan), "signed": plain(view.signed)}, _COLUMNS, rows)
     if output is Output.TEXT:
         say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}")
+
+
+@app.command("explain")
+def explain_plan(
+    run: RunOption = "",
+    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to look for better ones")] = 5.0,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Say what limits the plan that a run follows, and what would help, from what its nodes measured.
+
+    [bold]Example[/bold]
+
+      atollctl plan explain
+    """
+    from atoll.coordinator.cli.plan_explain import tell  # SciPy: other commands need not wait for it
+
+    with connect(credentials) as client:
+        tell(client, run, seconds, output)
 
 
 @app.command("what-if")

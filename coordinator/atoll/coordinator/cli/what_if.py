@@ -16,8 +16,8 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output
 
-_FOR_HELP = 0.5  # of the time to search, again, for what would help
-_COLUMNS = [
+FOR_HELP = 0.5  # of the time to search, again, for what would help
+COLUMNS = [
     Column("route", right=True),
     Column("region", right=True),
     Column("machine"),
@@ -38,15 +38,16 @@ def tell(path: Path, seconds: float, output: Output) -> None:
         raise ConfigError(f"cannot read {path}: {reason}") from error
     clock, rng = SystemClock(), random.Random(0)
     found = solve(read_what_if(text, path.name), clock=clock, rng=rng, seconds=seconds)
-    why = explain(found, clock=clock, rng=rng, seconds=_FOR_HELP * seconds)
-    show(output, {"plan": document(found, why)}, _COLUMNS, _rows(why.places))
+    why = explain(found, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
+    show(output, {"plan": document(found, why)}, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
         for line in sentences(found, why):
             print(clean(line))
 
 
-def _rows(places: Sequence[Place]) -> list[Plain]:
+def rows(places: Sequence[Place]) -> list[Plain]:
+    """The table of who does what."""
     return [
         {
             "route": place.route + 1,

@@ -46,6 +46,12 @@ def sentences(found: Solution, why: Explanation) -> Iterator[str]:
     yield f"predicted: {count_text(value.tokens_per_second)} tokens/s in {routes}{_price(value)}"
     yield f"how good: {_proof(found)}"
     yield f"a round: every {value.round.seconds:.0f} s"
+    yield from facts(found, why)
+
+
+def facts(found: Solution, why: Explanation) -> Iterator[str]:
+    """What limits a layout, who has no part in it, and what would help."""
+    value = found.evaluation
     yield f"what limits it: {why.bottleneck}"
     for item in why.left_out:
         yield f"left out: {item.machine} (region {item.region + 1}): {item.reason}"

@@ -1,0 +1,145 @@
+"""`atollctl plan explain`: the plan that a run follows, seen by the planner through what its nodes measured."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from atoll.coordinator.cli.client import Client
+from atoll.coordinator.cli.output import show
+from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, rows
+from atoll.coordinator.planner.checks import check_layout, check_problem
+from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.explain import explain
+from atoll.coordinator.planner.measured import Measured, problem_of
+from atoll.coordinator.planner.problem import Layout, Problem, Stage, Wishes, read_layers
+from atoll.coordinator.planner.report import document, facts
+from atoll.coordinator.planner.solve import Solution, solve
+from atoll.coordinator.planner.tables import Tables
+from atoll.coordinator.state.paths import Path
+from atoll.coordinator.text import clean
+from atoll.core.clock import SystemClock
+from atoll.core.errors import InvalidTransition
+from atoll.core.output import Output
+from atoll.core.run_spec import parse_run_spec
+from atoll.core.units import count_text
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import plan_pb2
+
+_ROUNDS = 20  # the last ones, whose pace is compared
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run's plan as a problem and a layout, and what was measured of the whole."""
+
+    problem: Problem
+    layout: Layout
+    doubts: tuple[str, ...]
+    tokens_per_second: float  # that its members say they train now
+    round_seconds: float | None  # between the last rounds; None: too few
+
+
+def tell(client: Client, run_id: str, seconds: float, output: Output) -> None:
+    """Fetch, evaluate, explain, print. Raises `InvalidTransition` before there is a plan to explain."""
+    run = client.call(client.stub.GetRun, wire.RunRequest(run_id=run_id))
+    if not run.plan_version:
+        raise InvalidTransition(f"run {run.run_id} has no plan yet", "it gets one when training begins")
+    plan = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run.run_id)).plan
+    nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run.run_id)).nodes
+    after = max(0, run.head_round - _ROUNDS)
+    rounds = client.call(client.stub.ListRounds, wire.ListRoundsRequest(run_id=run.run_id, after_round=after)).rounds
+    live = live_plan(run, plan, nodes, rounds)
+    clock, rng = SystemClock(), random.Random(0)
+    tables = Tables(live.problem)
+    now = Solution(tables, evaluate(tables, live.layout), 0.0, 0, 0.0)
+    why = explain(now, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
+    best = solve(live.problem, clock=clock, rng=rng, seconds=seconds, start=live.layout)
+    measured = {"tokens_per_second": live.tokens_per_second, "round_seconds": live.round_seconds}
+    told = {"plan": document(now, why), "measured": measured, "doubts": live.doubts, "best": best_of(best)}
+    show(output, told, COLUMNS, rows(why.places))
+    if output is Output.TEXT:
+        print()
+        for line in (*compared(now, live), *facts(now, why), *advice(now, best), *live.doubts):
+            print(clean(line))
+
+
+def live_plan(
+    run: wire.RunView, plan: plan_pb2.Plan, nodes: Sequence[wire.NodeView], rounds: Sequence[wire.RoundView]
+) -> Live:
+    """From the coordinator's answers. Raises `InvalidTransition` while a member has not said what it is."""
+    by_peer = {node.peer_id: node for node in nodes}
+    members = [by_peer[item.peer_id] for item in plan.assignments if item.peer_id in by_peer]
+    silent = [node.name for node in members if not node.profile.device]
+    if silent or len(members) < len(plan.assignments):
+        raise InvalidTransition(
+            f"{', '.join(map(clean, silent)) or 'a member'} has not told what it is since the coordinator started",
+            "ask again when it is connected",
+        )
+    spec = parse_run_spec(run.spec_toml)
+    seen = problem_of(
+        [_measured(node, name) for node, name in _named(members)], read_layers(run.layers), spec, Wishes()
+    )
+    check_problem(seen.problem)
+    place = {node.peer_id: index for index, node in enumerate(members)}
+    spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
+    layout = Layout(tuple(tuple(Stage(place[peer], *spans[peer]) for peer in route.peer_ids) for route in plan.routes))
+    check_layout(seen.problem, layout)
+    trained = sum(node.status.tokens_per_second for node in members if node.connected)
+    return Live(seen.problem, layout, seen.doubts, trained, _between(rounds))
+
+
+def compared(now: Solution, live: Live) -> Iterator[str]:
+    """What the plan predicts beside what is measured."""
+    predicted = now.evaluation.tokens_per_second
+    told = f"predicted: {count_text(predicted)} tokens/s"
+    if live.tokens_per_second:
+        told += f"; its members train {count_text(live.tokens_per_second)}"
+    yield told
+    told = f"a round: every {now.evaluation.round.seconds:.0f} s"
+    yield told if live.round_seconds is None else f"{told}; the last ones came every {live.round_seconds:.0f} s"
+
+
+def advice(now: Solution, best: Solution) -> Iterator[str]:
+    """What another layout of the same machines would bring."""
+    gain = best.evaluation.tokens_per_second / max(now.evaluation.tokens_per_second, 1e-12) - 1
+    if gain < 0.01:
+        yield "no other layout of these machines would be noticeably faster"
+        return
+    stages = Counter(len(route) for route in best.evaluation.layout.routes)
+    shapes = ", ".join(f"{count} × {length}" for length, count in sorted(stages.items()))
+    yield f"another layout would reach {100 * gain:+.0f} %: routes × stages {shapes}; no node runs routes yet"
+
+
+def best_of(best: Solution) -> dict[str, object]:
+    """The planner's own layout as plain values."""
+    names = [machine.name for machine in best.problem.machines]
+    return {
+        "tokens_per_second": best.evaluation.tokens_per_second,
+        "routes": [
+            [{"machine": names[stage.machine], "first": stage.first, "last": stage.last} for stage in route]
+            for route in best.evaluation.layout.routes
+        ],
+    }
+
+
+def _measured(node: wire.NodeView, name: str) -> Measured:
+    paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
+    return Measured(node.peer_id, name, node.profile, node.status, tuple(node.multiaddrs), paths)
+
+
+def _named(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:
+    """With names that tell them apart."""
+    usage = Counter(node.name for node in nodes)
+    for node in nodes:
+        yield node, node.name if usage[node.name] == 1 else f"{node.name} …{node.peer_id[-6:]}"
+
+
+def _between(rounds: Sequence[wire.RoundView]) -> float | None:
+    """The median time from one committed round to the next, in seconds."""
+    times = {view.round.number: view.unix_ms / 1000 for view in rounds if view.committed and not view.void}
+    gaps = [times[number + 1] - times[number] for number in times if number + 1 in times]
+    return statistics.median(gaps) if gaps else None

@@ -1,0 +1,139 @@
+"""`atollctl plan explain` on answers of a coordinator: what it says of a live plan, and when it cannot."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from unit.coordinator.world import spec_toml
+
+from atoll.coordinator.cli.plan_explain import live_plan, tell
+from atoll.core.errors import InvalidTransition, PlanInputInvalid
+from atoll.core.output import Output
+from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
+
+SECONDS = {"embedding": 1e-6, "block": 4e-6, "head": 2e-6}  # a token, forward
+FLOPS = {"embedding": 0.0, "block": 2e6, "head": 1e6}
+KINDS = ["embedding", "block", "block", "head"]
+PACE = 1 / (3 * (1e-6 + 2 * 4e-6 + 2e-6))  # tokens a second
+
+
+def node(name: str, slower: float = 1.0, *, training: bool = True, **others: float) -> wire.NodeView:
+    """A node that is so many times slower, `others` being its round trips in milliseconds."""
+    times = [
+        mb.LayerTime(kind=kind, forward_seconds_per_token=slower * time, backward_seconds_per_token=2 * slower * time)
+        for kind, time in SECONDS.items()
+    ]
+    return wire.NodeView(
+        peer_id=f"peer-{name}",
+        name=name,
+        connected=True,
+        profile=mb.NodeProfile(
+            device="cuda:0",
+            device_name="RTX",
+            device_memory_bytes=8 << 30,
+            host_memory_bytes=8 << 30,
+            layer_times=times,
+        ),
+        status=mb.NodeStatus(uplink_bytes_per_second=5e6, tokens_per_second=PACE / slower if training else 0.0),
+        multiaddrs=["/ip4/8.8.8.8/tcp/1"],
+        paths=[mb.PeerPath(peer_id=f"peer-{peer}", rtt_seconds=rtt / 1000) for peer, rtt in others.items()],
+    )
+
+
+def answers(*nodes: wire.NodeView, version: int = 3) -> dict[str, Any]:
+    table = plan_pb2.LayerTable(
+        layers=[
+            plan_pb2.LayerInfo(
+                name=f"layer-{number}",
+                kind=kind,
+                parameters=1_000_000,
+                flops_per_token_forward=FLOPS[kind],
+                activation_bytes_per_token=1024,
+            )
+            for number, kind in enumerate(KINDS)
+        ]
+    )
+    plan = plan_pb2.Plan(
+        run_id="reef",
+        version=version,
+        assignments=[
+            plan_pb2.Assignment(peer_id=it.peer_id, span=plan_pb2.Span(first=0, last=len(KINDS) - 1)) for it in nodes
+        ],
+        routes=[plan_pb2.Route(peer_ids=[it.peer_id]) for it in nodes],
+    )
+    rounds = [
+        wire.RoundView(round=pb.RoundId(number=number), committed=True, unix_ms=1000 * 7 * number)
+        for number in range(1, 6)
+    ]
+    return {
+        "GetRun": wire.RunView(
+            run_id="reef", spec_toml=spec_toml(round_tokens=10**6), plan_version=version, head_round=5, layers=table
+        ),
+        "GetPlan": wire.PlanView(plan=plan),
+        "ListNodes": wire.ListNodesResponse(nodes=nodes),
+        "ListRounds": wire.ListRoundsResponse(rounds=rounds),
+    }
+
+
+def explained(given: dict[str, Any], capsys: pytest.CaptureFixture[str], output: Output = Output.JSON) -> Any:
+    client = SimpleNamespace(
+        stub=SimpleNamespace(**{name: name for name in given}), call=lambda method, request: given[method]
+    )
+    tell(client, "", 0.5, output)  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    return json.loads(printed) if output is Output.JSON else printed
+
+
+def test_a_plan_of_replicas_is_predicted_to_train_what_its_members_do(capsys):
+    ann, bob = node("ann", bob=30), node("bob", 2.0, ann=31)
+    told = explained(answers(ann, bob), capsys)
+    measured = PACE * 1.5
+    assert told["measured"] == {"tokens_per_second": pytest.approx(measured), "round_seconds": 7.0}
+    assert told["plan"]["tokens_per_second"] == pytest.approx(measured, rel=0.01)
+    assert [place["machine"] for place in told["plan"]["places"]] == ["ann", "bob"]
+    assert told["best"]["tokens_per_second"] >= 0.999 * told["plan"]["tokens_per_second"]
+    assert not told["doubts"]
+
+
+def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
+    ann = node("ann", bob=3)
+    boaster = node("bob", ann=31)
+    boaster.status.tokens_per_second /= 10
+    text = explained(answers(ann, boaster), capsys, Output.TEXT)
+    assert "its members train" in text
+    assert "the last ones came every 7 s" in text
+    assert "what limits it:" in text
+    assert "with one more RTX:" in text
+    assert "bob trains 10.0 times slower than its profile says" in text
+
+
+def test_nodes_of_one_name_are_told_apart(capsys):
+    one, other = node("same"), node("same")
+    other.peer_id = "peer-another"
+    names = [place["machine"] for place in explained(answers(one, other), capsys)["plan"]["places"]]
+    assert names == ["same …r-same", "same …nother"]
+
+
+def test_what_cannot_be_explained_says_why():
+    silent = wire.NodeView(peer_id="peer-cid", name="cid")
+    given = answers(node("ann"), silent)
+    told = given["GetRun"], given["GetPlan"].plan, given["ListNodes"].nodes, []
+    with pytest.raises(InvalidTransition, match="cid has not told what it is"):
+        live_plan(*told)
+    with pytest.raises(InvalidTransition, match="a member has not told"):
+        live_plan(told[0], told[1], [], [])
+    gap = answers(node("ann"))
+    gap["GetPlan"].plan.assignments[0].span.last = 1
+    with pytest.raises(PlanInputInvalid, match="does not cover the layers"):
+        live_plan(gap["GetRun"], gap["GetPlan"].plan, gap["ListNodes"].nodes, [])
+
+
+def test_a_run_without_a_plan_has_nothing_to_explain(capsys):
+    with pytest.raises(InvalidTransition, match="no plan yet"):
+        explained(answers(node("ann"), version=0), capsys)
