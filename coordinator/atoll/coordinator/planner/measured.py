@@ -21,6 +21,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
 OFF = 3.0  # times: a figure so far from what others see is told to people
+_NOISE_SECONDS = 0.01  # that a busy node adds to a round trip now and then
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # of a link that was not measured yet: a home's uplink
 _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
     "fp32": 4.0,
@@ -90,7 +91,8 @@ def _machine(node: Measured, layers: Sequence[Layer], doubts: list[str]) -> Mach
         price_per_hour=profile.price_per_hour,
         kind=profile.device_name or profile.device,
     )
-    return _corrected(machine, status.tokens_per_second, layers, doubts)
+    _compare(machine, status.tokens_per_second, profile.tokens_per_second or _told(machine, layers), doubts)
+    return _corrected(machine, status.tokens_per_second, layers)
 
 
 def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
@@ -98,19 +100,29 @@ def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
     return 3 * tokens_per_second * math.fsum(layer.flops_per_token for layer in layers)
 
 
-def _corrected(machine: Machine, trained: float, layers: Sequence[Layer], doubts: list[str]) -> Machine:
+def _told(machine: Machine, layers: Sequence[Layer]) -> float:
+    """Tokens per second by the times of its layers; 0 where one is missing."""
+    times = machine.seconds_per_token
+    seconds = math.fsum(sum(times.get(layer.kind, (math.inf, math.inf))) for layer in layers)
+    return 1 / seconds if seconds else 0.0
+
+
+def _compare(machine: Machine, trained: float, told: float, doubts: list[str]) -> None:
+    """What it trains with what it said; its owner's pace counts in both."""
+    if trained and told and not 1 / OFF <= told / trained <= OFF:
+        slower, times = ("slower", told / trained) if told > trained else ("faster", trained / told)
+        doubts.append(f"{machine.name} trains {times:.1f} times {slower} than its profile says")
+
+
+def _corrected(machine: Machine, trained: float, layers: Sequence[Layer]) -> Machine:
     """With its layers' times scaled so that all of them take what a token really takes it."""
-    told = machine.seconds_per_token
-    if not trained or not {layer.kind for layer in layers} <= told.keys():
+    told = _told(machine, layers)
+    if not trained or not told:
         return machine
-    seconds = math.fsum(sum(told[layer.kind]) for layer in layers)
-    if not seconds:
-        return replace(machine, seconds_per_token={})
-    factor = 1 / (trained * seconds)
-    if not 1 / OFF <= factor <= OFF:
-        faster = "slower" if factor > 1 else "faster"
-        doubts.append(f"{machine.name} trains {max(factor, 1 / factor):.1f} times {faster} than its profile says")
-    scaled = {kind: (factor * forward, factor * backward) for kind, (forward, backward) in told.items()}
+    factor = told / trained
+    scaled = {
+        kind: (factor * forward, factor * backward) for kind, (forward, backward) in machine.seconds_per_token.items()
+    }
     return replace(machine, seconds_per_token=scaled)
 
 
@@ -132,7 +144,7 @@ def _liars(nodes: Sequence[Measured], rtt: np.ndarray) -> list[str]:
     """Who disagrees with most of those that it measured, and they with it."""
     told = []
     for place, node in enumerate(nodes):
-        ratios = rtt[place] / rtt[:, place]
+        ratios = (rtt[place] + _NOISE_SECONDS) / (rtt[:, place] + _NOISE_SECONDS)
         ratios = ratios[np.isfinite(ratios)]
         if len(ratios) < 2:
             continue
