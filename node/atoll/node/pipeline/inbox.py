@@ -108,8 +108,8 @@ class Inbox:
         begin = self.get(Begin)
         if isinstance(message, Begin):
             return "" if 1 <= message.micro_batches <= MAX_MICRO_BATCHES else f"of {message.micro_batches}"
-        if isinstance(message, TiedWeights):
-            return ""  # another link: it may overtake the beginning
+        if isinstance(message, TiedWeights) or (isinstance(message, Verdict) and message.aborted):
+            return ""  # it may overtake the beginning, or come instead
         if begin is None:
             return "before it began"
         if isinstance(message, Activation):
