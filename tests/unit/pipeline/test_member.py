@@ -74,8 +74,8 @@ async def test_a_route_on_a_network_has_the_bits_of_one_in_a_process() -> None:
         for number in range(3):
             flushed = await members[0].flush(flush_of(number), LONG)
             assert flushed == here.route.flush(flush_of(number))
-        while any(runner.ended < 3 for runner in there.runners):
-            await asyncio.sleep(0)
+        for member in members:
+            await member.over(3)
     assert torch.equal(there.weights(), here.weights())
 
 
@@ -93,8 +93,8 @@ async def test_a_stage_that_dies_in_a_flush_costs_the_flush_and_no_bits() -> Non
         async with on(hub, reef.runners) as members:
             for number in range(sum(outcomes), 2):
                 assert await attempt(members[0], flush_of(number))
-            while any(runner.ended < reef.runners[0].ended for runner in reef.runners):
-                await asyncio.sleep(0)
+            for member in members:
+                await member.over(reef.runners[0].ended)
         assert not all(outcomes)
         assert torch.equal(reef.weights(), plain.weights()), moment
 
@@ -132,8 +132,8 @@ async def test_a_neighbour_that_accepts_and_never_answers_costs_patience_and_not
     async with on(MemoryHub(fault), reef.runners) as members:
         with pytest.raises(FlushAborted, match="longer than"):
             await members[0].flush(flush_of(0), SHORT)
-        while any(runner.ended < 1 for runner in reef.runners):
-            await asyncio.sleep(0)
+        for member in members:
+            await member.over(1)
         silent = False
         flushed = await members[0].flush(flush_of(1), LONG)
         assert flushed.loss == here.route.flush(flush_of(1)).loss
@@ -153,9 +153,9 @@ async def test_a_stage_that_missed_the_verdict_steps_when_it_comes_back() -> Non
         await members[0].flush(flush_of(0), LONG)
     assert [runner.ended for runner in reef.runners] == [1, 0, 0]
     deaf = False
-    async with on(hub, reef.runners):
-        while any(runner.ended < 1 for runner in reef.runners):
-            await asyncio.sleep(0)
+    async with on(hub, reef.runners) as members:
+        for member in members:
+            await member.over(1)
     assert torch.equal(reef.weights(), here.weights())
 
 

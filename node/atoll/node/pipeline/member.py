@@ -76,6 +76,11 @@ class RouteMember:
         finally:
             self._break(FlushAborted("the stage has left its route"))
 
+    async def over(self, flush: int) -> None:
+        """Return when a flush has ended on this stage; the driver's ends before the others'."""
+        async with self._acted:
+            await self._acted.wait_for(lambda: self._runner.ended >= flush)
+
     def _greet(self) -> None:
         place = self._runner.place
         for verdict in () if place.last else self._runner.verdicts:
@@ -106,7 +111,7 @@ class RouteMember:
         return runner.finished
 
     async def _trouble_before_end(self, flush: int, patience: timedelta) -> Exception | None:
-        ended = asyncio.create_task(self._wait_for(flush))
+        ended = asyncio.create_task(self.over(flush))
         try:
             async with asyncio.timeout(patience.total_seconds()):
                 await asyncio.wait((ended, self._broken), return_when=asyncio.FIRST_COMPLETED)
@@ -115,10 +120,6 @@ class RouteMember:
         finally:
             ended.cancel()
         return None if self._runner.ended >= flush else self._broken.result()
-
-    async def _wait_for(self, flush: int) -> None:
-        async with self._acted:
-            await self._acted.wait_for(lambda: self._runner.ended >= flush)
 
     def _give_up(self, flush: int) -> None:
         """Abort, unless the verdict fell meanwhile: then this stage's own step is all that is left here."""
@@ -216,4 +217,5 @@ async def _in_thread(work: Callable[[], T]) -> T:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait({running})
+        running.exception()  # retrieved: nobody is left to tell
         raise
