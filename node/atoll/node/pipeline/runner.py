@@ -247,6 +247,7 @@ class Runner:
         if place.first:
             self._inbox.put(report)
             self._inbox.put(Verdict(flush, clip_factor(report.norms, self._clip_norm)))
+        self._inbox.reported = True
         lent = [(0, returned)] if returned is not None and place.borrows else []
         return [*lent, *self._upstream(report)]
 
