@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -112,6 +113,32 @@ class ScriptedRoute:
         else:
             self.ledger.decide(self.ledger.flush)
         return aborted
+
+    def flush_until_break(self, count: int, turns: int, replaced: int = 0) -> bool:
+        """After so many turns every link breaks, and the driver gives up; whether the flush was decided by then.
+
+        A stage after the first may be `replaced` by one that knows what the driver does.
+        """
+        driver = self.runners[0]
+        flush = self.route.begin(self._tokens(count))
+        for _ in range(turns):
+            self.route.turn()
+        with suppress(InvalidTransition):
+            driver.abort()
+        while driver.ended < flush:
+            driver.advance()  # what it would send is lost
+        if 0 < replaced < len(self.stages):
+            self._replace(replaced)
+        self.route.reconnect()
+        assert driver.finished is not None
+        return not driver.finished.verdict.aborted
+
+    def _replace(self, number: int) -> None:
+        driver = self.runners[0]
+        stage = self.stages[number] = ScriptedStage(number, self.stages[number].last)
+        runner = Runner(self.runners[number].place, stage, 1.0, driver.verdicts)
+        self.runners[number] = runner
+        self.route.runners = tuple(self.runners)
 
     @staticmethod
     def _tokens(count: int) -> list[Tensor]:

@@ -279,6 +279,12 @@ class RoundAbandoned(AtollError):
     exit_code = ExitCode.RETRY
 
 
+class FlushAborted(AtollError):
+    """A flush of a route was given up. It counts nothing, and its micro-batches come again."""
+
+    exit_code = ExitCode.RETRY
+
+
 # --- our own children --------------------------------------------------------------------------------
 
 

@@ -74,6 +74,29 @@ def test_an_abort_at_any_moment_counts_nothing_and_the_next_run_counts_once(
         assert stage.added_gradient == sum(range(1, count + 1))
 
 
+BREAKS = st.lists(
+    st.tuples(st.integers(0, 150), st.integers(0, 4)), max_size=8
+)  # after how many turns; who is replaced
+
+
+@given(SEEDS, st.integers(1, 5), COUNTS, st.booleans(), BREAKS)
+def test_links_that_break_at_any_moments_leave_each_flush_counted_by_all_stages_or_by_none(
+    seed: int, stages: int, count: int, tied: bool, breaks: list[tuple[int, int]]
+) -> None:
+    """Also while stages still hear what became of the flush before, and when another takes a stage's place."""
+    route = ScriptedRoute(stages, tied, 0, Random(seed).choice)
+    decided = 0
+    missed = [0] * stages  # flushes decided before the stage that is there now came
+    for moment, replaced in breaks:
+        decided += route.flush_until_break(count, moment, replaced)
+        if 0 < replaced < stages:
+            missed[replaced] = decided
+    route.flush(count)
+    for stage in route.stages:
+        assert stage.steps == decided + 1 - missed[stage.number]
+        assert stage.added_gradient == stage.steps * sum(range(1, count + 1))
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_stage() -> None:
     route = ScriptedRoute(3, tied=True)
     route.stages[1].own_norm = torch.inf

@@ -140,6 +140,7 @@ BAD: dict[str, tuple[int, int, Message]] = {  # to which stage of three, from wh
     "a gradient of other samples": (0, 1, Gradient(1, 0, X_BTD[:1])),
     "a gradient for the last stage": (2, 1, Gradient(1, 0, X_BTD)),
     "a report too early": (0, 1, Report(1, (1.0,) * 4, 1.0)),
+    "a verdict before the report": (1, 0, Verdict(1, 1.0)),
     "a verdict from downstream": (1, 2, Verdict(1, 1.0)),
     "a verdict for the driver": (0, 1, Verdict(1, 1.0)),
     "a tied gradient too early": (0, 2, TiedGradient(1, MATRIX_VD)),

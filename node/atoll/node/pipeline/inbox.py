@@ -83,6 +83,7 @@ class Inbox:
 
     def __init__(self, place: Place) -> None:
         self.forwarded = self.backwarded = 0  # by this stage
+        self.reported = False
         self._place = place
         self._messages: dict[tuple[type, int], Message] = {}
         self._seen: set[tuple[type, int]] = set()
@@ -108,8 +109,8 @@ class Inbox:
         begin = self.get(Begin)
         if isinstance(message, Begin):
             return "" if 1 <= message.micro_batches <= MAX_MICRO_BATCHES else f"of {message.micro_batches}"
-        if isinstance(message, TiedWeights):
-            return ""  # another link: it may overtake the beginning
+        if isinstance(message, TiedWeights) or (isinstance(message, Verdict) and message.aborted):
+            return ""  # it may overtake the beginning, or come instead
         if begin is None:
             return "before it began"
         if isinstance(message, Activation):
@@ -120,7 +121,7 @@ class Inbox:
             return "" if sent else "for a micro-batch that is not there"
         if isinstance(message, Report | TiedGradient):
             return "" if self.forwarded == begin.micro_batches else "before all micro-batches were sent"
-        return ""
+        return "" if self.reported else "before this stage reported"  # a verdict: it is made of all reports
 
     def has(self, kind: type[Message], number: int = 0) -> bool:
         return (kind, number) in self._messages

@@ -98,14 +98,28 @@ class Flushed:
 
 
 class Runner:
-    """One stage. `ended` is the number of the last flush that ended before this stage joined the route."""
+    """One stage. One that takes another's place is told the driver's `verdicts`."""
 
-    def __init__(self, place: Place, compute: Compute, clip_norm: float, ended: int = 0) -> None:
-        self.place, self.ended = place, ended
+    def __init__(self, place: Place, compute: Compute, clip_norm: float, verdicts: Sequence[Verdict] = ()) -> None:
+        self.place = place
+        self.ended = max((verdict.flush for verdict in verdicts), default=0)  # the last flush that is over here
         self.finished: Flushed | None = None  # the newest flush, at the driver
         self._compute, self._clip_norm = compute, clip_norm
         self._actions: deque[Action] = deque()
-        self._inbox, self._next = Inbox(place), Inbox(place)
+        self._inboxes: dict[int, Inbox] = {}  # by flush
+        self._lent: TiedWeights | None = None  # the newest, whatever its flush: it travels on a link of its own
+        self._decided = next((verdict for verdict in verdicts if not verdict.aborted), None)
+        self._aborted = max((verdict.flush for verdict in verdicts if verdict.aborted), default=0)
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What another stage may have missed, in order: the last decision, and up to where all else was aborted."""
+        decided = () if self._decided is None else (self._decided,)
+        return (*decided, Verdict(self._aborted, None, aborted=True)) if self._aborted else decided
+
+    @property
+    def _inbox(self) -> Inbox:
+        return self._inboxes.setdefault(self.ended + 1, Inbox(self.place))
 
     @property
     def held(self) -> int:
@@ -116,14 +130,25 @@ class Runner:
 
     def deliver(self, sender: int, message: Message) -> None:
         """Take a neighbour's message; those of flushes that are over are dropped. Raises `PeerMisbehaved`."""
-        if message.flush <= self.ended:
+        if message.flush <= self.ended or (isinstance(message, Verdict) and message == self._inbox.get(Verdict)):
             return
-        if message.flush > self.ended + 2:
-            raise PeerMisbehaved(f"stage {sender} is at flush {message.flush}, we are at {self.ended + 1}")
-        inbox = self._inbox if message.flush == self.ended + 1 else self._next
+        inbox = self._inboxes.get(message.flush) or Inbox(self.place)
         inbox.check(sender, message)
         self._compute.check(message)
-        inbox.put(message)
+        if isinstance(message, TiedWeights):
+            self._lend(message)
+        elif isinstance(message, Verdict) and message.aborted:
+            self._aborted = max(self._aborted, message.flush)
+        elif message.flush > max(self.ended, self._aborted) + 2:
+            raise PeerMisbehaved(f"stage {sender} is at flush {message.flush}, we are at {self.ended + 1}")
+        else:
+            self._inboxes[message.flush] = inbox
+            inbox.put(message)
+
+    def _lend(self, weights: TiedWeights) -> None:
+        if self._lent is not None and self._lent.flush >= weights.flush:
+            raise PeerMisbehaved(f"the tied matrix came twice, for flush {weights.flush}")
+        self._lent = weights
 
     def feed(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> int:
         """Driver: begin the next flush with inputs and targets, int64 [B,T] each; its number."""
@@ -139,15 +164,22 @@ class Runner:
         """Driver: let the flush end with nothing. Raises `InvalidTransition` when there is none, or it is decided."""
         if not self.place.first or not self._inbox.has(Begin) or self._inbox.has(Verdict):
             raise InvalidTransition("there is no flush, or it is decided and all stages will step")
-        self._inbox.put(Verdict(self.ended + 1, None, aborted=True))
+        self._aborted = self.ended + 1
+
+    def cut_off(self) -> None:
+        """All links broke: forget what was under way, but for a flush that may have been decided with our report."""
+        settled = bool(self._actions) and isinstance(self._actions[0], Step)
+        self._inboxes = {self.ended + 1: self._inbox} if settled else {}
+        if not settled:
+            self._actions.clear()
+            self._compute.abort()
 
     # --- what is done -------------------------------------------------------------------------------
 
     def advance(self) -> list[Outgoing] | None:
         """Carry out the next action and say what to send; None while it waits for a message."""
-        verdict = self._inbox.get(Verdict)
-        if verdict is not None and verdict.aborted:
-            return self._drop(verdict)
+        if self._aborted > self.ended and not self._inbox.has(Verdict):
+            return self._drop()
         if not self._actions:
             return self._begin()
         if not self._ready(self._actions[0]):
@@ -166,13 +198,16 @@ class Runner:
         place, inbox = self.place, self._inbox
         match action:
             case Forward(number):
-                return inbox.has(Activation, number) and (number > 0 or not place.borrows or inbox.has(TiedWeights))
+                return inbox.has(Activation, number) and (number > 0 or self._borrowed())
             case Backward(number):
                 return place.last or inbox.has(Gradient, number)
             case Settle():
                 return (place.last or inbox.has(Report)) and (not place.lends or inbox.has(TiedGradient))
             case Step():
                 return inbox.has(Verdict)
+
+    def _borrowed(self) -> bool:
+        return not self.place.borrows or (self._lent is not None and self._lent.flush == self.ended + 1)
 
     def _begin(self) -> list[Outgoing] | None:
         place = self.place
@@ -185,8 +220,8 @@ class Runner:
         return [*self._downstream(begin), *lent]
 
     def _forward(self, number: int) -> list[Outgoing]:
-        if number == 0 and self.place.borrows:
-            self._compute.borrow(self._inbox.pop(TiedWeights).weights_VD)
+        if number == 0 and self.place.borrows and self._lent is not None:
+            self._compute.borrow(self._lent.weights_VD)
         taken = self._inbox.pop(Activation, number)
         output = self._compute.forward(number, taken.x_BTD, taken.targets_BT)
         self._inbox.forwarded += 1
@@ -212,29 +247,30 @@ class Runner:
         if place.first:
             self._inbox.put(report)
             self._inbox.put(Verdict(flush, clip_factor(report.norms, self._clip_norm)))
+        self._inbox.reported = True
         lent = [(0, returned)] if returned is not None and place.borrows else []
         return [*lent, *self._upstream(report)]
 
     def _step(self) -> list[Outgoing]:
         verdict = self._inbox.pop(Verdict)
         self._compute.step(verdict.factor)
+        self._decided = verdict
         if self.place.first:
             report = self._inbox.pop(Report)
             self.finished = Flushed(verdict, report.loss, report.norms)
         return self._end(verdict)
 
-    def _drop(self, verdict: Verdict) -> list[Outgoing]:
-        begin = self._inbox.get(Begin)
-        unheard = self._downstream(begin) if begin is not None and not self._actions else []
+    def _drop(self) -> list[Outgoing]:
         self._actions.clear()
         self._compute.abort()
+        verdict = Verdict(self._aborted, None, aborted=True)
         if self.place.first:
             self.finished = Flushed(verdict)
-        return [*unheard, *self._end(verdict)]
+        return self._end(verdict)
 
     def _end(self, verdict: Verdict) -> list[Outgoing]:
-        self.ended += 1
-        self._inbox, self._next = self._next, Inbox(self.place)
+        self.ended = verdict.flush
+        self._inboxes = {flush: inbox for flush, inbox in self._inboxes.items() if flush > self.ended}
         return self._downstream(verdict)
 
     def _downstream(self, message: Message) -> list[Outgoing]:

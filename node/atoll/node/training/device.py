@@ -90,7 +90,8 @@ def memory_needed_bytes(spec: RunSpec, shape: ModelShape) -> int:
     width = 4 if spec.optimizer.precision == "fp32" else 2
     blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
     saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
-    return FLAT_COPIES * 4 * shape.parameters + tokens * (width * saved + 2 * 4 * shape.vocabulary)
+    borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
+    return 4 * (FLAT_COPIES * shape.parameters + borrowed) + tokens * (width * saved + 2 * 4 * shape.vocabulary)
 
 
 def check_fits(spec: RunSpec, shape: ModelShape, facts: DeviceFacts) -> None:
