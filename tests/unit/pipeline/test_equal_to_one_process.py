@@ -19,7 +19,7 @@ from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
 
 STEPS = 50
-SAMPLES, MICRO_BATCHES, TOKENS = 2, 3, 8
+SAMPLES, MICRO_BATCHES, TOKENS = 2, 2, 8
 
 
 def spec_of(model: str = "", optimizer: str = "") -> RunSpec:

@@ -133,7 +133,7 @@ every_case = pytest.mark.parametrize(
 
 @every_case
 def test_routes_of_1_2_and_4_stages_equal_the_unmodified_model(family: str, tied: bool, adapted: bool) -> None:
-    check_equal(family, tied, adapted, 50 if (family, tied, adapted) in LONG else 8)
+    check_equal(family, tied, adapted, 50 if (family, tied, adapted) in LONG else 4)
 
 
 @pytest.mark.soak
