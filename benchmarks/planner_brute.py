@@ -30,7 +30,7 @@ def brute_force(problem: Problem) -> tuple[float, Layout | None]:
 
 def score(problem: Problem, routes: tuple[tuple[Stage, ...], ...]) -> float:
     """The objective of a layout."""
-    wishes, training = problem.wishes, problem.training
+    wishes = problem.wishes
     plain = [_rate(problem, route, penalised=False) for route in routes]
     if not sum(plain):
         return 0.0
@@ -43,7 +43,7 @@ def score(problem: Problem, routes: tuple[tuple[Stage, ...], ...]) -> float:
             value *= wishes.unused_pin_discount
     if wishes.goal is Goal.PRICE:
         value /= sum(problem.machines[stage.machine].price_per_hour for route in routes for stage in route) / 3600
-    return value if all(training.micro_batch_tokens for _ in routes) else 0.0
+    return value
 
 
 def _subsets(items: range) -> Iterator[tuple[int, ...]]:

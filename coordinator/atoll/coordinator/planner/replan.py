@@ -55,6 +55,14 @@ def replan(
     return Change(before, False, f"moving {total} would bring {100 * gain:.1f} % over {over}: too little", {})
 
 
+def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
+    """A layout by the names of machines, which outlive a problem's numbers."""
+    return tuple(
+        tuple((problem.machines[stage.machine].name, stage.first, stage.last) for stage in route)
+        for route in layout.routes
+    )
+
+
 def still_possible(problem: Problem, current: Sequence[NamedRoute]) -> Layout:
     """The routes all of whose machines are there."""
     places = {machine.name: index for index, machine in enumerate(problem.machines)}

@@ -57,9 +57,9 @@ class Search:
         self.routes = list(routes)
         self._near = self._neighbours()
         self._floor: RoundFloor | None = None  # where a round holds the layout up, or hardly not
+        self._best = list(self.routes)
+        self._worth = self._best_worth = self._worth_of(self.routes)
         self._check_round()
-        self._worth = self._worth_of(self.routes)
-        self._best, self._best_worth = list(self.routes), self._worth
         self._accepted = 0
         self._index()
 
@@ -94,9 +94,9 @@ class Search:
         if worth > self._best_worth:
             self._best, self._best_worth = list(routes), worth
         self._accepted += 1
-        if len(self.machines) <= _SMALL or self._accepted % _CHECKED == 0:
+        few = len(self.machines) <= _SMALL
+        if (few and self._floor is None) or (not few and self._accepted % _CHECKED == 0):
             self._check_round()
-            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
 
     def _cut(self, order: Order) -> Split:
         """The best split of that order; of all orders, or both ways round, where that costs little."""
@@ -113,6 +113,7 @@ class Search:
         longest = max(known.round.busy_seconds.values(), default=0.0) if known.round.busiest is not None else 0.0
         if longest > _NEAR_A_ROUND * known.round.interval_seconds:
             self._floor = RoundFloor(self.tables, known)
+            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
 
     def _worth_of(self, routes: Sequence[Split]) -> float:
         if not routes:

@@ -9,7 +9,7 @@ import pytest
 from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
 
 from atoll.coordinator.planner.problem import Problem, Wishes
-from atoll.coordinator.planner.replan import Change, NamedRoute, replan
+from atoll.coordinator.planner.replan import Change, NamedRoute, named_routes, replan
 from atoll.core.clock import SystemClock
 
 ROUTE: NamedRoute = (("ann", 0, 5), ("ben", 6, 11))
@@ -36,9 +36,8 @@ def test_a_good_plan_stays() -> None:
 
 
 def test_newcomers_make_a_second_route_and_fetch_only_what_they_lack() -> None:
-    best = planned(halves("ann", "ben")).evaluation.layout.routes[0]
-    route = tuple((("ann", "ben")[stage.machine], stage.first, stage.last) for stage in best)
-    change = planned(halves("ann", "ben", "cleo", "dora"), route)
+    pair = halves("ann", "ben")
+    change = planned(halves("ann", "ben", "cleo", "dora"), *named_routes(pair, planned(pair).evaluation.layout))
     assert change.moves
     assert len(change.evaluation.layout.routes) == 2
     assert change.fetched_bytes.keys() == {"cleo", "dora"}
