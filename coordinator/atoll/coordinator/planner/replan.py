@@ -38,12 +38,15 @@ def replan(
     kept = still_possible(problem, current)
     found = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=kept)
     tables, before = found.tables, evaluate(found.tables, kept)
-    # The exact solver does not look at what is; of layouts that are as good, the search finds one nearby.
-    nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=kept, exact=False)
-    fetches = [fetched_bytes(tables, current, it.evaluation.layout) for it in (found, nearby)]
+    layouts = [found.evaluation]
+    if (
+        not found.gap
+    ):  # the exact solver does not look at what is; of layouts that are as good, a search finds one nearby
+        nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=kept, exact=False)
+        layouts.append(nearby.evaluation)
+    options = [(it, fetched_bytes(tables, current, it.layout)) for it in layouts]
     if not before.score:
-        return Change(found.evaluation, True, "no route of the old plan can go on", fetches[0])
-    options = [(it.evaluation, fetched) for it, fetched in zip((found, nearby), fetches, strict=True)]
+        return Change(found.evaluation, True, "no route of the old plan can go on", options[0][1])
     gain, (after, fetched) = max(
         ((worth_of_moving(tables, before, *option), option) for option in options), key=lambda it: it[0]
     )

@@ -142,7 +142,7 @@ class Search:
         distance = self.builder.distance[np.ix_(members, members)].copy()
         np.fill_diagonal(distance, np.inf)
         count = min(_NEIGHBOURS, len(members) - 1)
-        nearest = np.argsort(distance, axis=1, kind="stable")[:, :count]
+        nearest = np.argpartition(distance, max(0, count - 1), axis=1)[:, :count]
         return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}
 
     def _pair(self) -> tuple[int, int] | None:

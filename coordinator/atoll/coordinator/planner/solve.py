@@ -110,7 +110,7 @@ def _search(
     if not routes:
         routes, builder = _constructed(tables, island, budget)
     best, taken = evaluate(tables, _layout(routes)), 0
-    phases = _PHASES_OF_FEW if len(island) <= _FEW else _PHASES
+    phases = _PHASES_OF_FEW if len(island) <= _FEW else 1 if given else _PHASES
     for phase in range(phases):
         part = budget.part(1 / (phases - phase))
         found = Search(tables, builder, island, routes, rng).run(part)
