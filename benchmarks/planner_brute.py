@@ -21,6 +21,8 @@ def brute_force(problem: Problem) -> tuple[float, Layout | None]:
     usable = {subset: list(_routes(problem, subset)) for subset in _subsets(range(len(problem.machines)))}
     best, layout = 0.0, None
     for division in _divisions(tuple(range(len(problem.machines)))):
+        if not _together(problem, {it for subset in division for it in subset}):
+            continue
         for routes in product(*(usable[subset] for subset in division)):
             value = score(problem, routes)
             if value > best:
@@ -30,7 +32,7 @@ def brute_force(problem: Problem) -> tuple[float, Layout | None]:
 
 def score(problem: Problem, routes: tuple[tuple[Stage, ...], ...]) -> float:
     """The objective of a layout."""
-    wishes, training = problem.wishes, problem.training
+    wishes = problem.wishes
     plain = [_rate(problem, route, penalised=False) for route in routes]
     if not sum(plain):
         return 0.0
@@ -43,7 +45,20 @@ def score(problem: Problem, routes: tuple[tuple[Stage, ...], ...]) -> float:
             value *= wishes.unused_pin_discount
     if wishes.goal is Goal.PRICE:
         value /= sum(problem.machines[stage.machine].price_per_hour for route in routes for stage in route) / 3600
-    return value if all(training.micro_batch_tokens for _ in routes) else 0.0
+    return value
+
+
+def _together(problem: Problem, members: set[int]) -> bool:
+    """Whether these machines reach each other, directly or over any others."""
+    reached = {min(members)} if members else set()
+    everybody = range(len(problem.machines))
+    for _ in everybody:
+        reached |= {it for it in everybody if any(_passes(problem, it, other) for other in reached)}
+    return members <= reached
+
+
+def _passes(problem: Problem, one: int, other: int) -> bool:
+    return bool(_speed(problem, one, other) and _speed(problem, other, one))
 
 
 def _subsets(items: range) -> Iterator[tuple[int, ...]]:

@@ -6,7 +6,7 @@ quantities are in bytes, seconds, tokens and FLOPs. Machines are known by their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -205,8 +205,3 @@ def decoder_layers(
             _EDGE_WORKSPACE * 4 * vocabulary,
         ),
     )
-
-
-def spans_of(layout: Layout, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Spans (first, last) by machine name."""
-    return {names[stage.machine]: (stage.first, stage.last) for route in layout.routes for stage in route}

@@ -26,6 +26,7 @@ from atoll.coordinator.planner.tables import Tables
 
 _WARMTH = 0.1  # of a route's share of the whole: losses that are taken at the beginning
 _NEAR_A_ROUND = 0.8  # of the interval: from there on, what a round takes is part of every comparison
+_TIGHTER = (1.0, 0.75, 0.55, 0.4, 0.25)  # times the present round
 _RECUTS = 0.25  # of the moves where a round binds
 _NEIGHBOURS = 24  # nearest machines that a machine has to do with
 _SMALL = 40  # machines: up to here every accepted layout is evaluated in full
@@ -57,9 +58,10 @@ class Search:
         self.routes = list(routes)
         self._near = self._neighbours()
         self._floor: RoundFloor | None = None  # where a round holds the layout up, or hardly not
+        self._tight: list[Builder] = []  # that cut for shorter rounds, then
+        self._best = list(self.routes)
+        self._worth = self._best_worth = self._worth_of(self.routes)
         self._check_round()
-        self._worth = self._worth_of(self.routes)
-        self._best, self._best_worth = list(self.routes), self._worth
         self._accepted = 0
         self._index()
 
@@ -94,18 +96,19 @@ class Search:
         if worth > self._best_worth:
             self._best, self._best_worth = list(routes), worth
         self._accepted += 1
-        if len(self.machines) <= _SMALL or self._accepted % _CHECKED == 0:
+        few = len(self.machines) <= _SMALL
+        if (few and self._floor is None) or (not few and self._accepted % _CHECKED == 0):
             self._check_round()
-            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
 
     def _cut(self, order: Order) -> Split:
         """The best split of that order; of all orders, or both ways round, where that costs little."""
+        builder = self.rng.choice((self.builder, *self._tight))
         if len(order) <= ALL_ORDERS:
-            return self.builder.arranged(order, self.rng)
-        there = self.builder.split(order)
+            return builder.arranged(order, self.rng)
+        there = builder.split(order)
         if len(self.machines) > _SMALL:
             return there
-        back = self.builder.split(order[::-1])
+        back = builder.split(order[::-1])
         return back if back.rate > there.rate else there
 
     def _check_round(self) -> None:
@@ -113,6 +116,10 @@ class Search:
         longest = max(known.round.busy_seconds.values(), default=0.0) if known.round.busiest is not None else 0.0
         if longest > _NEAR_A_ROUND * known.round.interval_seconds:
             self._floor = RoundFloor(self.tables, known)
+            if len(self.machines) <= _SMALL and not self._tight:
+                limits = [share * known.round.seconds for share in _TIGHTER]
+                self._tight = [Builder(self.builder.tables.limited(limit)) for limit in limits]
+            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
 
     def _worth_of(self, routes: Sequence[Split]) -> float:
         if not routes:
@@ -135,7 +142,7 @@ class Search:
         distance = self.builder.distance[np.ix_(members, members)].copy()
         np.fill_diagonal(distance, np.inf)
         count = min(_NEIGHBOURS, len(members) - 1)
-        nearest = np.argsort(distance, axis=1, kind="stable")[:, :count]
+        nearest = np.argpartition(distance, max(0, count - 1), axis=1)[:, :count]
         return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}
 
     def _pair(self) -> tuple[int, int] | None:

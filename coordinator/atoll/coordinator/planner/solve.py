@@ -17,7 +17,7 @@ from atoll.coordinator.planner.checks import check_pins_fit, check_problem, why_
 from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost
 from atoll.coordinator.planner.exact import MOST_MACHINES, solve_exactly
 from atoll.coordinator.planner.links import islands
-from atoll.coordinator.planner.problem import Layout, Problem
+from atoll.coordinator.planner.problem import Goal, Layout, Problem
 from atoll.coordinator.planner.search import Search
 from atoll.coordinator.planner.splits import Split
 from atoll.coordinator.planner.tables import Tables
@@ -63,14 +63,14 @@ def solve(
     `start`: a layout to improve, as far as it is still possible. `exact=False`: never the exact solver. Raises
     `PlanInputInvalid`, and `NoFeasiblePlan` with what is missing.
     """
+    began, budget = clock.monotonic(), Budget.of_seconds(clock, seconds, steps)
     check_problem(problem)
     tables = Tables(problem)
     check_pins_fit(tables)
-    began, budget = clock.monotonic(), Budget.of_seconds(clock, seconds, steps)
     best: Evaluation | None = None
     gap, taken = 0.0, 0
     for island in islands(tables.usable):
-        if best is not None and _most_tokens_per_second(tables, island) <= best.tokens_per_second:
+        if best is not None and _no_better(tables, island, best):
             continue
         found, its_gap, its_steps = _solve_island(tables, island, budget, rng, start, exact)
         taken += its_steps
@@ -110,7 +110,7 @@ def _search(
     if not routes:
         routes, builder = _constructed(tables, island, budget)
     best, taken = evaluate(tables, _layout(routes)), 0
-    phases = _PHASES_OF_FEW if len(island) <= _FEW else _PHASES
+    phases = _PHASES_OF_FEW if len(island) <= _FEW else 1 if given else _PHASES
     for phase in range(phases):
         part = budget.part(1 / (phases - phase))
         found = Search(tables, builder, island, routes, rng).run(part)
@@ -158,10 +158,12 @@ def _routes_of(builder: Builder, layout: Layout | None, island: Sequence[int]) -
     return [split for split in found if split.rate]
 
 
-def _most_tokens_per_second(tables: Tables, island: Sequence[int]) -> float:
-    """What the machines of an island could train if nothing but computing took time."""
+def _no_better(tables: Tables, island: Sequence[int], best: Evaluation) -> bool:
+    """Whether an island trains less than `best` even if nothing but computing took time."""
+    if tables.problem.wishes.goal is Goal.PRICE:
+        return False
     total = 0.0
     for machine in island:
         forward, backward = tables.seconds_per_token(machine)
         total += 1 / max(float((forward + backward).sum()), 1e-12)
-    return total
+    return total <= best.score

@@ -1,0 +1,68 @@
+"""A new layout must pay for its moves; who is gone is planned around."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
+
+from atoll.coordinator.planner.problem import Problem, Wishes
+from atoll.coordinator.planner.replan import Change, NamedRoute, named_routes, replan
+from atoll.core.clock import SystemClock
+
+ROUTE: NamedRoute = (("ann", 0, 5), ("ben", 6, 11))
+
+
+def halves(*names: str, wishes: Wishes = Wishes(), **changed: float) -> Problem:  # noqa: B008
+    """Machines that each hold half of the layers or a bit more."""
+    machines = [machine(name, device_memory_bytes=14 * GB, **changed) for name in names]
+    return swarm(machines, training=replace(TRAINING, round_tokens=10**8), wishes=wishes)
+
+
+def planned(problem: Problem, *routes: NamedRoute) -> Change:
+    return replan(problem, routes, clock=SystemClock(), rng=random.Random(0), seconds=20, steps=100)
+
+
+def test_a_good_plan_stays() -> None:
+    change = planned(halves("ann", "ben"), ROUTE)
+    assert not change.moves
+    assert "too little" in change.reason
+    assert [(stage.machine, stage.first, stage.last) for stage in change.evaluation.layout.routes[0]] == [
+        (0, 0, 5),
+        (1, 6, 11),
+    ]
+
+
+def test_newcomers_make_a_second_route_and_fetch_only_what_they_lack() -> None:
+    pair = halves("ann", "ben")
+    change = planned(halves("ann", "ben", "cleo", "dora"), *named_routes(pair, planned(pair).evaluation.layout))
+    assert change.moves
+    assert len(change.evaluation.layout.routes) == 2
+    assert change.fetched_bytes.keys() == {"cleo", "dora"}
+
+
+def test_where_a_stage_is_gone_another_takes_its_layers() -> None:
+    change = planned(halves("ann", "cleo"), ROUTE)
+    assert change.moves
+    assert "no route" in change.reason
+    assert "cleo" in change.fetched_bytes
+
+
+def test_moves_that_take_longer_than_they_pay_are_not_made() -> None:
+    """Newcomers would double the rate; their downlinks need hours for the state, and the horizon is one."""
+    hour = Wishes(horizon_seconds=3600)
+    slow = halves("ann", "ben", "cleo", "dora", wishes=hour)
+    thin = [
+        replace(it, downlink_bytes_per_second=2 * MBIT) if it.name in ("cleo", "dora") else it for it in slow.machines
+    ]
+    assert planned(slow, ROUTE).moves
+    assert not planned(replace(slow, machines=tuple(thin)), ROUTE).moves
+
+
+@pytest.mark.parametrize(("speed", "moves"), [(1.03, False), (3.0, True)])
+def test_noise_is_not_worth_a_move_and_a_real_change_is(speed: float, moves: bool) -> None:
+    problem = halves("ann", "ben")
+    faster = replace(problem.machines[0], flops_per_second=speed * 1e13)
+    assert planned(replace(problem, machines=(faster, problem.machines[1])), ROUTE).moves is moves
