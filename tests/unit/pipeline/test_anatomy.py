@@ -63,6 +63,8 @@ def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: 
         ("llama", {"attention_dropout": 0.1}, "the same result twice"),
         ("mixtral", {"router_jitter_noise": 0.1}, "the same result twice"),
         ("mixtral", {"output_router_logits": True}, "a loss without terms of several blocks"),
+        ("llama", {"attn_implementation": "somebody/kernel"}, "foreign code"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
 def test_what_a_second_forward_or_another_span_would_change_is_refused(
@@ -79,8 +81,11 @@ def test_adapters_alone_are_trained() -> None:
         peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
         peft.LoraConfig(target_modules=["q_proj"], bias="all"),
         peft.LoraConfig(target_modules=["atlantis"]),
+        peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
+        peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"),
+        peft.LoraConfig(target_modules=["embed_tokens"]),
     ):
-        with pytest.raises(ConfigError, match="LoRA"):
+        with pytest.raises(ConfigError, match=r"LoRA|adapters"):
             HuggingFace(config_of("llama"), lora)
     with pytest.raises(UnsupportedModel, match="twice"):
         HuggingFace(config_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.scripted_stages import ScriptedRoute
 
+from atoll.core.errors import InvalidTransition
 from atoll.node.pipeline.schedule import Backward, Forward, Settle, Step, actions, credits_of
 
 ROUTES = st.integers(1, 6)
@@ -104,3 +106,20 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_stage() -> None:
     assert flushed.verdict.factor is None
     assert [stage.skipped for stage in route.stages] == [1, 1, 1]
     assert [stage.steps for stage in route.stages] == [0, 0, 0]
+
+
+@given(SEEDS, st.integers(1, 4), COUNTS, st.integers(0, 3))
+def test_a_stage_that_fails_in_its_step_must_be_replaced(seed: int, stages: int, count: int, which: int) -> None:
+    """Its weights may be of two flushes: it says so whatever it is asked, and never counts the flush as nothing."""
+    route = ScriptedRoute(stages, pick=Random(seed).choice)
+    broken = route.runners[which % stages]
+
+    def fails(factor: float | None) -> None:
+        raise MemoryError("no room for moments")
+
+    route.stages[which % stages].step = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        route.flush(count)
+    for ask in (broken.advance, broken.cut_off, broken.abort):
+        with pytest.raises(InvalidTransition, match="failed in the midst of a step"):
+            ask()

@@ -1,6 +1,7 @@
 """Which parameters the inner optimiser takes to which part, and that its state comes back."""
 
 import copy
+from dataclasses import replace
 
 import torch
 
@@ -14,8 +15,8 @@ SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
 CPU = torch.device("cpu")
 
 
-def stepper(name: str) -> tuple[Decoder, Stepper, torch.Tensor]:
-    model = Decoder(SHAPE)
+def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[Decoder, Stepper, torch.Tensor]:
+    model = Decoder(shape)
     initialise(model, 3)
     layout = FlatLayout.of(model)
     weights_E, gradients_E = torch.zeros(layout.elements), torch.zeros(layout.elements)
@@ -69,3 +70,20 @@ def test_a_span_without_blocks_has_no_use_for_muon():
     optimizer = InnerOptimizer([table], table, OptimizerSection(name="muon"), CPU)
     optimizer.step()
     assert not torch.equal(table, torch.ones(4, 4))
+
+
+def test_a_tied_model_is_one_graph_for_the_compiler_and_learns_the_same():
+    losses = {}
+    for compiled in (False, True):
+        model, steps, gradients_E = stepper("adamw", replace(SHAPE, tie_embeddings=True))
+        forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        tokens = torch.arange(48).reshape(2, 24)
+        losses[compiled] = []
+        for _ in range(3):
+            for half in tokens.split(1):
+                loss = torch.nn.functional.cross_entropy(forward(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten())
+                steps.backward(loss / 2)
+                losses[compiled].append(float(loss.detach()))
+            steps.step(gradients_E)
+    assert losses[True] == losses[False]
+    assert losses[True][-1] < losses[True][0]

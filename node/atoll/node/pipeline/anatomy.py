@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import UnsupportedModel
 
-_RANDOM = ("attention_dropout", "jitter_noise")  # what families draw with, outside of `nn.Dropout`
+_RANDOM = ("dropout", "jitter")  # in the names of what families draw with, outside of `nn.Dropout`
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def _require_all(model: Any, anatomy: Anatomy) -> None:
             _require(False, kind, f"a layer for its parameter {name}")
     for name, module in model.named_modules():
         dropout = isinstance(module, nn.Dropout) and module.p > 0
-        draws = dropout or any(_number(getattr(module, key, 0)) > 0 for key in _RANDOM)
+        chances = [value for key, value in vars(module).items() if any(word in key for word in _RANDOM)]
+        draws = dropout or any(_number(value) > 0 for value in chances)
         _require(not draws, kind, f"the same result twice (dropout or jitter in {name}: set it to 0)")
     balances = getattr(model.config, "output_router_logits", False)
     _require(not balances, kind, "a loss without terms of several blocks (set output_router_logits to false)")

@@ -29,6 +29,7 @@ class HuggingFace:
         """`config` is a `transformers` configuration, `lora` a `peft.LoraConfig`. Raises `UnsupportedModel`."""
         self.config = config
         self._lora = lora
+        _refuse_foreign(config)
         whole = self._build()
         self.anatomy = dissect(whole)
         self.names = tuple(name.replace(".base_layer.", ".") for name, _ in whole.named_parameters())
@@ -141,15 +142,29 @@ class HuggingFace:
             )
 
 
+def _refuse_foreign(config: Any) -> None:
+    """Raise `UnsupportedModel` where a configuration, a stranger's, names code to fetch, or weights in another form."""
+    for part in (config, config.get_text_config()):
+        for key, value in vars(part).items():
+            if "implementation" in key and isinstance(value, str) and not value.isidentifier():
+                raise UnsupportedModel(f"the configuration names foreign code: {value!r}", "leave that out of it")
+        if getattr(part, "quantization_config", None):
+            raise UnsupportedModel("the checkpoint's weights are quantised", "train from fp32, bf16 or fp16 weights")
+
+
 def _adapt(model: Any, lora: Any) -> None:
     """Put LoRA adapters in (Hu et al. 2021, arXiv:2106.09685) and freeze all else. Raises `ConfigError`."""
     from peft import inject_adapter_in_model
 
     if lora.modules_to_save or lora.bias != "none":
         raise ConfigError("only adapters are trained: leave modules_to_save and bias out of the LoRA configuration")
+    if getattr(lora, "use_dora", False) or getattr(lora, "init_lora_weights", True) is not True:
+        raise ConfigError("adapters begin as no change: leave use_dora and init_lora_weights out of the configuration")
     try:
         inject_adapter_in_model(lora, model)
     except ValueError as error:
         raise ConfigError(f"the LoRA configuration does not fit the model: {error}") from error
+    if any("lora_embedding_" in name for name, _ in model.named_parameters()):
+        raise ConfigError("adapters of embeddings are not trained: leave the embedding out of target_modules")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)

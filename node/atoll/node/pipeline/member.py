@@ -126,7 +126,12 @@ class RouteMember:
         with suppress(InvalidTransition):
             self._runner.abort()
         while self._runner.ended < flush:
-            for receiver, message in self._runner.advance() or ():
+            sent = self._runner.advance()
+            if sent is None:  # a new member was made of this runner meanwhile, and forgot the flush
+                raise FlushAborted(
+                    f"flush {flush} counts nothing: its stage began anew", "its micro-batches come again"
+                )
+            for receiver, message in sent:
                 self._send(receiver, message)
 
     # --- work ---------------------------------------------------------------------------------------

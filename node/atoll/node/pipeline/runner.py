@@ -104,6 +104,7 @@ class Runner:
         self.place = place
         self.ended = max((verdict.flush for verdict in verdicts), default=0)  # the last flush that is over here
         self.finished: Flushed | None = None  # the newest flush, at the driver
+        self._torn = False
         self._compute, self._clip_norm = compute, clip_norm
         self._actions: deque[Action] = deque()
         self._inboxes: dict[int, Inbox] = {}  # by flush
@@ -162,12 +163,14 @@ class Runner:
 
     def abort(self) -> None:
         """Driver: let the flush end with nothing. Raises `InvalidTransition` when there is none, or it is decided."""
+        self._require_whole()
         if not self.place.first or not self._inbox.has(Begin) or self._inbox.has(Verdict):
             raise InvalidTransition("there is no flush, or it is decided and all stages will step")
         self._aborted = self.ended + 1
 
     def cut_off(self) -> None:
         """All links broke: forget what was under way, but for a flush that may have been decided with our report."""
+        self._require_whole()
         settled = bool(self._actions) and isinstance(self._actions[0], Step)
         self._inboxes = {self.ended + 1: self._inbox} if settled else {}
         if not settled:
@@ -178,6 +181,7 @@ class Runner:
 
     def advance(self) -> list[Outgoing] | None:
         """Carry out the next action and say what to send; None while it waits for a message."""
+        self._require_whole()
         if self._aborted > self.ended and not self._inbox.has(Verdict):
             return self._drop()
         if not self._actions:
@@ -253,12 +257,20 @@ class Runner:
 
     def _step(self) -> list[Outgoing]:
         verdict = self._inbox.pop(Verdict)
+        self._torn = True  # weights of both flushes, until it is done
         self._compute.step(verdict.factor)
+        self._torn = False
         self._decided = verdict
         if self.place.first:
             report = self._inbox.pop(Report)
             self.finished = Flushed(verdict, report.loss, report.norms)
         return self._end(verdict)
+
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise InvalidTransition(
+                "this stage failed in the midst of a step", "replace it: its weights are of no flush"
+            )
 
     def _drop(self) -> list[Outgoing]:
         self._actions.clear()

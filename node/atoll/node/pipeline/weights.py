@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from atoll.node.pipeline.span_model import SpanModel
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # other dtypes stand for other values than they hold
 
 
 def load(architecture: HuggingFace, directory: Path, model: SpanModel) -> None:
@@ -42,7 +45,7 @@ def load(architecture: HuggingFace, directory: Path, model: SpanModel) -> None:
 def _fill(wanted: dict[str, list[Tensor]], found: Mapping[str, Tensor], directory: Path) -> None:
     for name, values in found.items():
         for view in wanted.pop(name, ()):
-            if values.shape != view.shape or not values.is_floating_point():
+            if values.shape != view.shape or values.dtype not in _PLAIN:
                 what = f"{values.dtype} {list(values.shape)}"
                 raise CheckpointCorrupt(f"{directory}: {name} is {what}, the model's has shape {list(view.shape)}")
             view.copy_(values)

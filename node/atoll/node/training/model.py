@@ -11,7 +11,7 @@ Shape suffixes: B batch, T sequence, D model, H heads, K key-value heads, E head
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -123,25 +123,11 @@ class Block(nn.Module):
         return cast("Tensor", x_BTD + self.mlp(self.mlp_norm(x_BTD)))
 
 
-class _Aside(torch.autograd.Function):
-    """The identity on a borrowed matrix; its gradient is added to a sum of its own and not to the owner's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, sum_VD: Tensor) -> Tensor:
-        ctx.sum_VD = sum_VD
-        return weight_VD.view_as(weight_VD)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_VD: Tensor) -> tuple[None, None]:
-        ctx.sum_VD.add_(gradient_VD)
-        return None, None
-
-
 class Head(nn.Module):
     """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed.
 
-    What the head adds to the gradient of a borrowed matrix is summed here until `return_gradient`, because that is
-    the order of a route whose head is another node's: one transfer a flush, and the same bits.
+    What the head adds to the gradient of a borrowed matrix can be summed on the side, because that is the order of a
+    route whose head is another node's: one transfer a flush, and the same bits.
     """
 
     def __init__(self, shape: ModelShape, tied: nn.Parameter | None = None) -> None:
@@ -149,23 +135,26 @@ class Head(nn.Module):
         self.norm = Norm(shape.dimension)
         self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.dimension)) if tied is None else tied
         self._tied = tied is not None
-        self._borrowed_VD: Tensor | None = None
+        self._aside: nn.Parameter | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        borrows = self._tied and torch.is_grad_enabled()
-        return nn.functional.linear(self.norm(x_BTD), self._borrow() if borrows else self.weight)
+        weight_VD = self._aside if self._aside is not None and torch.is_grad_enabled() else self.weight
+        return nn.functional.linear(self.norm(x_BTD), weight_VD)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a sum on the side cannot be traced
-    def _borrow(self) -> Tensor:
-        if self._borrowed_VD is None or self._borrowed_VD.device != self.weight.device:
-            self._borrowed_VD = torch.zeros_like(self.weight)
-        return cast("Tensor", _Aside.apply(self.weight, self._borrowed_VD))  # type: ignore[no-untyped-call]
+    def sum_aside(self) -> None:
+        """Sum from now on, from zero, what a borrowed matrix gets here; whoever steps calls `return_gradient` first."""
+        if self._tied:
+            aside = nn.Parameter(self.weight.detach())  # the same memory, another leaf
+            aside.grad = torch.zeros_like(aside)
+            object.__setattr__(self, "_aside", aside)  # not one of the model's parameters
 
     def return_gradient(self) -> None:
         """Add what was summed to the owner's gradient, and begin again at zero."""
-        if self._borrowed_VD is not None and self.weight.grad is not None:
-            self.weight.grad.add_(self._borrowed_VD)
-            self._borrowed_VD.zero_()
+        if self._aside is not None:
+            assert self._aside.grad is not None
+            assert self.weight.grad is not None
+            self.weight.grad.add_(self._aside.grad)
+            self._aside.grad.zero_()
 
 
 class Decoder(nn.Module):

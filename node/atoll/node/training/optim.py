@@ -128,6 +128,8 @@ class Stepper:
         self.skipped_steps = 0
         self._clip_norm = section.clip_norm
         self._head = model.layers[-1]
+        if isinstance(self._head, Head):
+            self._head.sum_aside()
         self._layer_offsets = layout.layer_offsets
 
     def set_learning_rate(self, learning_rate: float) -> None:
