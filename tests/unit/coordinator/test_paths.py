@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -95,6 +96,15 @@ def test_figures_are_smoothed_grow_stale_and_are_bounded():
     many = [f"peer-{number}" for number in range(2 * MOST_PATHS)]
     flood = [mb.PeerPath(peer_id=peer, rtt_seconds=0.1) for peer in many]
     assert len(paths.take({}, flood, set(many), 0.0)) == MOST_PATHS
+    asked: list[str] = []
+
+    def endless() -> Iterator[mb.PeerPath]:
+        while True:
+            asked.append("one more")
+            yield mb.PeerPath(peer_id="stranger", rtt_seconds=0.1)
+
+    paths.take({}, endless(), {"a"}, 0.0)
+    assert len(asked) <= MOST_PATHS
 
 
 def test_a_heartbeat_brings_paths_and_a_tidy_profile():

@@ -112,7 +112,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         seen=now.monotonic,
         status=tidied(request.status, MAX_SENTENCE_CHARACTERS),
         profile=paths.tidied_profile(request.profile) if request.HasField("profile") else live.profile,
-        paths=paths.take(live.paths, request.paths, state.nodes.keys() - {peer_id}, now.monotonic),
+        paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
     )
     draft.set_live(peer_id, live)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from atoll.coordinator.text import MAX_NAME_CHARACTERS, clean, tidied
 from atoll.v1 import membership_pb2 as mb
@@ -29,14 +30,19 @@ def take(
     before: Mapping[str, Path], told: Iterable[mb.PeerPath], others: Collection[str], now: float
 ) -> Mapping[str, Path]:
     """What is known after a heartbeat. Figures that cannot be, and those about strangers, are passed over."""
-    known = {peer: path for peer, path in before.items() if now - path.at < STALE_SECONDS}
-    for path in told:
+    known = fresh(before, now)
+    for path in islice(told, MOST_PATHS):
         real = math.isfinite(path.rtt_seconds) and math.isfinite(path.bytes_per_second)
         if not real or not 0 < path.rtt_seconds <= _LONGEST or path.bytes_per_second < 0 or path.peer_id not in others:
             continue
         if path.peer_id in known or len(known) < MOST_PATHS:
             known[path.peer_id] = _smoothed(known.get(path.peer_id), path, now)
     return known
+
+
+def fresh(paths: Mapping[str, Path], now: float) -> dict[str, Path]:
+    """Those that were measured lately."""
+    return {peer: path for peer, path in paths.items() if now - path.at < STALE_SECONDS}
 
 
 def _smoothed(old: Path | None, new: mb.PeerPath, now: float) -> Path:

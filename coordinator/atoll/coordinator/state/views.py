@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.state import checkpoints, lifecycle
+from atoll.coordinator.state.paths import fresh
 from atoll.coordinator.state.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.state.votes import Answer
@@ -55,7 +56,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         multiaddrs=node.multiaddrs,
         paths=[
             mb.PeerPath(peer_id=peer, rtt_seconds=path.rtt_seconds, bytes_per_second=path.bytes_per_second)
-            for peer, path in sorted(live.paths.items() if live else ())
+            for peer, path in sorted(fresh(live.paths, monotonic).items() if live else ())
         ],
     )
 
