@@ -69,6 +69,7 @@ class Member:
         self.counters = RoundCounters()
         self.committed = asyncio.Condition()
         self.reports = []
+        self.evaluations = []
 
     async def begin(self, head: Head, plan: Plan, ranges) -> None:
         await self.trainer.load(ranges=ranges, committed_tokens=0)
@@ -92,7 +93,7 @@ class Member:
             listener=Listener(
                 committed=self.heads.append,
                 report=self.reports.append,
-                evaluated=lambda _: None,
+                evaluated=self.evaluations.append,
                 ask_coordinator=no_coordinator,
                 plan_for=lambda _: None,
                 plan_shared=lambda _: None,
@@ -239,7 +240,7 @@ async def test_fragments_take_turns_replicas_stay_equal_and_who_was_away_catches
         await asyncio.gather(*(member.rounds(until) for member in made[:2]))
         away.clear()
         newest = made[0].heads[-1].round
-        await _reaches(late, newest + 2)
+        await _counts_again(late, newest)
         number = late.heads[-1].round
         await asyncio.gather(*(_reaches(member, number) for member in made))
         for member in made:
@@ -253,12 +254,26 @@ async def test_fragments_take_turns_replicas_stay_equal_and_who_was_away_catches
             middle = next(f.first_layer for f in made[0].fragments if f.index == 1)
             first = after.manifest.round.fragment == 0
             assert changed == [first] * middle + [not first] * (len(changed) - middle)
+        evaluated = {report.round for member in made for report in member.evaluations}
+        assert evaluated  # once a turn
+        assert all(number % 2 == 0 for number in evaluated)
         for member in made:
             layers, offsets = member.heads[-1].manifest.layers, member.state.offsets
             assert holds(layers, member.state.anchor_E, member.state.momentum_E, offsets)
-        rejoined = [head for head in late.heads if head.round > newest]
-        brought = [item for head in rejoined for item in head.manifest.contributions]
-        assert any(item.peer_id == late.identity.peer_id and item.weight for item in brought)
+
+
+async def _counts_again(member, number):
+    """Until a round after that one holds something of the member's."""
+
+    def counted(head):
+        mine = [item for item in head.manifest.contributions if item.peer_id == member.identity.peer_id]
+        return head.round > number and any(item.weight for item in mine)
+
+    async with asyncio.timeout(TIMEOUT.total_seconds()):
+        while not any(map(counted, member.heads)):
+            if member.running.done():
+                member.running.result()
+            await asyncio.sleep(0.05)
 
 
 async def _reaches(member, number):

@@ -7,8 +7,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.coordinator.world import spec_toml
 
+from atoll.coordinator.planner.replicas import most_round_tokens
 from atoll.coordinator.planner.shares import MOST, WORTH, Link, best_shares, gain, needs_relay, vector_seconds
+from atoll.core.run_spec import parse_run_spec
 
 rates = st.floats(1e3, 1e9) | st.sampled_from([0.0, 5e-324, 1e-12, 1.0, 1e12])
 swarms = st.dictionaries(
@@ -100,3 +103,18 @@ def test_who_has_a_relay_and_otherwise_only_its_own_network_cannot_be_dialled(
     addresses: list[str], expected: bool
 ) -> None:
     assert needs_relay(addresses) is expected
+
+
+@given(st.integers(2, 64), st.integers(1, 20), st.integers(1, 50))
+def test_nobody_loses_tokens_to_the_cap_because_each_round_of_a_fragment_is_a_step_late(fragments, members, steps):
+    """One member does all the work: over a turn it trains every round's due tokens, and one step of its own in each."""
+    spec = parse_run_spec(spec_toml(fragments=fragments))
+    step = spec.tokens_per_step
+    spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"round_tokens": steps * step})})
+    due = max(min(members * step, spec.sync.round_tokens), spec.sync.round_tokens // fragments)
+    assert fragments * (due + step) <= most_round_tokens(spec, members)
+
+
+def test_of_whole_rounds_the_cap_is_what_makes_them_due():
+    spec = parse_run_spec(spec_toml(round_tokens=4321))
+    assert most_round_tokens(spec, 5) == 4321

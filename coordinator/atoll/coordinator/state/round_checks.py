@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from atoll.coordinator.state.records import Round, Run
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
@@ -93,7 +94,7 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
         raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
     if not head.signers <= state.nodes.keys():
         raise PeerMisbehaved(f"round {row.number} is signed by somebody who was never a member")
-    check_layers(head.manifest, _layers(run))
+    check_layers(head.manifest, _layer_count(run.layers))
     tokens = _contributed(head, memory.caps.get(made.plan_version, {}), fragments_of(run, memory))
     _check_place(head, run, memory, tokens)
     contributions = head.manifest.contributions
@@ -124,11 +125,12 @@ def _codec_name(codec: pb.Codec) -> str:
 
 def fragments_of(run: Run, memory: RunMemory) -> int:
     """Among how many fragments the run's rounds take turns."""
-    return fragment_count(memory.spec.sync.fragments, _layers(run))
+    return fragment_count(memory.spec.sync.fragments, _layer_count(run.layers))
 
 
-def _layers(run: Run) -> int:
-    return len(plan_pb2.LayerTable.FromString(run.layers).layers)
+@lru_cache(maxsize=16)  # asked about every report of a run
+def _layer_count(table: bytes) -> int:
+    return len(plan_pb2.LayerTable.FromString(table).layers)
 
 
 def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:

@@ -56,7 +56,8 @@ class StateServer:
         self._manifests = manifests
         self._current = current
         self._staged = staged
-        self._told: dict[bytes, Head] = {}  # the last heads that were seen here, newest last
+        self._told: Head | None = None  # the last head that was seen here: still true while the state changes
+        self._versions: dict[bytes, tuple[bytes, ...]] = {}  # of the last heads' layers, newest last
         self._streams: Counter[str] = Counter()
         network.handle(PROTOCOL, self._handle)
 
@@ -97,16 +98,18 @@ class StateServer:
                 raise PeerMisbehaved("a state request asks for nothing")
 
     def _head(self) -> Head | None:
-        current = self._now()
-        return current[0] if current is not None else next(reversed(self._told.values()), None)  # still true
+        self._now()
+        return self._told
 
     def _now(self) -> tuple[Head, AnchorState] | None:
-        """The state, unless it is changing; its head is remembered."""
+        """The state, unless it is changing; its head and the versions of its layers are remembered."""
         current = self._current()
-        if current is not None and current[0].hash not in self._told:
-            self._told[current[0].hash] = current[0]
-            if len(self._told) > _HEADS:
-                del self._told[next(iter(self._told))]
+        if current is not None:
+            self._told = head = current[0]
+            if head.hash not in self._versions:
+                self._versions[head.hash] = tuple(layer.SerializeToString() for layer in head.manifest.layers)
+                if len(self._versions) > _HEADS:
+                    del self._versions[next(iter(self._versions))]
         return current
 
     def _stored(self, number: int) -> manifest_pb2.CommittedManifest | None:
@@ -143,8 +146,8 @@ class StateServer:
 
     def _is_unchanged(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
         """Whether an earlier head of ours had there what we have now: rounds since were of other fragments."""
-        before = self._told.get(piece.manifest_hash)
+        before = self._versions.get(piece.manifest_hash)
         if before is None:
             return False
-        layers = zip(before.manifest.layers, head.manifest.layers, pairwise(state.offsets), strict=True)
+        layers = zip(before, self._versions[head.hash], pairwise(state.offsets), strict=True)
         return all(old == new for old, new, (start, end) in layers if start < piece.end and piece.start < end)
