@@ -37,7 +37,7 @@ from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.round_policy import policy_of
+from atoll.node.averaging.round_policy import policies
 from atoll.node.start import use_huge_pages
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
@@ -114,7 +114,7 @@ class Device:
         await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
         with self._lock:
             self._busy_until += self._copy_seconds * (end - start) / len(self.anchor)
-            return self._progress.freeze(start)
+            return self._progress.freeze(start, end)
 
     async def apply(self, *, ranges: Sequence[Range], committed_tokens: int, moved: Range | None = None) -> None:
         """The device copies in what `moved` (all)."""
@@ -198,7 +198,7 @@ class Member:
             identity=Identity.load_or_create(self._directory / f"member-{self._index}.key"),
             operator_key=operator.public_key,
             spec=spec,
-            policy=policy_of(spec, state.offsets),
+            policies=policies(spec, state.offsets),
             trainer=cast("Trainer", self._device),
             state=state,
             manifests=manifests,

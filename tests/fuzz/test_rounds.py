@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.machine_plans import layers_after, state_of
+from support.machine_plans import POLICY, layers_after, state_of
 from support.machine_world import World
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
@@ -209,8 +209,9 @@ def test_an_opener_cannot_have_others_adopt_a_result_that_it_made_up() -> None:
             round=message.start.round,
             previous_hash=world.nodes[to].machine.head.hash,
             contributions=[manifest_pb2.Contribution(peer_id=opener, present=True)],
-            layers=layers_after(world.policy, world.nodes[to].machine.head, made_up),
+            layers=layers_after(POLICY, world.nodes[to].machine.head, made_up),
             committed_tokens=10**9,
+            fragments=1,
         )
         adopt = dp.Adopt(
             round=message.start.round, payload=manifest.SerializeToString(), holders=[opener], deadline_ms=4_000

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from support.machine_plans import GENESIS
 
-from atoll.core.manifest import Head
+from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
@@ -33,7 +33,7 @@ class Ledger:
         self.votes: dict[tuple[str, int, Ballot], bytes] = {}
         self._promises: dict[tuple[str, int], Ballot] = {}
         self._contributed: dict[tuple[RoundId, str], tuple[int, Span]] = {}  # → incarnation, tokens
-        self._counted: dict[tuple[str, int, int], list[Span]] = {}  # by life and fragment
+        self._counted: dict[tuple[str, int, int], list[Span]] = {}  # by life and layer
 
     def pledge(self, peer: str, record: VoteRecord) -> None:
         """`peer` promises, and perhaps votes."""
@@ -86,7 +86,8 @@ class Ledger:
             if made is None or not item.weight:
                 continue
             incarnation, (start, end) = made
-            spans = self._counted.setdefault((item.peer_id, incarnation, round_id.fragment), [])
-            if any(start < other_end and other_start < end for other_start, other_end in spans):
-                raise Violation(f"round {head.round} counts tokens of {item.peer_id} twice")
-            spans.append((start, end))
+            for layer in changed_layers(head.manifest):
+                spans = self._counted.setdefault((item.peer_id, incarnation, layer), [])
+                if any(start < other_end and other_start < end for other_start, other_end in spans):
+                    raise Violation(f"round {head.round} counts tokens of {item.peer_id} twice")
+                spans.append((start, end))

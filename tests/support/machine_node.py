@@ -36,9 +36,9 @@ class Disk:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tokens (start, end] of a life, in one fragment."""
+    """Tokens (start, end] of a life, in these layers."""
 
-    fragment: int
+    layers: range
     start: int
     end: int
 
@@ -58,7 +58,7 @@ class Node:
     catching_up: bool = False
     trained: int = 0  # tokens of this incarnation
     spent: int = 0  # of them, counted in committed rounds or given up
-    counted: dict[int, int] = field(default_factory=dict)  # fragment → tokens that its last round with us holds
+    counted: dict[int, int] = field(default_factory=dict)  # layer → tokens that its last round with us holds
     snapshot: Snapshot | None = None
     parts: dict[RoundId, tuple[bytes, ...]] = field(default_factory=dict)
     staged: set[bytes] = field(default_factory=set)  # digests of states that it holds beside its head
@@ -81,7 +81,8 @@ class Node:
     def spend(self) -> None:
         """The snapshot is part of a committed round."""
         assert self.snapshot is not None
-        self.spent = self.counted[self.snapshot.fragment] = self.snapshot.end
+        self.spent = self.snapshot.end
+        self.counted |= dict.fromkeys(self.snapshot.layers, self.snapshot.end)
 
     def move(self) -> None:
         """It stands at another head: what belonged to the last one is gone."""

@@ -1,12 +1,17 @@
 """What the members of a simulated run agree on before its first round: the policy, genesis and plans."""
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
 
 from atoll.core import protocol
 from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
-from atoll.node.averaging.round_types import RoundPolicy
+from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
@@ -42,11 +47,42 @@ def genesis() -> Head:
 GENESIS = genesis()
 
 
-def make_plan(members: list[str], version: int = 1, base: Base | None = None) -> Plan:
+Routes = Sequence[Sequence[tuple[str, int, int]]]  # of peers with the first and last layers that they hold
+
+
+def make_plan(members: list[str], version: int = 1, base: Base | None = None, routes: Routes | None = None) -> Plan:
+    """For `members`, each of which holds all layers, or for the stages of `routes`."""
     ordered = sorted(members)
-    assignments = tuple(Assignment(peer, 0, 0, ((i * 64, (i + 1) * 64),), 10_000, 1) for i, peer in enumerate(ordered))
-    routes = tuple((peer,) for peer in ordered)
-    return Plan("r", version, assignments, routes, base or Base(GENESIS.hash, tuple(ordered)))
+    routes = routes or [[(peer, 0, POLICY.layers - 1)] for peer in ordered]
+    spans = {peer: (first, last) for route in routes for peer, first, last in route}
+    assignments = tuple(
+        Assignment(peer, *spans[peer], ((i * 64, (i + 1) * 64),) if not spans[peer][0] else (), 10_000, 1)
+        for i, peer in enumerate(ordered)
+    )
+    names = tuple(tuple(peer for peer, _, _ in route) for route in routes)
+    return Plan("r", version, assignments, names, base or Base(GENESIS.hash, tuple(ordered)))
+
+
+def random_routes(members: Sequence[str], rng: random.Random) -> Routes:
+    """Everybody in one route, of one to all layers each."""
+    waiting, routes = rng.sample(members, len(members)), []
+    while waiting:
+        stages = rng.randint(1, min(len(waiting), POLICY.layers))
+        cuts = [0, *sorted(rng.sample(range(1, POLICY.layers), stages - 1)), POLICY.layers]
+        routes.append([(waiting.pop(), first, end - 1) for first, end in pairwise(cuts)])
+    return routes
+
+
+def routes_of(plan: Plan) -> Routes:
+    """What everybody does under this plan."""
+    return [[(peer, plan.span(peer).start, plan.span(peer).stop - 1) for peer in route] for route in plan.routes]
+
+
+def policies(policy: RoundPolicy) -> PolicyOf:
+    """This policy, with as many fragments, under plans that have cuts."""
+    wanted = len(policy.fragments)
+    made = lru_cache(maxsize=8)(lambda cuts: replace(policy, fragments=cut_layers(OFFSETS, wanted, cuts)))
+    return lambda plan: made(plan.cuts)
 
 
 def state_of(payload: bytes) -> bytes:

@@ -27,6 +27,13 @@ class FakeSeals:
         if (signature.signature, signature.public_key) != (_stamp(payload, ballot), peer.encode()):
             raise SignatureInvalid("not this peer's vote")
 
+    def attest(self, payload: bytes, ballot: Ballot) -> pb.Signed:
+        return pb.Signed(signature=b"attest" + _stamp(payload, ballot), public_key=self._me.encode())
+
+    def check_attestation(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
+        if (signature.signature, signature.public_key) != (b"attest" + _stamp(payload, ballot), peer.encode()):
+            raise SignatureInvalid("not this peer's word")
+
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
         stamp = _stamp(committed.payload, Ballot(committed.ballot_plan_version, committed.ballot_attempt))
         if any(item.signature != stamp for item in committed.signatures):

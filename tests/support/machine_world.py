@@ -14,11 +14,22 @@ from support.machine_exchange import Exchanges, outer_step
 from support.machine_ledger import Ledger, Violation
 from support.machine_network import Network
 from support.machine_node import Disk, Node, Snapshot
-from support.machine_plans import GENESIS, POLICY, layers_after, longest_attempt, make_plan, state_of
+from support.machine_plans import (
+    GENESIS,
+    POLICY,
+    Routes,
+    layers_after,
+    longest_attempt,
+    make_plan,
+    policies,
+    routes_of,
+    state_of,
+)
 from support.machine_time import Agenda
 from support.machine_votes import Acceptor, FakeSeals
 
-from atoll.core.manifest import Head
+from atoll.core.fragments import Fragment
+from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Base, Plan
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
@@ -35,14 +46,19 @@ class World(Agenda):
     """`size` nodes on a virtual clock, quiet unless told otherwise."""
 
     def __init__(
-        self, size: int, seed: int = 0, machine: Callable[..., RoundMachine] = RoundMachine, policy=POLICY
+        self,
+        size: int,
+        seed: int = 0,
+        machine: Callable[..., RoundMachine] = RoundMachine,
+        policy=POLICY,
+        routes: Routes | None = None,
     ) -> None:
         super().__init__()
         self.rng = random.Random(seed)
-        self.policy = policy
+        self.policy_of = policies(policy)
         self.make_machine = machine
         self.peers = [f"p{i}" for i in range(size)]
-        self.plan = make_plan(self.peers)
+        self.plan = make_plan(self.peers, routes=routes)
         self.acceptor = Acceptor()
         self.network = Network(self.rng)
         self.crash_probability = 0.0  # per action of any node
@@ -54,6 +70,7 @@ class World(Agenda):
         self.killed: list[str] = []
         self.ledger = Ledger(self.peers)
         self._exchanges = Exchanges(self._reachable)
+        self._made: set[bytes] = set()  # states that somebody computed
         self._too_long = 3 * longest_attempt(policy)
         self.nodes = {peer: self._born(peer, Disk(), GENESIS) for peer in self.peers}
         for i, peer in enumerate(self.peers):
@@ -143,15 +160,16 @@ class World(Agenda):
         version = self.plan.version + 1
         self.ledger.recover(head.round)
         self.acceptor = Acceptor(self.acceptor.up, version)
-        self.issue(make_plan(self.peers, version, Base(head.hash, tuple(sorted(self.peers)), head.round, version)))
+        base = Base(head.hash, tuple(sorted(self.peers)), head.round, version)
+        self.issue(make_plan(self.peers, version, base, routes_of(self.plan)))
         return head.round
 
     # --- a node's shell --------------------------------------------------------------------------------
 
-    def _born(self, peer: str, disk: Disk, head: Head) -> Node:
+    def _born(self, peer: str, disk: Disk, head: Head, plan: Plan | None = None) -> Node:
         skew = self.rng.uniform(-1000, 1000)
         machine = self.make_machine(
-            peer, self.policy, FakeSeals(peer), head, self.plan, self.now + skew, disk.record, disk.known
+            peer, self.policy_of, FakeSeals(peer), head, plan or self.plan, self.now + skew, disk.record, disk.known
         )
         return Node(peer, machine, disk, skew)
 
@@ -210,11 +228,11 @@ class World(Agenda):
             case rt.SharePlan(to):
                 if self.network.connects(node.peer, to):
                     self.at(self.network.latency(), self._hear_plan, to, node.machine.plan)
-            case rt.Freeze(round_id):
+            case rt.Freeze(round_id, fragment):
                 delay = self.rng.uniform(0.0, self.step_seconds.get(node.peer, STEP_SECONDS))
-                self._later(delay, node, self._freeze_snapshot, round_id)
-            case rt.RunExchange(round_id, start, seconds):
-                self._run_exchange(node, round_id, start, seconds)
+                self._later(delay, node, self._freeze_snapshot, round_id, fragment)
+            case rt.RunExchange(round_id, start, seconds, fragment):
+                self._run_exchange(node, round_id, start, seconds, fragment)
             case rt.Complete(round_id, settle, _):
                 self._later(self.rng.uniform(0.01, 0.3), node, self._complete, round_id, settle)
             case rt.Obtain(round_id, payload, holders, _):
@@ -245,14 +263,19 @@ class World(Agenda):
         else:
             self._send(node.peer, to, message)
 
-    def _freeze_snapshot(self, node: Node, round_id: RoundId) -> None:
-        node.snapshot = Snapshot(round_id.fragment, node.counted.get(round_id.fragment, 0), node.trained)
+    def _freeze_snapshot(self, node: Node, round_id: RoundId, fragment: Fragment) -> None:
+        start = max(node.counted.get(layer, 0) for layer in fragment.layers)
+        node.snapshot = Snapshot(fragment.layers, start, node.trained)
         tokens = node.trained - node.snapshot.start
         self.feed(node.peer, rt.Frozen(round_id, tokens, (node.trained - node.spent) // 10))
 
-    def _run_exchange(self, node: Node, round_id: RoundId, start: dp.Start, seconds: float) -> None:
-        assert node.snapshot is not None, "an exchange needs a snapshot"
-        self.ledger.contribute(round_id, node.peer, node.incarnation, (node.snapshot.start, node.snapshot.end))
+    def _run_exchange(self, node: Node, round_id: RoundId, start: dp.Start, seconds: float, fragment: Fragment) -> None:
+        snapshot = node.snapshot
+        assert snapshot is not None, "an exchange needs a snapshot"
+        if snapshot.layers == fragment.layers:
+            self.ledger.contribute(round_id, node.peer, node.incarnation, (snapshot.start, snapshot.end))
+        elif any(item.weight for item in start.contributions if item.peer_id == node.peer):
+            raise Violation(f"{node.peer} brings the snapshot of other layers")
         self._exchanges.join(round_id, node.peer)
         self._later(min(seconds, self.rng.uniform(0.2, 1.0)), node, self._end_exchange, round_id, start)
 
@@ -272,8 +295,10 @@ class World(Agenda):
                 return
         result = outer_step(round_id, settle.digests)
         node.staged.add(result)
+        self._made.add(result)
         told = self.layers_of(node.peer, result)
-        self.feed(node.peer, rt.Staged(round_id, layers_after(self.policy, node.machine.head, told)))
+        policy = self.policy_of(node.machine.plan)
+        self.feed(node.peer, rt.Staged(round_id, layers_after(policy, node.machine.head, told)))
 
     def _obtain(self, node: Node, round_id: RoundId, payload: bytes, holders: tuple[str, ...]) -> None:
         state = state_of(payload)
@@ -286,8 +311,11 @@ class World(Agenda):
     # --- commits and catch-up ------------------------------------------------------------------------------
 
     def _install(self, node: Node, head: Head, counted: bool) -> None:
-        if state_of(head.committed.payload) not in node.staged:
+        mine = set(node.machine.plan.span(node.peer)) or set(range(POLICY.layers))
+        if mine & set(changed_layers(head.manifest)) and state_of(head.committed.payload) not in node.staged:
             raise Violation(f"{node.peer} installs round {head.round} without its state")
+        if head.round not in self.committed and not self._was_held(state_of(head.committed.payload)):
+            raise Violation(f"round {head.round} was committed, and nobody ever held its state")
         self.ledger.install(node.peer, head, self.plan)
         node.disk.knows(head)
         if self.rng.random() < self.checkpoint_probability:
@@ -299,6 +327,9 @@ class World(Agenda):
         node.move()
         if node.leaving:
             self.kill(node.peer)
+
+    def _was_held(self, state: bytes) -> bool:
+        return state in self._made or any(state in node.staged for node in self.nodes.values())
 
     def _begin_catch_up(self, node: Node, reason: str) -> None:
         self.caught_up.append((node.peer, reason))
@@ -348,8 +379,27 @@ class World(Agenda):
             self.feed(peer, rt.Lost(lost))
 
     def _hear_plan(self, peer: str, plan: Plan) -> None:
-        if self.nodes[peer].up:
+        node = self.nodes[peer]
+        if not node.up:
+            return
+        if plan.version > node.machine.plan.version and plan.span(peer) != node.machine.plan.span(peer):
+            self._respan(node, plan)
+        else:
             self.feed(peer, rt.PlanReceived(plan))
+
+    def _respan(self, node: Node, plan: Plan) -> None:
+        """It holds other layers from now on: it fetches those, and its rounds begin anew."""
+        head = max([self.newest_reachable(node.peer), node.machine.head], key=lambda item: item.round)
+        node.disk.knows(head)
+        again = self._born(node.peer, node.disk, head, plan)
+        again.incarnation, again.skew, again.leaving, again.frozen = (
+            node.incarnation + 1,
+            node.skew,
+            node.leaving,
+            node.frozen,
+        )
+        self.nodes[node.peer] = again
+        self.at(TICK, self._tick, node.peer, again.incarnation)
 
     def _ask(self, node: Node, round_id: RoundId, payload: bytes) -> None:
         answer = self.acceptor.ask(round_id, payload)

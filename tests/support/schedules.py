@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from support.machine_plans import OFFSETS, POLICY, make_plan, state_of
+from support.machine_plans import OFFSETS, POLICY, make_plan, random_routes, state_of
 from support.machine_world import World
 
 from atoll.core.fragments import cut_layers
@@ -33,6 +33,9 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     policy = replace(POLICY, fragments=cut_layers(OFFSETS, 1 + seed % 3))
     world = World(size, seed, machine, policy)
     rng = world.rng
+    if cut := seed % 4 == 3:  # every fourth run is of routes, whose cuts change with every plan
+        world = World(size, seed, machine, policy, random_routes(world.peers, rng))
+        rng = world.rng
     world.network.loss, world.network.duplicate = rng.choice([(0, 0), (0.02, 0.05), (0.15, 0.1)])
     world.network.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])
     world.crash_probability = rng.choice([0.0, 0.0, 0.003, 0.02])
@@ -67,10 +70,12 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
             case 9:
                 version += 1
                 members = [other for other in world.peers if rng.random() < 0.8] or [peer]
+                routes = random_routes(members, rng) if cut else None
                 world.issue(
-                    make_plan(members, version, world.plan.base), rng.sample(world.peers, rng.randrange(size + 1))
+                    make_plan(members, version, world.plan.base, routes),
+                    rng.sample(world.peers, rng.randrange(size + 1)),
                 )
-    return _peace(world, version)
+    return _peace(world, version, cut=cut)
 
 
 def _restart(world: World, peer: str, disk: bool) -> None:
@@ -82,7 +87,7 @@ def _restart(world: World, peer: str, disk: bool) -> None:
     world.restart(peer, disk=disk)
 
 
-def _peace(world: World, version: int) -> Outcome:
+def _peace(world: World, version: int, *, cut: bool) -> Outcome:
     """Everyone is back, nothing is lost any more: all must agree and go on, if need be after a recovery."""
     world.heal()
     world.network.delay = (0.01, 0.05)
@@ -92,7 +97,8 @@ def _peace(world: World, version: int) -> Outcome:
         if world.nodes[peer].leaving:
             world.kill(peer)
         world.restart(peer)
-    world.issue(make_plan(world.peers, version + 1, world.plan.base))
+    routes = random_routes(world.peers, world.rng) if cut else None
+    world.issue(make_plan(world.peers, version + 1, world.plan.base, routes))
     world.run(3.0)
     before = world.rounds()
 

@@ -19,6 +19,7 @@ from atoll.v1 import manifest_pb2
 
 CONTEXT = "manifest"
 TIE_BREAK = "tie-break"
+ATTESTATION = "attestation"
 MAX_MEMBERS = 4096  # of one round
 
 
@@ -69,6 +70,14 @@ class Head:
         return frozenset(peer_id_of(item.public_key) for item in self.committed.signatures)
 
 
+def changed_layers(manifest: manifest_pb2.Manifest) -> range:
+    """The consecutive layers that its round changed: all at genesis. Raises `PeerMisbehaved` when they are not."""
+    changed = [place for place, layer in enumerate(manifest.layers) if layer.round == manifest.round.number]
+    if not changed or changed != list(range(changed[0], changed[-1] + 1)):
+        raise PeerMisbehaved("a manifest does not change consecutive layers")
+    return range(changed[0], changed[-1] + 1)
+
+
 def manifest_hash(payload: bytes) -> bytes:
     """SHA-256 of a serialised manifest."""
     return hashlib.sha256(payload).digest()
@@ -84,6 +93,18 @@ def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_p
     if peer_id_of(signature.public_key) != expected_peer:
         raise SignatureInvalid("a vote was signed by another key than its sender's")
     verify(CONTEXT, _vote(payload, ballot), signature.signature, signature.public_key)
+
+
+def sign_attestation(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
+    """Of a member that holds the layers: I computed this. It decides nothing. The payload itself is left out."""
+    return pb.Signed(signature=identity.sign(ATTESTATION, _vote(payload, ballot)), public_key=identity.public_key)
+
+
+def verify_attestation(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
+    """Raise `SignatureInvalid` unless `expected_peer` attested to this."""
+    if peer_id_of(signature.public_key) != expected_peer:
+        raise SignatureInvalid(f"an attestation was signed by another key than that of {expected_peer}")
+    verify(ATTESTATION, _vote(payload, ballot), signature.signature, signature.public_key)
 
 
 def sign_tie_break(operator: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:

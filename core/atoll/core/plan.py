@@ -57,6 +57,29 @@ class Plan:
         """Peer ids, ordered."""
         return tuple(item.peer_id for item in self.assignments)
 
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """First layers of spans but the model's first, ordered: layers on both sides may have other holders."""
+        return tuple(sorted({item.first_layer for item in self.assignments} - {0}))
+
+    @cached_property
+    def drivers(self) -> tuple[str, ...]:
+        """Who consumes data: the first stage of every route. Peer ids, ordered."""
+        return tuple(item.peer_id for item in self.assignments if item.first_layer == 0)
+
+    def span(self, peer_id: str) -> range:
+        """The layers that `peer_id` holds; none when it is not part of this plan."""
+        assignment = self.assignment(peer_id)
+        return range(assignment.first_layer, assignment.last_layer + 1) if assignment else range(0)
+
+    def holders(self, layers: range) -> frozenset[str]:
+        """Members that hold all of these consecutive layers."""
+        return frozenset(
+            item.peer_id
+            for item in self.assignments
+            if item.first_layer <= layers.start and layers.stop <= item.last_layer + 1
+        )
+
     def accepts(self, head: Head) -> bool:
         """Whether `head` can be part of the history that counts: the base, or made since under its plans."""
         if head.round <= self.base.round:

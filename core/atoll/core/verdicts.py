@@ -66,12 +66,12 @@ def unheard(manifest: manifest_pb2.Manifest) -> frozenset[int]:
     return frozenset(place for place, parts in left_out.items() if 2 * parts > manifest.parts_total)
 
 
-def counted_tokens(manifest: manifest_pb2.Manifest, fragments: int) -> list[int]:
+def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
     """What counts of each contribution: its weight; nothing where sums lack it because it went, or was left out.
 
-    A token is in the sums of every fragment once, so each counts one of `fragments` of it.
+    A token is in the sums of every fragment once, so each counts its share of it.
     """
-    out = unheard(manifest)
+    out, fragments = unheard(manifest), max(1, manifest.fragments)
     return [
         0 if item.partial or place in out else item.weight // fragments
         for place, item in enumerate(manifest.contributions)

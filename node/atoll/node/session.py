@@ -30,7 +30,7 @@ from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.engine import AveragingEngine, Listener
 from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.round_policy import policy_of
+from atoll.node.averaging.round_policy import policies
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.state.anchor import AnchorState, Fetched, Staged
@@ -280,7 +280,7 @@ class TrainingSession:
             identity=it.identity,
             operator_key=it.operator_key,
             spec=it.spec,
-            policy=policy_of(it.spec, trainer.facts.layer_offsets),
+            policies=policies(it.spec, trainer.facts.layer_offsets),
             trainer=trainer,
             state=self._state,
             manifests=it.manifests,

@@ -24,61 +24,64 @@ _sym_db = _symbol_database.Default()
 
 from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
 from atoll.v1 import manifest_pb2 as atoll_dot_v1_dot_manifest__pb2
+from atoll.v1 import plan_pb2 as atoll_dot_v1_dot_plan__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61toll/v1/dataplane.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x17\x61toll/v1/manifest.proto\"Z\n\x05Hello\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x0bTokenReport\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\x12\x0f\n\x07step_ms\x18\x04 \x01(\r\"P\n\x04Open\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x11\n\thead_hash\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"c\n\x08\x41\x63\x63\x65pted\x12!\n\x06\x62\x61llot\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12#\n\tsignature\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"\x9f\x01\n\x05Ready\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12$\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x12.atoll.v1.Accepted\x12\r\n\x05voter\x18\x05 \x01(\x08\x12\r\n\x05holds\x18\x07 \x03(\x0c\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\"b\n\x07\x44\x65\x63line\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\x0cplan_version\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"8\n\tPartRange\x12\x0f\n\x07reducer\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\xef\x01\n\x05Start\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\rcontributions\x18\x02 \x03(\x0b\x32\x16.atoll.v1.Contribution\x12&\n\tpartition\x18\x03 \x03(\x0b\x32\x13.atoll.v1.PartRange\x12\x1e\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x10\n\x08\x65lements\x18\x05 \x01(\x04\x12\x15\n\rpart_elements\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x0f\n\x07unix_ms\x18\x08 \x01(\x03\"p\n\x05Parts\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\x12\x0f\n\x07partial\x18\x03 \x03(\t\x12#\n\x08verdicts\x18\x04 \x03(\x0b\x32\x11.atoll.v1.Verdict\"-\n\x0bPartHolders\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x10\n\x08peer_ids\x18\x02 \x03(\t\"\xbf\x01\n\x06Settle\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07present\x18\x02 \x03(\t\x12\x0f\n\x07partial\x18\x03 \x03(\t\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12&\n\x07repairs\x18\x05 \x03(\x0b\x32\x15.atoll.v1.PartHolders\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\x12#\n\x08verdicts\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Verdict\"`\n\x05\x41\x64opt\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07holders\x18\x03 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"`\n\x06\x44igest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12#\n\tsignature\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"Y\n\x06\x43ommit\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\";\n\x07\x41\x62\x61ndon\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc1\x03\n\x0cRoundMessage\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x15.atoll.v1.TokenReportH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.atoll.v1.OpenH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.atoll.v1.ReadyH\x00\x12 \n\x05start\x18\x04 \x01(\x0b\x32\x0f.atoll.v1.StartH\x00\x12\"\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x10.atoll.v1.DigestH\x00\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x10.atoll.v1.CommitH\x00\x12$\n\x07\x61\x62\x61ndon\x18\x07 \x01(\x0b\x32\x11.atoll.v1.AbandonH\x00\x12$\n\x07\x64\x65\x63line\x18\x08 \x01(\x0b\x32\x11.atoll.v1.DeclineH\x00\x12 \n\x05parts\x18\t \x01(\x0b\x32\x0f.atoll.v1.PartsH\x00\x12\"\n\x06settle\x18\n \x01(\x0b\x32\x10.atoll.v1.SettleH\x00\x12 \n\x05\x61\x64opt\x18\x0b \x01(\x0b\x32\x0f.atoll.v1.AdoptH\x00\x12 \n\x04plan\x18\x0c \x01(\x0b\x32\x10.atoll.v1.SignedH\x00\x42\x06\n\x04\x62ody\"B\n\x0e\x45xchangeHeader\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06repair\x18\x02 \x03(\r\"M\n\nPartHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x65lements\x18\x02 \x01(\r\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.atoll.v1.Codec\"\xab\x01\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x0emanifest_round\x18\x02 \x01(\x04H\x00\x12\x17\n\rhead_manifest\x18\x03 \x01(\x08H\x00\x12&\n\x06\x61nchor\x18\x04 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x12(\n\x08momentum\x18\x05 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x42\x06\n\x04what\"?\n\nStateSlice\x12\x15\n\rmanifest_hash\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"a\n\nStateReply\x12/\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifestH\x00\x12\x14\n\nbody_bytes\x18\x03 \x01(\x04H\x00\x42\x06\n\x04whatJ\x04\x08\x01\x10\x02\"M\n\x0b\x44irectOffer\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x03 \x01(\x0c\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x02\x10\x03\"\x1f\n\x0b\x44irectBegin\x12\x10\n\x08protocol\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61toll/v1/dataplane.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x17\x61toll/v1/manifest.proto\x1a\x13\x61toll/v1/plan.proto\"Z\n\x05Hello\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x0bTokenReport\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\x12\x0f\n\x07step_ms\x18\x04 \x01(\r\"P\n\x04Open\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x11\n\thead_hash\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"c\n\x08\x41\x63\x63\x65pted\x12!\n\x06\x62\x61llot\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12#\n\tsignature\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"\x9f\x01\n\x05Ready\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12$\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x12.atoll.v1.Accepted\x12\r\n\x05voter\x18\x05 \x01(\x08\x12\r\n\x05holds\x18\x07 \x03(\x0c\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\"b\n\x07\x44\x65\x63line\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\x0cplan_version\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"8\n\tPartRange\x12\x0f\n\x07reducer\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\xef\x01\n\x05Start\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\rcontributions\x18\x02 \x03(\x0b\x32\x16.atoll.v1.Contribution\x12&\n\tpartition\x18\x03 \x03(\x0b\x32\x13.atoll.v1.PartRange\x12\x1e\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x10\n\x08\x65lements\x18\x05 \x01(\x04\x12\x15\n\rpart_elements\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x0f\n\x07unix_ms\x18\x08 \x01(\x03\"p\n\x05Parts\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\x12\x0f\n\x07partial\x18\x03 \x03(\t\x12#\n\x08verdicts\x18\x04 \x03(\x0b\x32\x11.atoll.v1.Verdict\"-\n\x0bPartHolders\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x10\n\x08peer_ids\x18\x02 \x03(\t\"\xbf\x01\n\x06Settle\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07present\x18\x02 \x03(\t\x12\x0f\n\x07partial\x18\x03 \x03(\t\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12&\n\x07repairs\x18\x05 \x03(\x0b\x32\x15.atoll.v1.PartHolders\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\x12#\n\x08verdicts\x18\x07 \x03(\x0b\x32\x11.atoll.v1.Verdict\"C\n\x0b\x41ttestation\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12#\n\tsignature\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\"\x8d\x01\n\x05\x41\x64opt\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07holders\x18\x03 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12+\n\x0c\x61ttestations\x18\x05 \x03(\x0b\x32\x15.atoll.v1.Attestation\"\x87\x01\n\x06\x44igest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12#\n\tsignature\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\x12%\n\x0b\x61ttestation\x18\x04 \x01(\x0b\x32\x10.atoll.v1.Signed\"Y\n\x06\x43ommit\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\";\n\x07\x41\x62\x61ndon\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc1\x03\n\x0cRoundMessage\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x15.atoll.v1.TokenReportH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.atoll.v1.OpenH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.atoll.v1.ReadyH\x00\x12 \n\x05start\x18\x04 \x01(\x0b\x32\x0f.atoll.v1.StartH\x00\x12\"\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x10.atoll.v1.DigestH\x00\x12\"\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x10.atoll.v1.CommitH\x00\x12$\n\x07\x61\x62\x61ndon\x18\x07 \x01(\x0b\x32\x11.atoll.v1.AbandonH\x00\x12$\n\x07\x64\x65\x63line\x18\x08 \x01(\x0b\x32\x11.atoll.v1.DeclineH\x00\x12 \n\x05parts\x18\t \x01(\x0b\x32\x0f.atoll.v1.PartsH\x00\x12\"\n\x06settle\x18\n \x01(\x0b\x32\x10.atoll.v1.SettleH\x00\x12 \n\x05\x61\x64opt\x18\x0b \x01(\x0b\x32\x0f.atoll.v1.AdoptH\x00\x12 \n\x04plan\x18\x0c \x01(\x0b\x32\x10.atoll.v1.SignedH\x00\x42\x06\n\x04\x62ody\"B\n\x0e\x45xchangeHeader\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0e\n\x06repair\x18\x02 \x03(\r\"M\n\nPartHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x65lements\x18\x02 \x01(\r\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.atoll.v1.Codec\"\xab\x01\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x0emanifest_round\x18\x02 \x01(\x04H\x00\x12\x17\n\rhead_manifest\x18\x03 \x01(\x08H\x00\x12&\n\x06\x61nchor\x18\x04 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x12(\n\x08momentum\x18\x05 \x01(\x0b\x32\x14.atoll.v1.StateSliceH\x00\x42\x06\n\x04what\"?\n\nStateSlice\x12\x15\n\rmanifest_hash\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"\x7f\n\nStateReply\x12/\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifestH\x00\x12\x14\n\nbody_bytes\x18\x03 \x01(\x04H\x00\x12\x1c\n\x04held\x18\x04 \x03(\x0b\x32\x0e.atoll.v1.SpanB\x06\n\x04whatJ\x04\x08\x01\x10\x02\"M\n\x0b\x44irectOffer\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x03 \x01(\x0c\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x02\x10\x03\"\x1f\n\x0b\x44irectBegin\x12\x10\n\x08protocol\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.v1.dataplane_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLO']._serialized_start=86
-  _globals['_HELLO']._serialized_end=176
-  _globals['_REFUSAL']._serialized_start=178
-  _globals['_REFUSAL']._serialized_end=220
-  _globals['_TOKENREPORT']._serialized_start=222
-  _globals['_TOKENREPORT']._serialized_end=319
-  _globals['_OPEN']._serialized_start=321
-  _globals['_OPEN']._serialized_end=401
-  _globals['_ACCEPTED']._serialized_start=403
-  _globals['_ACCEPTED']._serialized_end=502
-  _globals['_READY']._serialized_start=505
-  _globals['_READY']._serialized_end=664
-  _globals['_DECLINE']._serialized_start=666
-  _globals['_DECLINE']._serialized_end=764
-  _globals['_PARTRANGE']._serialized_start=766
-  _globals['_PARTRANGE']._serialized_end=822
-  _globals['_START']._serialized_start=825
-  _globals['_START']._serialized_end=1064
-  _globals['_PARTS']._serialized_start=1066
-  _globals['_PARTS']._serialized_end=1178
-  _globals['_PARTHOLDERS']._serialized_start=1180
-  _globals['_PARTHOLDERS']._serialized_end=1225
-  _globals['_SETTLE']._serialized_start=1228
-  _globals['_SETTLE']._serialized_end=1419
-  _globals['_ADOPT']._serialized_start=1421
-  _globals['_ADOPT']._serialized_end=1517
-  _globals['_DIGEST']._serialized_start=1519
-  _globals['_DIGEST']._serialized_end=1615
-  _globals['_COMMIT']._serialized_start=1617
-  _globals['_COMMIT']._serialized_end=1706
-  _globals['_ABANDON']._serialized_start=1708
-  _globals['_ABANDON']._serialized_end=1767
-  _globals['_ROUNDMESSAGE']._serialized_start=1770
-  _globals['_ROUNDMESSAGE']._serialized_end=2219
-  _globals['_EXCHANGEHEADER']._serialized_start=2221
-  _globals['_EXCHANGEHEADER']._serialized_end=2287
-  _globals['_PARTHEADER']._serialized_start=2289
-  _globals['_PARTHEADER']._serialized_end=2366
-  _globals['_STATEREQUEST']._serialized_start=2369
-  _globals['_STATEREQUEST']._serialized_end=2540
-  _globals['_STATESLICE']._serialized_start=2542
-  _globals['_STATESLICE']._serialized_end=2605
-  _globals['_STATEREPLY']._serialized_start=2607
-  _globals['_STATEREPLY']._serialized_end=2704
-  _globals['_DIRECTOFFER']._serialized_start=2706
-  _globals['_DIRECTOFFER']._serialized_end=2783
-  _globals['_DIRECTBEGIN']._serialized_start=2785
-  _globals['_DIRECTBEGIN']._serialized_end=2816
+  _globals['_HELLO']._serialized_start=107
+  _globals['_HELLO']._serialized_end=197
+  _globals['_REFUSAL']._serialized_start=199
+  _globals['_REFUSAL']._serialized_end=241
+  _globals['_TOKENREPORT']._serialized_start=243
+  _globals['_TOKENREPORT']._serialized_end=340
+  _globals['_OPEN']._serialized_start=342
+  _globals['_OPEN']._serialized_end=422
+  _globals['_ACCEPTED']._serialized_start=424
+  _globals['_ACCEPTED']._serialized_end=523
+  _globals['_READY']._serialized_start=526
+  _globals['_READY']._serialized_end=685
+  _globals['_DECLINE']._serialized_start=687
+  _globals['_DECLINE']._serialized_end=785
+  _globals['_PARTRANGE']._serialized_start=787
+  _globals['_PARTRANGE']._serialized_end=843
+  _globals['_START']._serialized_start=846
+  _globals['_START']._serialized_end=1085
+  _globals['_PARTS']._serialized_start=1087
+  _globals['_PARTS']._serialized_end=1199
+  _globals['_PARTHOLDERS']._serialized_start=1201
+  _globals['_PARTHOLDERS']._serialized_end=1246
+  _globals['_SETTLE']._serialized_start=1249
+  _globals['_SETTLE']._serialized_end=1440
+  _globals['_ATTESTATION']._serialized_start=1442
+  _globals['_ATTESTATION']._serialized_end=1509
+  _globals['_ADOPT']._serialized_start=1512
+  _globals['_ADOPT']._serialized_end=1653
+  _globals['_DIGEST']._serialized_start=1656
+  _globals['_DIGEST']._serialized_end=1791
+  _globals['_COMMIT']._serialized_start=1793
+  _globals['_COMMIT']._serialized_end=1882
+  _globals['_ABANDON']._serialized_start=1884
+  _globals['_ABANDON']._serialized_end=1943
+  _globals['_ROUNDMESSAGE']._serialized_start=1946
+  _globals['_ROUNDMESSAGE']._serialized_end=2395
+  _globals['_EXCHANGEHEADER']._serialized_start=2397
+  _globals['_EXCHANGEHEADER']._serialized_end=2463
+  _globals['_PARTHEADER']._serialized_start=2465
+  _globals['_PARTHEADER']._serialized_end=2542
+  _globals['_STATEREQUEST']._serialized_start=2545
+  _globals['_STATEREQUEST']._serialized_end=2716
+  _globals['_STATESLICE']._serialized_start=2718
+  _globals['_STATESLICE']._serialized_end=2781
+  _globals['_STATEREPLY']._serialized_start=2783
+  _globals['_STATEREPLY']._serialized_end=2910
+  _globals['_DIRECTOFFER']._serialized_start=2912
+  _globals['_DIRECTOFFER']._serialized_end=2989
+  _globals['_DIRECTBEGIN']._serialized_start=2991
+  _globals['_DIRECTBEGIN']._serialized_end=3022
 # @@protoc_insertion_point(module_scope)

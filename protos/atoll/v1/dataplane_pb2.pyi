@@ -1,5 +1,6 @@
 from atoll.v1 import common_pb2 as _common_pb2
 from atoll.v1 import manifest_pb2 as _manifest_pb2
+from atoll.v1 import plan_pb2 as _plan_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -154,27 +155,39 @@ class Settle(_message.Message):
     verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
 
+class Attestation(_message.Message):
+    __slots__ = ("peer_id", "signature")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    signature: _common_pb2.Signed
+    def __init__(self, peer_id: _Optional[str] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
 class Adopt(_message.Message):
-    __slots__ = ("round", "payload", "holders", "deadline_ms")
+    __slots__ = ("round", "payload", "holders", "deadline_ms", "attestations")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    ATTESTATIONS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     payload: bytes
     holders: _containers.RepeatedScalarFieldContainer[str]
     deadline_ms: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., holders: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    attestations: _containers.RepeatedCompositeFieldContainer[Attestation]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., holders: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ..., attestations: _Optional[_Iterable[_Union[Attestation, _Mapping]]] = ...) -> None: ...
 
 class Digest(_message.Message):
-    __slots__ = ("round", "payload", "signature")
+    __slots__ = ("round", "payload", "signature", "attestation")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    ATTESTATION_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     payload: bytes
     signature: _common_pb2.Signed
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    attestation: _common_pb2.Signed
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., attestation: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("round", "manifest")
@@ -263,12 +276,14 @@ class StateSlice(_message.Message):
     def __init__(self, manifest_hash: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class StateReply(_message.Message):
-    __slots__ = ("manifest", "body_bytes")
+    __slots__ = ("manifest", "body_bytes", "held")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     manifest: _manifest_pb2.CommittedManifest
     body_bytes: int
-    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[_plan_pb2.Span]
+    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_plan_pb2.Span, _Mapping]]] = ...) -> None: ...
 
 class DirectOffer(_message.Message):
     __slots__ = ("port", "certificate_sha256", "ticket")

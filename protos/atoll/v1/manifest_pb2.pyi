@@ -66,7 +66,7 @@ class DataPosition(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., holdings: _Optional[_Iterable[_Union[DataHolding, _Mapping]]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts")
+    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts", "fragments")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Manifest(_message.Message):
     CORPUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
     round: _common_pb2.RoundId
     previous_hash: bytes
@@ -93,7 +94,8 @@ class Manifest(_message.Message):
     corpus_digest: bytes
     committed_unix_ms: int
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+    fragments: int
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., fragments: _Optional[int] = ...) -> None: ...
 
 class CommittedManifest(_message.Message):
     __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt", "tie_break")

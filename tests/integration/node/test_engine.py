@@ -27,7 +27,7 @@ from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import PROTOCOL as ROUND
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import holds
-from atoll.node.averaging.round_policy import policy_of
+from atoll.node.averaging.round_policy import policies
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
@@ -79,7 +79,7 @@ class Member:
             identity=self.identity,
             operator_key=b"",
             spec=self.spec,
-            policy=policy_of(self.spec, self.trainer.facts.layer_offsets),
+            policies=policies(self.spec, self.trainer.facts.layer_offsets),
             trainer=self.trainer,
             state=self.state,
             manifests=manifests,

@@ -456,7 +456,7 @@ def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment)
 
 
 def machine_of_three(record: rt.VoteRecord = BLANK) -> RoundMachine:
-    return RoundMachine("p0", POLICY, FakeSeals("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record)
+    return RoundMachine("p0", lambda plan: POLICY, FakeSeals("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record)
 
 
 def open_of(attempt: int, version: int) -> rt.Received:

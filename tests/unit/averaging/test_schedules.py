@@ -10,6 +10,7 @@ from support.schedules import run_all, run_schedule
 
 from atoll.core.quorum import Ballot, Electorate
 from atoll.node.averaging import opener
+from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.memory import VoteMemory
 from atoll.node.averaging.round import RoundMachine
 
@@ -97,7 +98,20 @@ def votes_of_all_attempts_add_up():
     return patch.object(RoundMachine, "_opened", backwards)
 
 
+def any_snapshot_will_do():
+    """After a change of cuts a node brings what it froze of other layers."""
+
+    def bring(self, following):
+        if self._frozen is None and not following.is_witness:
+            following.freeze()
+        else:
+            following.promise(self._frozen or rt.Frozen(following.round_id, 0, 0), leaving=self._leaving)
+
+    return patch.object(RoundMachine, "_bring", bring)
+
+
 MUTATIONS = [
+    any_snapshot_will_do,
     half_is_enough,
     votes_are_forgotten,
     promises_are_forgotten,

@@ -104,6 +104,7 @@ def round_report(
         ],
         layers=layer_states(layers, number % 200),
         committed_tokens=committed_before + counted * len(members),
+        fragments=fragments,
     )
     voters = [member for member in members if member not in gone] if signers is None else signers
     committed = commit(manifest.SerializeToString(), voters, ballot)

@@ -24,9 +24,20 @@ def test_fragments_hold_every_layer_once_and_are_as_equal_as_they_can_be(sizes, 
     assert (max(found), sum(size * size for size in found)) == most_equal(sizes, len(cut))
 
 
-def most_equal(sizes: list[int], count: int) -> tuple[int, int]:
+@given(SIZES, st.integers(1, 12), st.sets(st.integers(1, 8)))
+def test_no_fragment_lies_on_both_sides_of_a_cut(sizes, wanted, places):
+    cuts = tuple(sorted(place for place in places if place < len(sizes)))
+    cut = cut_layers((0, *accumulate(sizes)), wanted, cuts)
+    assert len(cut) == fragment_count(wanted, len(sizes), len(cuts))
+    assert [layer for fragment in cut for layer in fragment.layers] == list(range(len(sizes)))
+    assert set(cuts) <= {fragment.first_layer for fragment in cut}
+    found = [fragment.elements for fragment in cut]
+    assert (max(found), sum(size * size for size in found)) == most_equal(sizes, len(cut), cuts)
+
+
+def most_equal(sizes: list[int], count: int, forced: tuple[int, ...] = ()) -> tuple[int, int]:
     """The largest fragment and the sum of squares, by trying every cut."""
-    ways = combinations(range(1, len(sizes)), count - 1)
+    ways = (way for way in combinations(range(1, len(sizes)), count - 1) if set(forced) <= set(way))
     cuts = ([sum(sizes[a:b]) for a, b in pairwise([0, *ends, len(sizes)])] for ends in ways)
     return min((max(cut), sum(size * size for size in cut)) for cut in cuts)
 

@@ -242,16 +242,16 @@ async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
     reef.behaviours[ANN.peer_id] = lies
     holders = [member.peer_id for member in (ANN, BOB, DAN, CLEO)]
     payload = result.committed.payload
-    found = await fetch_staged(reef.network, holders, payload, "r", OFFSETS, whole, policy=QUICK)
+    found = await fetch_staged(reef.network, holders, payload, "r", OFFSETS, whole.layers, policy=QUICK)
     assert torch.equal(found.anchor_E, staged.anchor_E)
     assert torch.equal(found.momentum_E, staged.momentum_E)
     assert found.layers == staged.layers
     with pytest.raises(Unreachable):
-        await fetch_staged(reef.network, [DAN.peer_id], payload, "r", OFFSETS, whole, policy=QUICK)
+        await fetch_staged(reef.network, [DAN.peer_id], payload, "r", OFFSETS, whole.layers, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
-        await fetch_staged(reef.network, holders, b"\xff", "r", OFFSETS, whole, policy=QUICK)
+        await fetch_staged(reef.network, holders, b"\xff", "r", OFFSETS, whole.layers, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
-        await fetch_staged(reef.network, holders, payload, "another run", OFFSETS, whole, policy=QUICK)
+        await fetch_staged(reef.network, holders, payload, "another run", OFFSETS, whole.layers, policy=QUICK)
 
 
 # --- what one peer may ask -------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ async def test_of_a_staged_fragment_only_its_own_layers_travel(reef):
     for member in (ANN, BOB):
         reef.serve(member, history(HEAD), STATE, {result.hash: staged})
     found = await fetch_staged(
-        reef.network, [ANN.peer_id, BOB.peer_id], result.committed.payload, "r", OFFSETS, second, policy=QUICK
+        reef.network, [ANN.peer_id, BOB.peer_id], result.committed.payload, "r", OFFSETS, second.layers, policy=QUICK
     )
     assert found.start == second.start > 0
     assert torch.equal(found.anchor_E, staged.anchor_E)

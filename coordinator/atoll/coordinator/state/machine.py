@@ -204,6 +204,7 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: M
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
         caps={plan.version: caps_of(plan) for plan in own},
+        cuts={plan.version: len(plan.cuts) for plan in own},
         abandoned=frozenset(key_of(row) for row in rounds if not row.committed),
         waiting={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
         waiting_since=now.monotonic if any(row.run_id == run_id for row in contents.waiting) else None,

@@ -54,7 +54,9 @@ def told_row(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.Roun
     ahead = MAX_GAP if report.committed else 2  # who abandons a round knows the one before it, or is about to tell it
     if not 1 <= named.number <= run.head_round + ahead:
         raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
-    if named.attempt > MAX_ATTEMPT or named.fragment != turn_of(named.number, fragments_of(run, memory)):
+    if named.attempt > MAX_ATTEMPT or named.fragment != turn_of(
+        named.number, fragments_of(run, memory, named.plan_version)
+    ):
         raise PeerMisbehaved(f"round {named.number} has an attempt or a fragment that cannot be")
     if not math.isfinite(report.seconds) or report.wire_bytes > _MAX:
         raise PeerMisbehaved(f"the report of round {named.number} holds a value that cannot be")
@@ -88,14 +90,17 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
     known = memory.committed.get(row.number)
     if known is not None and known.manifest_hash != head.hash:
         raise PeerMisbehaved(f"round {row.number} was committed before, with another manifest")
-    if (made.number, made.fragment) != (row.number, row.fragment) or head.ballot != (row.plan_version, row.attempt):
+    odd = made.plan_version == row.plan_version and made.fragment != row.fragment
+    if odd or made.number != row.number or head.ballot != (row.plan_version, row.attempt):
         raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of another attempt or round")
     if is_void(memory.bases, row.number, made.plan_version):
         raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
     if not head.signers <= state.nodes.keys():
         raise PeerMisbehaved(f"round {row.number} is signed by somebody who was never a member")
     check_layers(head.manifest, _layer_count(run.layers))
-    tokens = _contributed(head, memory.caps.get(made.plan_version, {}), fragments_of(run, memory))
+    if head.manifest.fragments != fragments_of(run, memory, made.plan_version):
+        raise PeerMisbehaved(f"round {head.round} is of other fragments than those of its plan")
+    tokens = _contributed(head, memory.caps.get(made.plan_version, {}))
     _check_place(head, run, memory, tokens)
     contributions = head.manifest.contributions
     return head, replace(
@@ -123,9 +128,9 @@ def _codec_name(codec: pb.Codec) -> str:
         return str(codec)
 
 
-def fragments_of(run: Run, memory: RunMemory) -> int:
-    """Among how many fragments the run's rounds take turns."""
-    return fragment_count(memory.spec.sync.fragments, _layer_count(run.layers))
+def fragments_of(run: Run, memory: RunMemory, plan_version: int) -> int:
+    """Among how many fragments the run's rounds take turns under that plan."""
+    return fragment_count(memory.spec.sync.fragments, _layer_count(run.layers), memory.cuts.get(plan_version, 0))
 
 
 @lru_cache(maxsize=16)  # asked about every report of a run
@@ -179,14 +184,14 @@ def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
         raise PeerMisbehaved(f"attempt {named.attempt} at round {named.number} was not this node's to open")
 
 
-def _contributed(head: Head, caps: Mapping[str, int], fragments: int) -> int:
+def _contributed(head: Head, caps: Mapping[str, int]) -> int:
     """Tokens of a round to which members of its plan contributed, each once and within its cap."""
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
     check_form(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
-    for item, counted in zip(contributions, counted_tokens(head.manifest, fragments), strict=True):
+    for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")
     return sum(item.tokens for item in contributions)

@@ -119,6 +119,7 @@ class RunMemory:
     spec: RunSpec
     plan: Plan | None = None
     caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
+    cuts: Mapping[int, int] = field(default_factory=dict)  # plan version → how many places its spans are cut at
     abandoned: frozenset[RoundKey] = frozenset()  # attempts whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number; what a recovery made void is out
     waiting: Mapping[tuple[int, str], Waiting] = field(default_factory=dict)  # by round number and who told it
@@ -316,11 +317,13 @@ class Draft:
         memory = self.state.memory[plan.run_id]
         bases = with_base(memory.bases, plan.base)
         caps = {**memory.caps, plan.version: caps_of(plan)}
+        cuts = {**memory.cuts, plan.version: len(plan.cuts)}
         for version in sorted(caps)[:-KEPT_PLANS]:
             del caps[version]
+            cuts.pop(version, None)
             if all(version != base.since_version for base in bases):
                 self._records.append(Delete(PlanRow, (plan.run_id, version)))
-        self.remember(plan.run_id, plan=plan, caps=caps, bases=bases, changed_since=None)
+        self.remember(plan.run_id, plan=plan, caps=caps, cuts=cuts, bases=bases, changed_since=None)
         self._plans.append(plan)
 
     def issue_deny(self, deny: Deny) -> None:

@@ -117,7 +117,7 @@ def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None
     current = memory.plan.members if memory.plan else ()
     if round_id.run_id != run.run_id or peer_id not in current or peer_id not in members:
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
-    if round_id.fragment != turn_of(round_id.number, fragments_of(run, memory)):
+    if round_id.fragment != turn_of(round_id.number, fragments_of(run, memory, round_id.plan_version)):
         raise InvalidRequest(f"round {round_id.number} is not one of fragment {round_id.fragment}")
     if not 0 < round_id.number <= run.head_round + MAX_GAP:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
@@ -157,7 +157,8 @@ def _check_payload(memory: RunMemory, round_id: RoundId, payload: bytes) -> None
     except DecodeError as error:
         raise InvalidRequest("a vote is asked for something that is no manifest") from error
     made = RoundId.from_proto(manifest.round)
-    if (made.run_id, made.number, made.fragment) != (round_id.run_id, round_id.number, round_id.fragment):
+    odd = made.plan_version == round_id.plan_version and made.fragment != round_id.fragment
+    if odd or (made.run_id, made.number) != (round_id.run_id, round_id.number):
         raise InvalidRequest("a vote is asked for the manifest of another round")
     if made.ballot > round_id.ballot or is_void(memory.bases, made.number, made.plan_version):
         raise InvalidRequest("a vote is asked for a manifest of a later attempt, or of a void one")

@@ -5,7 +5,7 @@ The opener builds with these functions and every member checks with them, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 
 from google.protobuf.message import DecodeError
@@ -13,8 +13,10 @@ from google.protobuf.message import DecodeError
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
 from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
-from atoll.core.manifest import Head
+from atoll.core.fragments import turn_of
+from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Plan
+from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import check_form, counted_tokens, plain
 from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec
@@ -38,11 +40,13 @@ def build_start(
 ) -> dp.Start:
     """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
 
-    Tokens count towards the run up to the same cap, so that no single claim can end it.
+    Who does not hold the fragment brings nothing and reduces nothing: it is a witness, which only decides. Tokens count
+    towards the run up to the same cap, so that no single claim can end it.
     """
     members = round_id.order(ready)
-    elements = policy.fragment_of(round_id.number).elements
-    ranges = _ranges(elements, plan, members)
+    fragment = policy.fragment_of(round_id.number)
+    holders = plan.holders(fragment.layers)
+    ranges = _ranges(fragment.elements, plan, members, holders)
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
@@ -50,6 +54,8 @@ def build_start(
             weight=min(ready[peer].tokens, _cap(plan, peer)),
             samples=min(ready[peer].samples, MAX_SAMPLES),
         )
+        if peer in holders
+        else manifest_pb2.Contribution(peer_id=peer)
         for peer in members
     ]
     return dp.Start(
@@ -57,7 +63,7 @@ def build_start(
         contributions=contributions,
         partition=_to_proto(ranges),
         codec=codec.number,
-        elements=elements,
+        elements=fragment.elements,
         part_elements=part_elements(ranges, codec.encoded_bytes, policy.part_elements),
         deadline_ms=int(exchange_seconds * 1000),
         unix_ms=unix_ms,
@@ -69,10 +75,12 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
     members = tuple(item.peer_id for item in start.contributions)
     if me not in members or not set(members) <= set(plan.members) or members != round_id.order(set(members)):
         raise PeerMisbehaved("Start names members that are not the plan's, or in another order, or leaves us out")
+    fragment = policy.fragment_of(round_id.number)
+    holders = plan.holders(fragment.layers)
     for item in start.contributions:
-        cap = _cap(plan, item.peer_id)
+        cap, samples = (_cap(plan, item.peer_id), MAX_SAMPLES) if item.peer_id in holders else (0, 0)
         counted = item.weight // len(policy.fragments)
-        if item.tokens != counted or item.weight > cap or item.samples > MAX_SAMPLES:
+        if item.tokens != counted or item.weight > cap or item.samples > samples:
             raise PeerMisbehaved(f"Start gives {item.peer_id} more than the plan allows")
         if item.present or item.partial:
             raise PeerMisbehaved("Start says how the round ended before it began")
@@ -82,9 +90,8 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start of a round to which nobody contributes")
     if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
-    elements = policy.fragment_of(round_id.number).elements
-    ranges = _ranges(elements, plan, members)
-    if start.elements != elements or list(start.partition) != _to_proto(ranges):
+    ranges = _ranges(fragment.elements, plan, members, holders)
+    if start.elements != fragment.elements or list(start.partition) != _to_proto(ranges):
         raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
     if start.part_elements != part_elements(ranges, BY_NUMBER[start.codec].encoded_bytes, policy.part_elements):
         raise PeerMisbehaved("Start cuts the ranges otherwise than codec and run spec say")
@@ -122,8 +129,8 @@ def check_settle(start: dp.Start, settle: dp.Settle) -> None:
 def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -> None:
     """Raise `PeerMisbehaved` unless a round after `head` can have ended with this manifest.
 
-    Everything but the digests is checked, the data position where it was made under `plan`. For what others want us
-    to vote for, or say that they voted for.
+    Everything but the digests is checked; the data position, the fragment and its witnesses where it was made under
+    `plan`. For what others want us to vote for, or say that they voted for.
     """
     try:
         manifest = manifest_pb2.Manifest.FromString(payload)
@@ -132,17 +139,26 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     except (DecodeError, ProtocolMismatch) as error:
         raise PeerMisbehaved("a result to vote for does not parse") from error
     named, made = manifest.round, manifest.contributions
-    fragment = policy.fragment_of(head.round + 1)
-    if (named.run_id, named.fragment, named.number) != (policy.run_id, fragment.index, head.round + 1):
+    if (named.run_id, named.number) != (policy.run_id, head.round + 1):
         raise PeerMisbehaved("a result to vote for is of another round")
     if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(_head_of(payload)):
         raise PeerMisbehaved("a result to vote for builds on another history")
+    ours = named.plan_version == plan.version
+    fragment = policy.fragment_of(head.round + 1)
+    turn = fragment.index if ours else turn_of(named.number, manifest.fragments or 1)
+    if named.fragment != turn or not 1 <= manifest.fragments <= policy.layers:
+        raise PeerMisbehaved("a result to vote for is of another fragment")
+    if ours and manifest.fragments != len(policy.fragments):
+        raise PeerMisbehaved("a result to vote for is of other fragments than the plan's")
+    holders = plan.holders(fragment.layers)
     most = max(item.max_round_tokens for item in plan.assignments)
     weights = [item.weight for item in made]
     check_form(manifest.verdicts, weights, manifest.parts_total)
-    for item, counted in zip(made, counted_tokens(manifest, len(policy.fragments)), strict=True):
+    for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment else most
+        if ours and item.peer_id not in holders:
+            cap = 0
         if item.weight > cap or item.tokens != counted or item.samples > MAX_SAMPLES:
             raise PeerMisbehaved("a result to vote for counts more than a plan allows")
     if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
@@ -152,18 +168,40 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
-    others = set(range(policy.layers)) - set(fragment.layers)
+    changed = changed_layers(manifest)
+    if ours and changed != fragment.layers:
+        raise PeerMisbehaved("a result to vote for does not change its fragment's layers")
+    others = set(range(policy.layers)) - set(changed)
     if any(manifest.layers[layer] != head.manifest.layers[layer] for layer in others):
         raise PeerMisbehaved("a result to vote for changes layers that are not of its fragment")
-    if any(manifest.layers[layer].round != head.round + 1 for layer in fragment.layers):
-        raise PeerMisbehaved("a result to vote for does not say that it changes its fragment's layers")
-    most_parts = -(-fragment.elements // min(LEAST_PART, policy.part_elements)) + len(made)
+    elements = fragment.elements if ours else policy.fragments[-1].end
+    most_parts = -(-elements // min(LEAST_PART, policy.part_elements)) + len(made)
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
-    due = advance(position_at(head, plan), plan.members, samples, policy.minimum_lease)
-    if named.plan_version == plan.version and data != due:
+    due = advance(position_at(head, plan), plan.drivers, samples, policy.minimum_lease)
+    if ours and data != due:
         raise PeerMisbehaved("a result to vote for moves the data elsewhere")
+
+
+def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
+    """Whether this result changes nothing that `me` holds. Raises `PeerMisbehaved` for what is no manifest."""
+    try:
+        changed = changed_layers(manifest_pb2.Manifest.FromString(payload))
+    except DecodeError as error:
+        raise PeerMisbehaved("a result to vote for does not parse") from error
+    mine = plan.span(me)
+    return len(mine) > 0 and (changed.stop <= mine.start or mine.stop <= changed.start)
+
+
+def is_attested(plan: Plan, electorate: Electorate, payload: bytes, said: Set[str]) -> bool:
+    """Whether witnesses may believe a result: at least half of the deciding members that hold its layers attest to it.
+
+    Half, because most layers have two holders, and one of them may be gone.
+    """
+    holders = plan.holders(changed_layers(manifest_pb2.Manifest.FromString(payload)))
+    deciding = holders & electorate.members
+    return bool(holders & said) and 2 * len(deciding & said) >= len(deciding)
 
 
 def _head_of(payload: bytes) -> Head:
@@ -202,7 +240,7 @@ def manifest_payload(
         codec=start.codec,
         data=advance(
             position_at(head, plan),
-            plan.members,
+            plan.drivers,
             {item.peer_id: item.samples for item in contributions},
             policy.minimum_lease,
         ).to_proto(),
@@ -210,8 +248,9 @@ def manifest_payload(
         parts_zeroed=sum(not item for item in settle.digests),
         committed_unix_ms=start.unix_ms,
         verdicts=plain(settle.verdicts),
+        fragments=len(policy.fragments),
     )
-    counted = counted_tokens(message, len(policy.fragments))
+    counted = counted_tokens(message)
     for item, tokens in zip(message.contributions, counted, strict=True):
         item.tokens = tokens
     message.committed_tokens = head.committed_tokens + sum(counted)
@@ -242,9 +281,12 @@ def _cap(plan: Plan, peer: str) -> int:
     return assignment.max_round_tokens if assignment else 0
 
 
-def _ranges(elements: int, plan: Plan, members: tuple[str, ...]) -> tuple[ReduceRange, ...]:
+def _ranges(elements: int, plan: Plan, members: tuple[str, ...], holders: Set[str]) -> tuple[ReduceRange, ...]:
     bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
-    return partition(elements, members, bandwidth)
+    reducers = [peer for peer in members if peer in holders]
+    if not reducers:
+        raise PeerMisbehaved("nobody who takes part holds the round's layers")
+    return partition(elements, reducers, bandwidth)
 
 
 def _to_proto(ranges: Sequence[ReduceRange]) -> list[dp.PartRange]:

@@ -22,6 +22,7 @@ import torch
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, RoundAbandoned, first_error
+from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
@@ -29,7 +30,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
-from atoll.node.averaging.decide import position_at
+from atoll.node.averaging.decide import is_witness, position_at
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import is_stale, outer_schedule
 from atoll.node.averaging.round import RoundMachine
@@ -63,6 +64,7 @@ class RoundCounters:
 
     joined: int = 0  # exchanges started
     committed: int = 0
+    witnessed: int = 0  # committed by the holders of layers that are not held here
     abandoned: int = 0
     left_out: int = 0  # committed rounds in which screening left our update out of some sums
     bytes_fp32: int = 0  # what the joined exchanges would have sent in fp32
@@ -89,7 +91,7 @@ class AveragingEngine:
         identity: Identity,
         operator_key: bytes,
         spec: RunSpec,
-        policy: rt.RoundPolicy,
+        policies: rt.PolicyOf,
         trainer: Trainer,
         state: AnchorState,
         manifests: ManifestStore,
@@ -104,7 +106,6 @@ class AveragingEngine:
     ) -> None:
         self.head = head  # what `state` holds
         self._spec = spec
-        self._policy = policy
         self._trainer = trainer
         self._state = state
         self._manifests = manifests
@@ -118,8 +119,8 @@ class AveragingEngine:
         self._me = identity.peer_id
         self._machine = RoundMachine(
             self._me,
-            policy,
-            IdentitySeals(identity, policy.run_id, operator_key),
+            policies,
+            IdentitySeals(identity, spec.run.name, operator_key),
             head,
             plan,
             clock.monotonic(),
@@ -134,7 +135,8 @@ class AveragingEngine:
         self._asides: set[asyncio.Task[None]] = set()
         self._catching_up = False
         self._counted_from = trainer.status.tokens
-        self._frozen_tokens = 0
+        self._frozen_tokens = 0  # of the snapshot, since the round before that counted us
+        self._frozen_at = 0  # the trainer's total then
         self._usual_tokens: deque[int] = deque(maxlen=2)  # what rounds counted of ours; the first after long is more
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
@@ -154,7 +156,7 @@ class AveragingEngine:
     @property
     def turns(self) -> int:
         """In how many rounds every layer has its turn."""
-        return len(self._policy.fragments)
+        return len(self._machine.policy.fragments)
 
     def leave(self) -> None:
         """The next round is this node's last; it shall open now."""
@@ -224,7 +226,7 @@ class AveragingEngine:
         self._step(rt.Progress(max(0, status.tokens - self._counted_from), status.step_seconds))
         self._step(rt.Tick())
         quiet = self._clock.monotonic() - self._last_look
-        if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._policy.round_max.total_seconds()):
+        if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
             self._look("nothing was committed for long")
 
     def _step(self, event: rt.Event) -> None:
@@ -239,10 +241,10 @@ class AveragingEngine:
                 self._pledges.put_nowait(action)
             case rt.SharePlan(peer):
                 self._share_plan(peer)
-            case rt.Freeze(round_id):
-                self._orders.put_nowait(lambda: self._freeze(round_id))
-            case rt.RunExchange(round_id, start, seconds):
-                self._begin_exchange(round_id, start, seconds)
+            case rt.Freeze(round_id, fragment):
+                self._orders.put_nowait(lambda: self._freeze(round_id, fragment))
+            case rt.RunExchange(_, start, seconds, fragment):
+                self._begin_exchange(start, seconds, fragment)
             case rt.Complete(round_id, settle, seconds):
                 self._aside(self._complete(round_id, settle, seconds))
             case rt.Obtain(round_id, payload, holders, seconds):
@@ -291,15 +293,18 @@ class AveragingEngine:
             finally:
                 self._orders.task_done()
 
-    async def _freeze(self, round_id: RoundId) -> None:
+    async def _freeze(self, round_id: RoundId, fragment: Fragment) -> None:
         if not self._machine.is_freezing(round_id):
             return  # given up while other orders were carried out
-        fragment = self._policy.fragment_of(round_id.number)
-        snapshot = await self._trainer.snapshot(fragment.start, fragment.end)
-        self._frozen_tokens = snapshot.tokens
+        own = self._state.slice(fragment.start, fragment.end)
+        snapshot = await self._trainer.snapshot(own.start, own.stop)
+        self._frozen_tokens, self._frozen_at = snapshot.tokens, self._trainer.status.tokens
         self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
     async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
+        if is_witness(self._machine.plan, self._me, head.committed.payload):
+            await self._witness(head)
+            return
         staged = self._staged.get(_key_of(head.manifest.layers))
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
             self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
@@ -308,17 +313,35 @@ class AveragingEngine:
         await self._move(head, self._state.commit, staged)
         self._forget_staged()
         self._counters.committed += 1
-        ranges, fragment = self._ranges(head), self._policy.fragment_of(head.round)
         if counted:
             self._count_frozen()
         take = self._trainer.apply if counted else self._trainer.rebase
-        moved = (fragment.start, fragment.end)
-        await take(ranges=ranges, committed_tokens=head.committed_tokens, moved=moved)
+        own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
+        moved = (own.start, own.stop)
+        await take(ranges=self._ranges(head), committed_tokens=head.committed_tokens, moved=moved)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
-        last_of_turn = fragment.index == len(self._policy.fragments) - 1
-        if opened_here and (last_of_turn or self._machine.finished):
+        last_of_turn = head.manifest.round.fragment == head.manifest.fragments - 1
+        if opened_here and self._state.is_whole and (last_of_turn or self._machine.finished):
             await self._evaluate(head)
+        self._finish_with(head)
+
+    async def _witness(self, head: Head) -> None:
+        """A round of layers that are not held here: what we trained of ours goes on."""
+        if head.manifest.previous_hash != self.head.hash:
+            self._begin_catch_up(f"round {head.round} does not follow our state")
+            return
+        await asyncio.to_thread(self._manifests.keep, head)
+        await self._move(head, lambda: None)
+        self._forget_staged()
+        self._counters.witnessed += 1
+        self._counted_from = self._trainer.status.tokens  # reports are of what was trained since the head
+        ranges = self._ranges(head)
+        await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens, moved=(0, 0))
+        _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)
+        self._finish_with(head)
+
+    def _finish_with(self, head: Head) -> None:
         if self._machine.finished and head is self._machine.head:
             self.finished.set()
 
@@ -360,21 +383,20 @@ class AveragingEngine:
 
     # --- beside --------------------------------------------------------------------------------------
 
-    def _begin_exchange(self, round_id: RoundId, start: dp.Start, seconds: float) -> None:
-        members = len(start.contributions)
+    def _begin_exchange(self, start: dp.Start, seconds: float, fragment: Fragment) -> None:
+        members, policy = len(start.partition), self._machine.policy
         self._counters.joined += 1
-        fragment = self._policy.fragment_of(round_id.number)
         self._counters.bytes_fp32 += 2 * 4 * fragment.elements * (members - 1) // members
         staging = self._state.staging(fragment, *outer_schedule(self._spec.sync, self.head.committed_tokens))
         exchange = Exchange(
             start,
             self._network,
-            self._trainer.pseudo_gradient[fragment.start : fragment.end],
+            self._trainer.pseudo_gradient[self._state.slice(fragment.start, fragment.end)],
             staging.take,
             self._executor,
             timedelta(seconds=seconds),
-            max(self._policy.stall, timedelta(seconds=seconds * _STALL)),
-            change=self._policy.change_per_token if self._policy.screening else None,
+            max(policy.stall, timedelta(seconds=seconds * _STALL)),
+            change=policy.change_per_token if policy.screening else None,
         )
         self._end_exchange()
         if self._served is not None:
@@ -410,9 +432,8 @@ class AveragingEngine:
         """The state of an earlier attempt's result, from those who still have it."""
         try:
             async with asyncio.timeout(seconds):
-                fragment = self._policy.fragment_of(round_id.number)
-                run_id, offsets = self._policy.run_id, self._state.offsets
-                staged = await fetch_staged(self._network, holders, payload, run_id, offsets, fragment)
+                run_id, state = self._spec.run.name, self._state
+                staged = await fetch_staged(self._network, holders, payload, run_id, state.offsets, state.layers)
         except (AtollError, TimeoutError) as error:
             self._events.put_nowait(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
             return
@@ -500,7 +521,7 @@ class AveragingEngine:
 
         async def one(peer: str) -> Head | None:
             try:
-                after = await fetch_manifest(self._network, peer, self._policy.run_id, before.round + 1)
+                after = await fetch_manifest(self._network, peer, self._spec.run.name, before.round + 1)
             except AtollError:
                 return None
             return after if after.manifest.previous_hash == before.hash else None
@@ -515,7 +536,7 @@ class AveragingEngine:
         if counted:
             self._count_frozen()
         tokens, missed = self._trainer.status.tokens - self._counted_from, head.round - before.round - bool(counted)
-        whole_turn = missed >= len(self._policy.fragments)  # before that, most of it is of fragments that nobody moved
+        whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
         if counted is None or (whole_turn and is_stale(tokens, usual, missed)):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
             self._counted_from = self._trainer.status.tokens
@@ -526,7 +547,7 @@ class AveragingEngine:
 
     def _count_frozen(self) -> None:
         """A round holds our snapshot."""
-        self._counted_from += self._frozen_tokens
+        self._counted_from = self._frozen_at
         if self._frozen_tokens:
             self._usual_tokens.append(self._frozen_tokens)
 

@@ -1,5 +1,8 @@
 """One attempt as a member lives it, from the opener's Open to our own vote. Pure; round.py feeds it and carries it out.
 
+Who does not hold the round's layers is its witness: it brings nothing, exchanges nothing, and votes for what enough
+holders attest to. So all members decide about one history, whatever each of them holds.
+
 Its steps raise `PeerMisbehaved` when the opener asks for what no honest opener would.
 """
 
@@ -7,12 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from atoll.core.errors import PeerMisbehaved
+from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import plain
-from atoll.node.averaging.decide import check_payload, check_settle, check_start, manifest_payload
+from atoll.node.averaging.decide import (
+    check_payload,
+    check_settle,
+    check_start,
+    is_attested,
+    is_witness,
+    manifest_payload,
+)
 from atoll.node.averaging.memory import VoteMemory
 from atoll.node.averaging.opener import Paces
 from atoll.node.averaging.round_types import (
@@ -52,18 +63,30 @@ class Follower:
     phase: Phase = Phase.FREEZING
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     commit: manifest_pb2.CommittedManifest | None = None  # it came before our own result was staged
+    brings: bool = False  # the head's snapshot is what it brings
     _ready: dp.Ready | None = None
     _parts: tuple[bytes, ...] = ()  # what we reported to hold
     _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
 
+    @property
+    def fragment(self) -> Fragment:
+        """What the round averages."""
+        return self.policy.fragment_of(self.round_id.number)
+
+    @property
+    def is_witness(self) -> bool:
+        """Whether we hold nothing of that."""
+        return self.me not in self.plan.holders(self.fragment.layers)
+
     def freeze(self) -> None:
         """Ask the trainer for the head's snapshot."""
-        self.out.append(Freeze(self.round_id))
+        self.out.append(Freeze(self.round_id, self.fragment))
 
-    def promise(self, frozen: Frozen, *, leaving: bool) -> None:
+    def promise(self, frozen: Frozen, *, leaving: bool, brings: bool = True) -> None:
         """Ready: we bring that many tokens, and will not vote in earlier attempts."""
+        self.brings = brings
         accepted = None
         if self.memory.voted is not None:
             ballot, payload = self.memory.voted.ballot, self.memory.voted.payload
@@ -76,7 +99,7 @@ class Follower:
             samples=frozen.samples,
             accepted=accepted,
             voter=self.memory.votes,
-            holds=sorted(map(manifest_hash, self.memory.held)),
+            holds=sorted(manifest_hash(held) for held in self.memory.held if not is_witness(self.plan, self.me, held)),
             leaving=leaving,
         )
         self.phase = Phase.READY
@@ -99,15 +122,19 @@ class Follower:
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self._start = message
         self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor
+        if self.is_witness:
+            self.phase = Phase.PARTED
+            self.out.append((self.opener, dp.RoundMessage(parts=dp.Parts(round=self.round_id.to_proto()))))
+            return
         self.phase = Phase.EXCHANGING
         self.paces.codec.begin(message.codec, now)
-        self.out.append(RunExchange(self.round_id, message, seconds))
+        self.out.append(RunExchange(self.round_id, message, seconds, self.fragment))
 
     def parted(self, event: Parted, now: float) -> None:
         """Our exchange is over: report the parts."""
         assert self._start is not None
         self.phase = Phase.PARTED
-        if len(self._start.contributions) > 1:
+        if len(self._start.partition) > 1:
             self.paces.codec.end(now, complete=all(event.digests))
         self._parts, self._verdicts = event.digests, event.verdicts
         parts = dp.Parts(
@@ -128,6 +155,11 @@ class Follower:
         assert self._start is not None
         assert self._settle is not None
         check_settle(self._start, self._settle)
+        seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling)
+        self.deadline = now + seconds + self.tie_seconds
+        if self.is_witness:
+            self.phase = Phase.STAGING  # until holders attest to a result
+            return
         settled = zip(self._parts, self._settle.digests, strict=True)
         if self.me in self._settle.present and any(held and not given for held, given in settled):
             raise PeerMisbehaved("Settle gives up a part that we reported to hold")
@@ -135,8 +167,6 @@ class Follower:
         ours = tuple(plain(verdict for verdict in self._settle.verdicts if verdict.reducer == place))
         if ours != self._verdicts and (ours or self.me in self._settle.present):
             raise PeerMisbehaved("Settle does not repeat the verdicts that we reported")
-        seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling)
-        self.deadline = now + seconds + self.tie_seconds
         self.phase = Phase.STAGING
         self.out.append(Complete(self.round_id, self._settle, seconds))
 
@@ -147,24 +177,44 @@ class Follower:
         return manifest_payload(self.policy, self.plan, self.head, self._start, self._settle, layers)
 
     def adopt(self, message: dp.Adopt, now: float) -> None:
-        """An earlier attempt's result may have been committed: fetch it, unless we hold it."""
+        """An earlier attempt's result may have been committed: fetch it, unless we hold it, or hold nothing of it."""
         check_payload(self.policy, self.plan, self.head, message.payload)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self.deadline = now + seconds + self.tie_seconds
-        if message.payload not in self.memory.held:
+        if is_witness(self.plan, self.me, message.payload):
+            self.phase = Phase.STAGING  # until holders attest to it
+        elif message.payload not in self.memory.held:
             self.phase = Phase.STAGING
             holders = tuple(peer for peer in message.holders if peer != self.me)
             self.out.append(Obtain(self.round_id, message.payload, holders, seconds))
 
+    def attest(self, message: dp.Adopt) -> None:
+        """As a witness: take the result that enough holders attest to in this attempt."""
+        check_payload(self.policy, self.plan, self.head, message.payload)
+        if not is_witness(self.plan, self.me, message.payload):
+            raise PeerMisbehaved("Adopt asks a holder to believe others about its own layers")
+        said = {item.peer_id: item.signature for item in message.attestations}
+        if not is_attested(self.plan, self.plan.electorate(self.head), message.payload, said.keys()):
+            raise PeerMisbehaved("Adopt shows the word of too few who hold the layers")
+        try:
+            for peer, signature in said.items():
+                self.seals.check_attestation(message.payload, self.round_id.ballot, signature, peer)
+        except AtollError as error:
+            raise PeerMisbehaved(f"Adopt shows a word that nobody gave: {error}") from error
+
     def vote(self, payload: bytes) -> None:
-        """Digest: we hold this result. Nobody votes for one that takes its voice away."""
+        """Digest: we hold this result, or are its witness. Nobody votes for one that takes its voice away."""
         self.phase = Phase.VOTED
         said_so = self._ready is not None and self._ready.leaving
         left_out = self._settle is not None and self.me not in self._settle.present and not said_so
+        attests = len(self.plan.cuts) > 0 and not is_witness(self.plan, self.me, payload)
+        attestation = self.seals.attest(payload, self.round_id.ballot) if attests else None
+        digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, attestation=attestation)
         if not self.memory.votes or left_out:
+            if attests:
+                self.out.append((self.opener, dp.RoundMessage(digest=digest)))
             return
-        signature = self.seals.vote(payload, self.round_id.ballot)
-        digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, signature=signature)
+        digest.signature.CopyFrom(self.seals.vote(payload, self.round_id.ballot))
         self._pledge(dp.RoundMessage(digest=digest), payload)
 
     def _pledge(self, message: dp.RoundMessage, payload: bytes | None = None) -> None:

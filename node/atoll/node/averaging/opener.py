@@ -3,6 +3,8 @@
     READY ─promises─▶ PARTS ─Settle─▶ VOTES ─▶ commit
       └───────── Adopt ───────────────▲          any stage ─▶ abandon
 
+Members that do not hold the round's layers are asked for their votes when enough holders attest to its result.
+
 The opener waits for everyone worth waiting for, up to deadlines learnt from earlier rounds, and then goes on with a
 quorum. Whatever it wants said or done it puts into `out`; the round machine takes it from there.
 """
@@ -20,7 +22,14 @@ from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import plain
 from atoll.node.averaging.codec_choice import CodecChoice
-from atoll.node.averaging.decide import build_start, check_payload, check_verdicts, parts_total
+from atoll.node.averaging.decide import (
+    build_start,
+    check_payload,
+    check_verdicts,
+    is_attested,
+    is_witness,
+    parts_total,
+)
 from atoll.node.averaging.pace import Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
 from atoll.node.averaging.settlement import check_report, settle
@@ -92,6 +101,8 @@ class Opener:
     _start: dp.Start | None = None
     _parts: dict[str, dp.Parts] = field(default_factory=dict)
     _votes: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → peer → signature
+    _attestations: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → holder → its word
+    _attested: bytes = b""  # the payload that witnesses were told to vote for
     _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
     _asking: bool = False  # its answer is awaited
     _refusal: str = ""  # why the coordinator did not
@@ -221,8 +232,8 @@ class Opener:
                 "an earlier result may have been committed, but nobody who answered still has its state; "
                 "if nobody will, the operator can go on without it: atollctl run recover --force"
             )
-        elif not any(ready.tokens for ready in self._ready.values()):
-            self._abandon("nobody had trained a token")
+        elif not any(self._ready[peer].tokens for peer in self._holding & self._ready.keys()):
+            self._abandon("nobody who holds these layers had trained a token")
         else:
             self._start_exchange()
 
@@ -250,11 +261,12 @@ class Opener:
         self._tell(self._ready, dp.RoundMessage(adopt=message))
 
     def _settle(self) -> None:
-        if not self._may_commit(self._parts):
+        there = [peer for peer in self._members if peer in self._parts]
+        summed = [peer for peer in there if peer in self._holding]
+        if not summed or not self._may_commit(self._parts):
             self._abandon(self._shortfall())
             return
-        there = [peer for peer in self._members if peer in self._parts]
-        digests, holders, partial = settle(self._parts, there)
+        digests, holders, partial = settle(self._parts, summed)
         self._learn(far=all(digests))
         seconds = self.paces.decision.patience
         message = dp.Settle(
@@ -298,7 +310,7 @@ class Opener:
     def _take_parts(self, peer: str, report: dp.Parts) -> None:
         assert self._start is not None
         try:
-            check_report(peer, report, parts_total(self._start))
+            check_report(peer, report, parts_total(self._start) if peer in self._holding else 0)
             check_verdicts(self._start, report.verdicts, said_by=peer)
         except PeerMisbehaved as error:
             self.declined[peer] = str(error)
@@ -307,14 +319,21 @@ class Opener:
         self._answered()
 
     def _take_vote(self, peer: str, digest: dp.Digest) -> None:
-        if any(peer in votes for votes in self._votes.values()):
-            return  # one vote an attempt
+        said = [peers for cast in (self._votes, self._attestations) for peers in cast.values()]
+        if any(peer in peers for peers in said):
+            return  # one word an attempt
+        payload, ballot = digest.payload, self.round_id.ballot
         try:
-            self.seals.check_vote(digest.payload, self.round_id.ballot, digest.signature, peer)
+            if digest.HasField("attestation"):
+                check_payload(self.policy, self.plan, self.head, payload)
+                self.seals.check_attestation(payload, ballot, digest.attestation, peer)
+                self._attestations.setdefault(payload, {})[peer] = digest.attestation
+            if digest.HasField("signature"):
+                self.seals.check_vote(payload, ballot, digest.signature, peer)
+                self._votes.setdefault(payload, {})[peer] = digest.signature
         except AtollError as error:
             self.declined[peer] = str(error)
-        else:
-            self._votes.setdefault(digest.payload, {})[peer] = digest.signature
+        self._ask_witnesses()
         self._count(final=False)
 
     def _count(self, *, final: bool) -> None:
@@ -330,6 +349,21 @@ class Opener:
             self._ask(tied[0])
         elif not self._asking:
             self._abandon(self._shortfall())
+
+    def _ask_witnesses(self) -> None:
+        """Those who hold none of the layers vote once enough of those who do attest to the same result."""
+        for payload, said in self._attestations.items():
+            if self._attested or not is_attested(self.plan, self.electorate, payload, said.keys()):
+                continue
+            self._attested = payload
+            message = dp.Adopt(
+                round=self.round_id.to_proto(),
+                payload=payload,
+                deadline_ms=max(0, int((self.deadline - self.now) * 1000)),
+                attestations=[dp.Attestation(peer_id=peer, signature=said[peer]) for peer in sorted(said)],
+            )
+            witnesses = {peer for peer in self._members if is_witness(self.plan, peer, payload)}
+            self._tell(witnesses, dp.RoundMessage(adopt=message))
 
     def _commit(self, payload: bytes) -> None:
         self.done = True
@@ -368,6 +402,11 @@ class Opener:
         return {peer: _voted(ready) for peer, ready in self._ready.items() if ready.voter and peer in voters}
 
     @property
+    def _holding(self) -> frozenset[str]:
+        """Who holds the layers of this round; the others are its witnesses."""
+        return self.plan.holders(self.policy.fragment_of(self.round_id.number).layers)
+
+    @property
     def _members(self) -> tuple[str, ...]:
         """Who takes part in the exchange, or may adopt."""
         return tuple(item.peer_id for item in self._start.contributions) if self._start else tuple(self._ready)
@@ -383,7 +422,11 @@ class Opener:
             case Stage.VOTES:
                 voted = {peer for votes in self._votes.values() for peer in votes}
                 voters = self._promised.keys() & (self._parts.keys() if self._start else self._ready.keys())
-                return frozenset(voters) - voted - gone
+                waiting = frozenset(voters) - voted - gone
+                if self._attested or not self._start or not self.plan.cuts:
+                    return waiting
+                attesting = {peer for said in self._attestations.values() for peer in said}
+                return (self._holding & self._parts.keys()) - attesting - gone
 
     def _may_commit(self, peers: Collection[str]) -> bool:
         """Whether these members' votes could commit, with the coordinator's help if need be."""

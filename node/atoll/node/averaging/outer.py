@@ -81,13 +81,17 @@ def layer_states(
 
 
 def holds(
-    layers: Sequence[manifest_pb2.LayerState], anchor_E: Tensor, momentum_E: Tensor, offsets: Sequence[int]
+    layers: Sequence[manifest_pb2.LayerState],
+    anchor_E: Tensor,
+    momentum_E: Tensor,
+    offsets: Sequence[int],
+    first: int = 0,
 ) -> bool:
-    """Whether both vectors are, bit for bit, what a manifest says of its `layers`."""
+    """Whether both vectors are, bit for bit, what a manifest says of its `layers`, of which they begin with `first`."""
     spans = list(pairwise(offsets))
     return len(layers) == len(spans) and all(
         item == layer_state(layer, anchor_E[start:end], momentum_E[start:end], item.round)
-        for layer, (item, (start, end)) in enumerate(zip(layers, spans, strict=True))
+        for layer, (item, (start, end)) in enumerate(zip(layers, spans, strict=True), first)
     )
 
 

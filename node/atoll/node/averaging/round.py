@@ -26,7 +26,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.decide import check_payload
+from atoll.node.averaging.decide import check_payload, is_witness
 from atoll.node.averaging.early import EarlyOpen
 from atoll.node.averaging.follower import Follower
 from atoll.node.averaging.memory import VoteMemory
@@ -46,13 +46,14 @@ class RoundMachine:
     _following: Follower | None
     _opener: Opener | None
     _frozen: rt.Frozen | None  # the snapshot
+    _frozen_layers: range
     _exposed_in: set[RoundId]  # attempts in which the snapshot left this node
     _told: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
         self,
         me: str,
-        policy: rt.RoundPolicy,
+        policy_of: rt.PolicyOf,
         seals: rt.Seals,
         head: Head,
         plan: Plan,
@@ -61,10 +62,11 @@ class RoundMachine:
         known: Head | None = None,
     ) -> None:
         self.me = me
-        self.policy = policy
+        self.policy = policy = policy_of(plan)
         self.head = head
         self.plan = plan
         self.attempt = 0  # the next one
+        self._policy_of = policy_of
         self._seals = seals
         self._memory = VoteMemory(record, head, plan)
         self._turns = Turns(me, policy, head, plan, now)
@@ -296,7 +298,8 @@ class RoundMachine:
             return
         round_id = RoundId.from_proto(getattr(message, kind).round)
         fragment = self.policy.fragment_of(round_id.number)
-        if (round_id.run_id, round_id.fragment) != (self.policy.run_id, fragment.index):
+        odd = round_id.plan_version == self.plan.version and round_id.fragment != fragment.index
+        if odd or round_id.run_id != self.policy.run_id:
             return
         if kind == "commit":
             self._committed(peer, message.commit)
@@ -333,6 +336,8 @@ class RoundMachine:
                 self._try(following, lambda: following.settle(message.settle, self._now))
             case "adopt", rt.Phase.READY:
                 self._try(following, lambda: self._adopt(following, message.adopt))
+            case "adopt", rt.Phase.STAGING if message.adopt.attestations:
+                self._try(following, lambda: self._attest(following, message.adopt))
             case "abandon", _:
                 self._release(said_so=True)
 
@@ -375,11 +380,19 @@ class RoundMachine:
         self._following = Follower(
             self.me, peer, round_id, plan, head, policy, self._paces, self._seals, memory, tie, until
         )
-        if self._frozen is not None:  # seen by others in an earlier attempt: it stays this head's only snapshot
-            self._following.promise(self._frozen, leaving=self._leaving)
-        else:
-            self._following.freeze()
+        self._bring(self._following)
         self._carry_out(self._following)
+
+    def _bring(self, following: Follower) -> None:
+        """What others saw in an earlier attempt stays this head's only snapshot, if need be of other layers."""
+        frozen, fragment = self._frozen, following.fragment
+        if frozen is None and not following.is_witness:
+            following.freeze()
+        elif frozen is not None and self._frozen_layers == fragment.layers:
+            following.promise(frozen, leaving=self._leaving)
+        else:
+            nothing = rt.Frozen(following.round_id, 0, 0)
+            following.promise(nothing, leaving=self._leaving, brings=False)
 
     def _refusal(self, peer: str, round_id: RoundId) -> str:
         """Why we do not follow that attempt; empty when we do."""
@@ -426,7 +439,7 @@ class RoundMachine:
             return
         following = self._following
         if number == self.head.round + 1:
-            if message.manifest.payload in self._memory.held:
+            if message.manifest.payload in self._memory.held or self._witnesses(message.manifest.payload):
                 self._install(message.manifest)
                 return
             staging = self.phase in (rt.Phase.EXCHANGING, rt.Phase.PARTED, rt.Phase.STAGING)
@@ -434,6 +447,14 @@ class RoundMachine:
                 following.commit = message.manifest  # most likely it is what we are about to compute
                 return
         self._behind(f"round {number} was committed without us")
+
+    def _witnesses(self, payload: bytes) -> bool:
+        """Whether this can be the next round's result, and changes nothing that we hold."""
+        try:
+            check_payload(self.policy, self.plan, self.head, payload)
+            return is_witness(self.plan, self.me, payload)
+        except PeerMisbehaved:
+            return False
 
     def _install(self, committed: manifest_pb2.CommittedManifest) -> bool:
         """Commit what we hold; False when the votes do not prove it."""
@@ -459,13 +480,14 @@ class RoundMachine:
     def _froze(self, event: rt.Frozen) -> None:
         following = self._followed_in(event.round_id, rt.Phase.FREEZING)
         if following is not None:
-            self._frozen = event
+            self._frozen, self._frozen_layers = event, following.fragment.layers
             following.promise(event, leaving=self._leaving)
             self._carry_out(following)
 
     def _start(self, following: Follower, message: dp.Start) -> None:
         following.start(message, self._now)
-        self._exposed_in.add(following.round_id)
+        if following.brings:
+            self._exposed_in.add(following.round_id)
 
     def _parted(self, event: rt.Parted) -> None:
         following = self._followed_in(event.round_id, rt.Phase.EXCHANGING)
@@ -481,6 +503,10 @@ class RoundMachine:
         following.adopt(message, self._now)
         if message.payload in self._memory.held:
             self._hold(following, message.payload)
+
+    def _attest(self, following: Follower, message: dp.Adopt) -> None:
+        following.attest(message)
+        self._hold(following, message.payload)
 
     def _obtained(self, round_id: RoundId, payload: bytes) -> None:
         try:
@@ -556,7 +582,7 @@ class RoundMachine:
         self._following = None
         self._opener = None
         self._tokens = 0
-        self._frozen = None
+        self._frozen, self._frozen_layers = None, range(0)
         self._exposed_in = set()
         self._told = {}
         self._turns.move(head, self.plan, self._now)
@@ -567,9 +593,12 @@ class RoundMachine:
         if self._next_plan is None or self._following is not None or self._opener is not None:
             return
         before, self.plan, self._next_plan = self.plan, self._next_plan, None
+        fragments, self.policy = self.policy.fragments, self._policy_of(self.plan)
+        if self.policy.fragments != fragments:
+            self._paces_by_fragment = Paces.of(self.policy)
         if self.plan.base != before.base:  # what was voted for on the old history does not count
             self._memory.recall(self.head, self.plan)
-        self._turns.begin(self.head, self.plan, self._now)
+        self._turns.begin(self.head, self.plan, self._now, self.policy)
         self.attempt = self._memory.next_attempt(self.plan)
         if not self.plan.accepts(self.head):
             self._behind(f"plan {self.plan.version} goes on from round {self.plan.base.round}, on another history")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 
 from atoll.core.fragments import cut_layers
 from atoll.core.run_spec import RunSpec
@@ -11,7 +12,7 @@ from atoll.node.averaging.codec_choice import allowed
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.outer import due_tokens
 from atoll.node.averaging.partition import MOST_PART_BYTES
-from atoll.node.averaging.round_types import RoundPolicy
+from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
 
 _SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes
 _EXCHANGE = timedelta(seconds=60)  # beside the bytes' time
@@ -20,9 +21,15 @@ _STALL = timedelta(seconds=0.5)
 _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 
-def policy_of(spec: RunSpec, layer_offsets: Sequence[int]) -> RoundPolicy:
+def policies(spec: RunSpec, layer_offsets: Sequence[int]) -> PolicyOf:
+    """The round policy under each plan of a run: no fragment crosses one of its cuts."""
+    made = lru_cache(maxsize=4)(lambda cuts: policy_of(spec, layer_offsets, cuts))
+    return lambda plan: made(plan.cuts)
+
+
+def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...] = ()) -> RoundPolicy:
     """The round policy of a run. `layer_offsets` has one entry more than there are layers."""
-    fragments = cut_layers(tuple(layer_offsets), spec.sync.fragments)
+    fragments = cut_layers(tuple(layer_offsets), spec.sync.fragments, cuts)
     elements = max(fragment.elements for fragment in fragments)
     codecs = allowed(spec.sync.codec)
     coded = CODECS[codecs[0]].encoded_bytes

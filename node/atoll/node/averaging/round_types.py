@@ -17,6 +17,8 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
+PolicyOf = Callable[[Plan], "RoundPolicy"]
+
 
 class Phase(Enum):
     """Where a node stands in a round."""
@@ -32,7 +34,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """What every member knows before the first round: from the run spec and the layer table.
+    """What every member knows before a round: from the run spec, the layer table, and the cuts of its plan.
 
     The timeouts are ceilings; what was observed of earlier rounds shortens them (pace.py).
     """
@@ -85,6 +87,14 @@ class Seals(Protocol):
         """Raise `AtollError` unless `peer` cast this vote."""
         ...
 
+    def attest(self, payload: bytes, ballot: Ballot) -> pb.Signed:
+        """Our own word, as a holder, for witnesses."""
+        ...
+
+    def check_attestation(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
+        """Raise `AtollError` unless `peer` gave its word for this."""
+        ...
+
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
         """The head, if its votes are enough. Raises `AtollError`."""
         ...
@@ -125,7 +135,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The trainer froze its pseudo-gradient for `round_id`.
+    """The trainer froze its pseudo-gradient for `round_id`; no tokens: there is nothing to bring.
 
     `tokens` were trained since this fragment was last averaged with ours, `samples` since any was.
     """
@@ -257,9 +267,10 @@ class SharePlan:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Ask the trainer for a snapshot; answer with `Frozen` or `Failed`."""
+    """Ask the trainer for a snapshot of the fragment; answer with `Frozen` or `Failed`."""
 
     round_id: RoundId
+    fragment: Fragment
 
 
 @dataclass(frozen=True)
@@ -269,6 +280,7 @@ class RunExchange:
     round_id: RoundId
     start: dp.Start
     seconds: float  # at most
+    fragment: Fragment
 
 
 @dataclass(frozen=True)
@@ -282,7 +294,10 @@ class Complete:
 
 @dataclass(frozen=True)
 class Obtain:
-    """Fetch the state that `payload` names from `holders`; answer with `Obtained` or `Failed`."""
+    """Fetch the layers that `payload` changed, as far as this node holds them, from `holders`.
+
+    Answer with `Obtained` or `Failed`.
+    """
 
     round_id: RoundId
     payload: bytes
@@ -312,7 +327,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Install:
-    """The round is committed: the state that `head` names becomes the anchor.
+    """The round is committed: the state that `head` names becomes the anchor, where this node holds its layers.
 
     `counted`: the snapshot is part of it, and only what was trained since remains progress; else all of it does.
     """

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, read_head, require_quorum, sign_vote, verify_vote
+from atoll.core.manifest import (
+    Head,
+    read_head,
+    require_quorum,
+    sign_attestation,
+    sign_vote,
+    verify_attestation,
+    verify_vote,
+)
 from atoll.core.quorum import Ballot, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -24,6 +32,14 @@ class IdentitySeals:
     def check_vote(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
         """Raise `SignatureInvalid` unless `peer` cast this vote."""
         verify_vote(payload, ballot, signature, peer)
+
+    def attest(self, payload: bytes, ballot: Ballot) -> pb.Signed:
+        """Our own word, as a holder, for witnesses."""
+        return sign_attestation(self._identity, payload, ballot)
+
+    def check_attestation(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
+        """Raise `SignatureInvalid` unless `peer` gave its word for this."""
+        verify_attestation(payload, ballot, signature, peer)
 
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
         """The head, if its votes are enough. Raises `SignatureInvalid`, `PeerMisbehaved`, `ProtocolMismatch`."""

@@ -1,9 +1,9 @@
 """When a round is due, and whose turn it is to open it: who was heard from lately, and who failed. Pure bookkeeping.
 
-Members report their tokens to the next openers. A round is due when those heard from could commit it and their tokens
-add up, or nothing was committed for long, or somebody waits to leave. The attempt's number names the only peer that
-may open it; live peers that do not are passed over one after another. Whoever opened an attempt that failed lets
-others have their turn first, longer each time, and everybody backs off a little.
+Members report their tokens to the next openers; those of who holds the layers count. A round is due when those heard
+from could commit it and their tokens add up, or nothing was committed for long, or somebody waits to leave. The
+attempt's number names the only peer that may open it; live peers that do not are passed over one after another. Whoever
+opened an attempt that failed lets others have their turn first, longer each time, and everybody backs off a little.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class Turns:
         self._last_commit = now
         self.begin(head, plan, now)
 
-    def begin(self, head: Head, plan: Plan, now: float) -> None:
-        """A new head or a new plan: nobody was heard from, nobody failed."""
+    def begin(self, head: Head, plan: Plan, now: float, policy: RoundPolicy | None = None) -> None:
+        """A new head or a new plan, with its policy: nobody was heard from, nobody failed."""
+        self._policy = policy or self._policy
         if plan.version != self._plan.version:
             self._said_newer.clear()
         self._head, self._plan = head, plan
+        self._holders = plan.holders(self._policy.fragment_of(head.round + 1).layers)
         self._heard: dict[str, _Heard] = {}
         self._reported = _NEVER
         self._due_since: float | None = None
@@ -129,13 +131,13 @@ class Turns:
         if not (electorate.decides(voters) or electorate.is_half(voters)):
             return False  # nothing could be committed
         said = {peer: self._heard[peer] for peer in lately & self._heard.keys()}
-        total = sum(item.tokens for item in said.values())
+        total = sum(item.tokens for peer, item in said.items() if peer in self._holders)
         leaving = any(said[peer].leaving for peer in (voters & said.keys()) - self._left)
         began = self._head.round > self._plan.base.round
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         everyone = electorate.members <= lately or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
-        due = self._policy.due_tokens(self._head.committed_tokens, len(lately))
+        due = self._policy.due_tokens(self._head.committed_tokens, len(lately & self._holders))
         return total > 0 and ((everyone and total >= due) or overdue or leaving)
 
     def must_wait(self, opener: str, now: float) -> bool:

@@ -1,7 +1,8 @@
 """The committed state of a run on this node: anchor and outer momentum, and what the next round staged.
 
-The anchor lives in memory that the trainer shares, so `commit` writes it only between two orders to the
-trainer.
+A node holds the layers of its span, and its vectors are of those alone; everything else here counts layers and elements
+of the whole model. The anchor lives in memory that the trainer shares, so `commit` writes it only between two orders to
+the trainer.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Staging:
     def __init__(self, state: AnchorState, fragment: Fragment, learning_rate: float, momentum: float) -> None:
         self._fragment = fragment
         self._offsets = state.offsets
-        self._before = state.anchor_E[fragment.start : fragment.end], state.momentum_E[fragment.start : fragment.end]
+        own = state.slice(fragment.start, fragment.end)
+        self._before = state.anchor_E[own], state.momentum_E[own]
         self._schedule = learning_rate, momentum
         self._made = torch.empty(fragment.elements), torch.empty(fragment.elements)
 
@@ -78,15 +80,38 @@ class Staging:
 
 
 class AnchorState:
-    """Anchor and momentum of one committed round, fp32 [E]."""
+    """Anchor and momentum of one committed round, fp32 [E], of the layers that this node holds."""
 
-    def __init__(self, anchor_E: Tensor, offsets: Sequence[int]) -> None:
+    def __init__(self, anchor_E: Tensor, offsets: Sequence[int], layers: range | None = None) -> None:
+        """`offsets` are those of all layers of the model, `layers` those that `anchor_E` holds (all)."""
         self.anchor_E = anchor_E
         self.momentum_E = torch.zeros_like(anchor_E)
         self.offsets = tuple(offsets)
+        self.layers = layers if layers is not None else range(len(self.offsets) - 1)
+        if anchor_E.numel() != self.end - self.start:
+            raise ValueError(f"{anchor_E.numel()} elements are not those of layers {self.layers}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of all layers."""
+        return len(self.layers) == len(self.offsets) - 1
+
+    @property
+    def start(self) -> int:
+        """The first element, in the model."""
+        return self.offsets[self.layers.start]
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.offsets[self.layers.stop]
+
+    def slice(self, start: int, end: int) -> slice:
+        """Where these elements of the model stand in our vectors."""
+        return slice(start - self.start, end - self.start)
 
     def layer_states(self, round_number: int) -> tuple[manifest_pb2.LayerState, ...]:
-        """Digests of what stands now."""
+        """Digests of what stands now, where that is the whole model."""
         return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
 
     def staging(self, fragment: Fragment, learning_rate: float, momentum: float) -> Staging:
@@ -95,7 +120,7 @@ class AnchorState:
 
     def commit(self, staged: Staged) -> None:
         """The staged fragment becomes part of the state."""
-        own = slice(staged.start, staged.start + len(staged.anchor_E))
+        own = self.slice(staged.start, staged.start + len(staged.anchor_E))
         self.anchor_E[own].copy_(staged.anchor_E)
         if len(staged.momentum_E) == len(self.momentum_E):
             self.momentum_E = staged.momentum_E

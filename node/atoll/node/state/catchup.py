@@ -15,8 +15,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import log
 from atoll.core.errors import PeerMisbehaved, Unreachable
-from atoll.core.fragments import Fragment
-from atoll.core.manifest import Head, manifest_hash
+from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState, Fetched, Staged
 from atoll.node.state.conversation import Conversation
@@ -80,12 +79,12 @@ async def catch_up(
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
                 return None
             followed = head if best.grown else followed
-            wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets))
+            wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets, state.layers))
             if workspace is None:
-                workspace = Workspace(0, state.anchor_E.numel())
+                workspace = Workspace(state.start, state.end)
                 if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
                     await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
-            await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations)
+            await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations, best.held)
         except StateMoved as error:
             _log.info("the head moved on while it was fetched", round=head.round, reason=str(error))
             missing = sum(piece.elements for piece in wanted.pieces if workspace is None or not workspace.has(piece))
@@ -99,10 +98,11 @@ async def catch_up(
     raise Unreachable(f"the head moved on {policy.restarts} times, and no more of it was fetched than before")
 
 
-def _longest_lived_first(head: Head, offsets: Sequence[int]) -> tuple[Piece, ...]:
-    """The pieces of a state, those that changed last first: their fragment's turn comes last."""
+def _longest_lived_first(head: Head, offsets: Sequence[int], held: range) -> tuple[Piece, ...]:
+    """The pieces of these layers, those that changed last first: their fragment's turn comes last."""
     layers = head.manifest.layers
-    return tuple(sorted(pieces_of(layers, offsets), key=lambda piece: -layers[piece.layer].round))
+    pieces = (piece for piece in pieces_of(layers, offsets) if piece.layer in held)
+    return tuple(sorted(pieces, key=lambda piece: -layers[piece.layer].round))
 
 
 async def fetch_staged(
@@ -111,12 +111,13 @@ async def fetch_staged(
     payload: bytes,
     run_id: str,
     offsets: Sequence[int],
-    fragment: Fragment,
+    held: range,
     *,
     policy: FetchPolicy = _POLICY,
 ) -> Staged:
-    """The state of a result that was voted for and is not held here: `fragment`, which alone it changes, as the
-    manifest `payload` has it, every digest checked. `offsets` are those of the layers. Raises `Unreachable`,
+    """The state of a result that was voted for and is not here: of the layers that it changes those that we `held`.
+
+    As the manifest `payload` has it, every digest checked. `offsets` are those of all layers. Raises `Unreachable`,
     `PeerMisbehaved`, `CheckpointCorrupt`.
     """
     try:
@@ -125,12 +126,16 @@ async def fetch_staged(
         raise PeerMisbehaved("the manifest of a staged result does not parse") from error
     if manifest.round.run_id != run_id:
         raise PeerMisbehaved("the manifest of a staged result is of another run")
-    workspace = Workspace(fragment.start, fragment.end)
-    pieces = tuple(piece for piece in pieces_of(manifest.layers, offsets) if piece.layer in fragment.layers)
+    pieces = pieces_of(manifest.layers, offsets)
+    changed = changed_layers(manifest)
+    layers = range(max(changed.start, held.start), min(changed.stop, held.stop))
+    workspace = Workspace(offsets[layers.start], offsets[layers.stop])
+    pieces = tuple(piece for piece in pieces if piece.layer in layers)
     wanted = Wanted(run_id, manifest_hash(payload), pieces)
     donors = [peer for peer in holders if peer != network.peer_id]
     try:
         await fetch_state(network, donors, wanted, workspace, policy)
     except StateMoved as error:
         raise Unreachable(str(error)) from error
-    return Staged(fragment.start, workspace.vectors["anchor"], workspace.vectors["momentum"], tuple(manifest.layers))
+    start = offsets[layers.start]
+    return Staged(start, workspace.vectors["anchor"], workspace.vectors["momentum"], tuple(manifest.layers))

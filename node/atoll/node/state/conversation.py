@@ -17,6 +17,7 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/state/1"
 _AHEAD = 8  # manifests asked for before the first has come; both sides buffer little
+_MAX_SPANS = 16  # that one member can hold at once
 
 
 class Conversation:
@@ -26,6 +27,7 @@ class Conversation:
         self._stream = stream
         self._run_id = run_id
         self.timeout = timeout
+        self.held: tuple[range, ...] = ()  # layers that the member said it holds, with its head; none: all
 
     @classmethod
     async def begin(cls, network: Network, peer: str, run_id: str, timeout: timedelta) -> Conversation:
@@ -74,6 +76,8 @@ class Conversation:
             return None
         if reply.WhichOneof("what") != "manifest":
             raise PeerMisbehaved(f"{self._stream.peer_id} answered a request for a manifest with something else")
+        if number is None:
+            self.held = tuple(range(span.first, span.last + 1) for span in reply.held[:_MAX_SPANS])
         head = await asyncio.to_thread(read_head, reply.manifest, self._run_id)  # it may carry thousands of votes
         if number is not None and head.round != number:
             raise PeerMisbehaved(f"{self._stream.peer_id} answered with round {head.round} when asked for {number}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,15 +51,16 @@ async def fetch_state(
     workspace: Workspace,
     policy: FetchPolicy,
     begun: dict[str, Conversation] | None = None,
+    held: Mapping[str, tuple[range, ...]] | None = None,
 ) -> None:
     """Fill `workspace` with the true bytes of every wanted piece that it does not have.
 
-    Conversations that were `begun` with donors are taken out and gone on with: a new connection takes some round trips
-    and starts slowly. Ends by itself: every answer has a deadline, and a donor that lied or failed too often is not
-    asked again. Raises `StateMoved`, or `Unreachable` naming what became of each donor; pieces that were verified stay
-    in `workspace`.
+    `held` are the layers of those donors that do not hold all. Conversations that were `begun` with donors are taken
+    out and gone on with: a new connection takes some round trips and starts slowly. Ends by itself: every answer has a
+    deadline, and a donor that lied or failed too often is not asked again. Raises `StateMoved`, or `Unreachable` naming
+    what became of each donor; pieces that were verified stay in `workspace`.
     """
-    await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun).run()
+    await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun, held or {}).run()
 
 
 class _Fetch:
@@ -71,6 +72,7 @@ class _Fetch:
         workspace: Workspace,
         policy: FetchPolicy,
         begun: dict[str, Conversation],
+        held: Mapping[str, tuple[range, ...]],
     ) -> None:
         self._network = network
         self._donors = donors
@@ -79,7 +81,7 @@ class _Fetch:
         self._policy = policy
         self._begun = begun
         self._pieces = [piece for piece in wanted.pieces if not workspace.has(piece)]
-        self._ledger = Ledger(self._pieces, policy.chunk_elements, donors)
+        self._ledger = Ledger(self._pieces, policy.chunk_elements, donors, held)
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()
@@ -89,7 +91,7 @@ class _Fetch:
         workers = [asyncio.create_task(self._ask_while_useful(donor)) for donor in self._donors]
         try:
             while not self._ledger.finished:
-                if all(worker.done() for worker in workers) and not self._checks:
+                if (all(worker.done() for worker in workers) or self._ledger.is_short) and not self._checks:
                     break
                 await self._hear(self._policy.patience / 4)
                 if self._ledger.release_slow(self._loop.time(), self._policy.patience.total_seconds()):
@@ -104,7 +106,7 @@ class _Fetch:
         if self._ledger.finished:
             return
         reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(self._ledger.reasons.items()))
-        error = StateMoved if self._moved else Unreachable
+        error = StateMoved if self._moved or self._ledger.is_short else Unreachable
         raise error(f"nobody gave the whole state with its true digests ({reasons or 'no donor'})")
 
     # --- one donor -------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Believed:
     holders: tuple[str, ...]
     grown: bool = False  # out of our own, round by round
     conversations: dict[str, Conversation] = field(default_factory=dict)  # with holders; nothing is under way
+    held: dict[str, tuple[range, ...]] = field(default_factory=dict)  # holder → its layers; all of who is not in it
 
     async def end(self) -> None:
         """Close the conversations that nobody took out."""
@@ -61,7 +62,7 @@ async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head 
     except BaseException:
         await inquiry.close()
         raise
-    return best and replace(best, conversations=kept)
+    return best and replace(best, conversations=kept, held=inquiry.held)
 
 
 async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
@@ -195,6 +196,7 @@ class _Inquiry:
         self._network = network
         self._plan = plan
         self._peers = [peer for peer in plan.members if peer != network.peer_id]
+        self.held: dict[str, tuple[range, ...]] = {}  # layers of those who do not hold all
         self._open: dict[str, Conversation] = {}
         self._answered: list[str] = []  # with a head
         self._slow: set[str] = set()
@@ -274,8 +276,11 @@ class _Inquiry:
 
     async def _head_of(self, peer: str) -> Head | None:
         try:
-            head = await (await self._dial(peer)).manifest(None)
+            conversation = await self._dial(peer)
+            head = await conversation.manifest(None)
             self._answered.append(peer)
+            if conversation.held:
+                self.held[peer] = conversation.held
             return head
         except NotFound as error:
             _log.debug("no head", peer=peer, reason=str(error))

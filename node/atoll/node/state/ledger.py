@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from atoll.node.state.pieces import Piece
@@ -113,7 +113,15 @@ class _Donor:
 class Ledger:
     """Pieces to fetch and donors to fetch them from. Times are seconds of any monotonic clock."""
 
-    def __init__(self, pieces: Sequence[Piece], chunk_elements: int, donors: Sequence[str]) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        chunk_elements: int,
+        donors: Sequence[str],
+        held: Mapping[str, tuple[range, ...]] | None = None,
+    ) -> None:
+        """`held` are the layers of those donors that do not hold all."""
+        self._held = held or {}
         self._works = [_work(number, piece, chunk_elements) for number, piece in enumerate(pieces)]
         self._donors = {donor: _Donor() for donor in donors}
 
@@ -121,6 +129,13 @@ class Ledger:
     def finished(self) -> bool:
         """Whether every piece is verified."""
         return all(work.done for work in self._works)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether donors are still asked, and none of them holds a piece that is missing."""
+        asked = [peer for peer in self._donors if self.asks(peer)]
+        missing = {work.piece.layer for work in self._works if work.open}
+        return bool(asked) and any(not any(self._has(peer, layer) for peer in asked) for layer in missing)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -156,7 +171,7 @@ class Ledger:
         donor = self._donors[peer]
         if donor.gone or donor.slow or not donor.present:
             return None
-        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help(donor, now)
+        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help(peer, donor, now)
         if chunk is None:
             return None
         self._works[chunk.piece].wanted.discard(chunk.index)
@@ -267,23 +282,28 @@ class Ledger:
         return work.chunks[min(work.wanted)] if work.wanted else None
 
     def _may_begin(self, work: _Work, peer: str) -> bool:
-        if not work.wanted:
+        if not work.wanted or not self._has(peer, work.piece.layer):
             return False
-        return peer not in work.avoid or self._brisk() <= work.avoid
+        others = {other for other in self._brisk() if self._has(other, work.piece.layer)}
+        return peer not in work.avoid or others <= work.avoid
+
+    def _has(self, peer: str, layer: int) -> bool:
+        return any(layer in span for span in self._held.get(peer, (range(layer + 1),)))
 
     def _brisk(self) -> set[str]:
         return {peer for peer, donor in self._donors.items() if donor.present and not donor.slow and not donor.gone}
 
-    def _help(self, donor: _Donor, now: float) -> Chunk | None:
+    def _help(self, peer: str, donor: _Donor, now: float) -> Chunk | None:
         if not donor.proven:
             return None
-        shared = [work for work in self._works if work.open and work.wanted and not work.alone]
+        mine = [work for work in self._works if work.open and not work.alone and self._has(peer, work.piece.layer)]
+        shared = [work for work in mine if work.wanted]
         if not shared:
-            return self._overdue(donor, now)
+            return self._overdue(peer, donor, now)
         work = max(shared, key=lambda work: len(work.wanted))
         return work.chunks[max(work.wanted)]
 
-    def _overdue(self, donor: _Donor, now: float) -> Chunk | None:
+    def _overdue(self, peer: str, donor: _Donor, now: float) -> Chunk | None:
         """What somebody else was asked last, and is long about; the first answer counts."""
         for other in self._donors.values():
             if other is donor or not other.is_overdue(now):
@@ -291,6 +311,7 @@ class Ledger:
             for chunk, _ in reversed(other.wire):
                 work = self._works[chunk.piece]
                 missing = work.open and not work.alone and work.sources[chunk.index] is None
+                missing = missing and self._has(peer, work.piece.layer)
                 if missing and chunk.index not in work.asked_twice:
                     work.asked_twice.add(chunk.index)
                     return chunk

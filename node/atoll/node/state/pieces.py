@@ -64,10 +64,10 @@ class Workspace:
         self._true: dict[tuple[Kind, int], bytes] = {}
 
     def take_over(self, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
-        """Copy the pieces that these vectors hold already. Hashes all of both."""
+        """Copy the pieces that these vectors, of the same elements, hold already. Hashes all of both."""
         sources: dict[Kind, Tensor] = {"anchor": anchor_E, "momentum": momentum_E}
         for piece in pieces:
-            values_E = sources[piece.kind][piece.start : piece.end]
+            values_E = sources[piece.kind][piece.start - self._start : piece.end - self._start]
             if digest(values_E) == piece.digest:
                 self._values(piece.kind, piece.start, piece.end).copy_(values_E)
                 self.confirm(piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.pieces import Kind
 from atoll.node.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
-from atoll.v1 import manifest_pb2
+from atoll.v1 import manifest_pb2, plan_pb2
 
 MAX_SLICE_ELEMENTS = 1 << 20  # 4 MiB of fp32: what one question may make us copy
 STREAMS_PER_PEER = 2  # one that asks for heads, one that fetches
@@ -40,8 +40,9 @@ class StateServer:
     """Answers members from what this node holds.
 
     `current` gives the head and its state, or None while the node has none or is changing it. `staged` gives the
-    result with that payload hash, as long as it is kept. Both are asked before every slice: what is served never
-    mixes two states.
+    result with that payload hash, as long as it is kept. `former` gives what the node held before its span changed:
+    others may know these layers from nobody else. All are asked before every slice: what is served never mixes two
+    states.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class StateServer:
         manifests: ManifestStore,
         current: Callable[[], tuple[Head, AnchorState] | None],
         staged: Callable[[bytes], Staged | None] = nothing_staged,
+        former: Callable[[], tuple[Head, AnchorState] | None] = lambda: None,
     ) -> None:
         self._run_id = run_id
         self._manifests = manifests
         self._current = current
         self._staged = staged
+        self._former = former
         self._told: Head | None = None  # the last head that was seen here: still true while the state changes
         self._versions: dict[bytes, tuple[bytes, ...]] = {}  # of the last heads' layers, newest last
         self._streams: Counter[str] = Counter()
@@ -89,7 +92,7 @@ class StateServer:
                 await self._send_manifest(stream, await asyncio.to_thread(self._stored, request.manifest_round))
             case "head_manifest":
                 head = self._head()
-                await self._send_manifest(stream, head.committed if head else None)
+                await self._send_manifest(stream, head.committed if head else None, self._held())
             case "anchor":
                 await self._send_slice(stream, request.anchor, "anchor")
             case "momentum":
@@ -105,12 +108,24 @@ class StateServer:
         """The state, unless it is changing; its head and the versions of its layers are remembered."""
         current = self._current()
         if current is not None:
-            self._told = head = current[0]
-            if head.hash not in self._versions:
-                self._versions[head.hash] = tuple(layer.SerializeToString() for layer in head.manifest.layers)
-                if len(self._versions) > _HEADS:
-                    del self._versions[next(iter(self._versions))]
+            self._told = current[0]
+            self._versions_of(current[0])
         return current
+
+    def _versions_of(self, head: Head) -> tuple[bytes, ...]:
+        """Of its layers; they are remembered."""
+        if head.hash not in self._versions:
+            self._versions[head.hash] = tuple(layer.SerializeToString() for layer in head.manifest.layers)
+            if len(self._versions) > _HEADS:
+                del self._versions[next(iter(self._versions))]
+        return self._versions[head.hash]
+
+    def _held(self) -> list[plan_pb2.Span]:
+        """The layers that can be asked for here, for who cannot ask for all."""
+        states = [held[1] for held in (self._current(), self._former()) if held is not None]
+        if any(state.is_whole for state in states):
+            return []
+        return [plan_pb2.Span(first=state.layers.start, last=state.layers.stop - 1) for state in states]
 
     def _stored(self, number: int) -> manifest_pb2.CommittedManifest | None:
         try:
@@ -119,8 +134,10 @@ class StateServer:
             _log.warning("cannot serve a manifest", round=number, reason=str(error))
             return None
 
-    async def _send_manifest(self, stream: Stream, committed: manifest_pb2.CommittedManifest | None) -> None:
-        reply = dp.StateReply() if committed is None else dp.StateReply(manifest=committed)
+    async def _send_manifest(
+        self, stream: Stream, committed: manifest_pb2.CommittedManifest | None, held: Sequence[plan_pb2.Span] = ()
+    ) -> None:
+        reply = dp.StateReply() if committed is None else dp.StateReply(manifest=committed, held=held)
         await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
 
     async def _send_slice(self, stream: Stream, piece: dp.StateSlice, kind: Kind) -> None:
@@ -133,21 +150,28 @@ class StateServer:
         await stream.send(FrameKind.BODY, b"", values_E.numpy().data.cast("B"))
 
     def _vector(self, piece: dp.StateSlice, kind: Kind) -> tuple[int, Tensor]:
-        """What we hold of that state, and the element that it begins with: of a staged result, its fragment."""
+        """What we hold of that state, and the element that it begins with: our span's, or that of a staged result."""
         current, state_hash = self._now(), piece.manifest_hash
-        if current is not None and (current[0].hash == state_hash or self._is_unchanged(piece, *current)):
-            return 0, current[1].vector(kind)
+        for held in (current, self._former()):
+            if held is not None and self._holds(piece, *held):
+                return held[1].start, held[1].vector(kind)
         staged = self._staged(state_hash)
         if staged is not None:
             return staged.start, staged.vector(kind)
         if current is None:
             raise Busy("the state is changing; ask again")
-        raise NotFound("that state is not the head here, nor staged")
+        raise NotFound("that state is not the head here, nor staged, or of layers that are not held here")
+
+    def _holds(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
+        """Whether these elements of `state` are what was asked for."""
+        if not state.is_whole and not state.start <= piece.start < piece.end <= state.end:
+            return False
+        return head.hash == piece.manifest_hash or self._is_unchanged(piece, head, state)
 
     def _is_unchanged(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
         """Whether an earlier head of ours had there what we have now: rounds since were of other fragments."""
         before = self._versions.get(piece.manifest_hash)
         if before is None:
             return False
-        layers = zip(before, self._versions[head.hash], pairwise(state.offsets), strict=True)
+        layers = zip(before, self._versions_of(head), pairwise(state.offsets), strict=True)
         return all(old == new for old, new, (start, end) in layers if start < piece.end and piece.start < end)

@@ -131,7 +131,7 @@ class InnerLoop:
     def snapshot(self, part: slice = _ALL) -> Snapshot:
         """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
         self._snapshot_E, self._snapped = self.weights_E[part].clone(), part
-        return self.progress.freeze(part.start)
+        return self.progress.freeze(part.start, part.stop)
 
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
         """anchor − weights as of the snapshot, into the snapshot's part of a host vector."""

@@ -7,6 +7,7 @@ metrics.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from atoll.node.training.feed import Taken
@@ -38,8 +39,8 @@ class Progress:
         """Forget progress (an anchor was loaded outright); totals stay."""
         self.tokens = self.samples = self.steps = 0
         self._loaded = self.tokens_total
-        self._counted: dict[int, int] = {}  # fragment, by its first element → the total that its anchor holds
-        self._frozen, self._fragment = Snapshot(), 0
+        self._counted: list[tuple[int, int, int]] = []  # elements from, to; the total that their anchor holds
+        self._frozen, self._fragment, self._frozen_at = Snapshot(), (0, 0), 0
 
     def add(self, tokens: int, taken: Taken) -> None:
         """One inner step was done."""
@@ -50,15 +51,28 @@ class Progress:
         self.steps_total += 1
         self.samples_repeated += taken.repeated
 
-    def freeze(self, fragment: int = 0) -> Snapshot:
-        """Mark the present as what a snapshot of the fragment that begins with this element holds."""
-        in_fragment = self.tokens_total - self._counted.get(fragment, self._loaded)
-        self._frozen, self._fragment = Snapshot(self.tokens, self.samples, self.steps, in_fragment), fragment
+    def freeze(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Mark the present as what a snapshot of the fragment of elements [start, end) (all) holds.
+
+        Fragments may be cut otherwise than those before: then no token of any of their elements counts twice.
+        """
+        end = sys.maxsize if end is None else end
+        counted = max((total for first, last, total in self._counted if first < end and start < last), default=0)
+        in_fragment = self.tokens_total - max(counted, self._loaded)
+        self._frozen = Snapshot(self.tokens, self.samples, self.steps, in_fragment)
+        self._fragment, self._frozen_at = (start, end), self.tokens_total
         return self._frozen
 
     def commit(self) -> None:
         """The marked part was committed; what came after it stays."""
-        self._counted[self._fragment] = self._counted.get(self._fragment, self._loaded) + self._frozen.fragment_tokens
+        start, end = self._fragment
+        others = [
+            piece
+            for first, last, total in self._counted
+            for piece in ((first, min(last, start), total), (max(first, end), last, total))
+            if piece[0] < piece[1]
+        ]
+        self._counted = [*others, (start, end, self._frozen_at)]
         self.tokens -= self._frozen.tokens
         self.samples -= self._frozen.samples
         self.steps -= self._frozen.steps

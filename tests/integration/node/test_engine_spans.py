@@ -1,0 +1,204 @@
+"""Engines of nodes that hold different layers: routes cut at different places, averaged layer by layer."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from support.machine_plans import make_plan
+from support.reef import SPEC
+from support.scripted_trainer import ScriptedTrainer
+
+from atoll.core import protocol
+from atoll.core.clock import SystemClock
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, changed_layers
+from atoll.core.plan import Base, Plan
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
+from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.averaging.links import RoundLinks
+from atoll.node.averaging.outer import holds, layer_states
+from atoll.node.averaging.round_policy import policies
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.catchup import catch_up
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.serve import StateServer
+from atoll.node.state.votes import VoteStore
+from atoll.node.transport_memory import MemoryHub
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+
+OFFSETS = (0, 3000, 4000, 5000, 6000, 7000, 11000)
+CUTS = (((0, 5),), ((0, 2), (3, 5)), ((0, 0), (1, 3), (4, 5)))  # three routes: their stages' layers
+FRAGMENTS = 4  # between the cuts at 1, 3 and 4
+TIMEOUT = 60.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def nobody_to_ask(round_id, payload) -> rt.TieBreak:
+    return rt.TieBreak(round_id, payload, False, None, None, "there is none")
+
+
+class Stage:
+    """One node's engine, above a trainer without a model."""
+
+    def __init__(self, identity, layers, network, directory, seed):
+        self.identity, self.layers, self.network, self.directory = identity, layers, network, directory
+        self.trainer = ScriptedTrainer(OFFSETS, layers, seed)
+        self.state = AnchorState(self.trainer.anchor, OFFSETS, layers)
+        self.heads: list[Head] = []
+        self.counters = RoundCounters()
+        directory.mkdir()
+
+    async def begin(self, spec, head: Head, plan: Plan) -> None:
+        await self.trainer.load(ranges=plan.assignment(self.identity.peer_id).data_ranges, committed_tokens=0)
+        await self.trainer.train()
+        manifests, votes = ManifestStore(self.directory / "manifests", "reef"), VoteStore(self.directory)
+        votes.begin()
+        self.engine = AveragingEngine(
+            identity=self.identity,
+            operator_key=b"",
+            spec=spec,
+            policies=policies(spec, OFFSETS),
+            trainer=self.trainer,
+            state=self.state,
+            manifests=manifests,
+            votes=votes,
+            network=self.network,
+            exchanges=ExchangeServer(self.network, timedelta(seconds=5)),
+            head=head,
+            plan=plan,
+            clock=SystemClock(),
+            counters=self.counters,
+            listener=Listener(
+                committed=self.heads.append,
+                report=lambda _: None,
+                evaluated=lambda _: None,
+                ask_coordinator=nobody_to_ask,
+                plan_for=lambda _: None,
+                plan_shared=lambda _: None,
+            ),
+        )
+        StateServer(
+            self.network,
+            "reef",
+            manifests,
+            lambda: None if self.engine.moving else (self.engine.head, self.state),
+            self.engine.staged,
+        )
+        self.links = RoundLinks(self.network, self.engine.receive, self.engine.lost)
+        self.running = asyncio.create_task(self.engine.run(self.links))
+
+    async def reach(self, number: int) -> None:
+        async with asyncio.timeout(TIMEOUT):
+            while not self.heads or self.heads[-1].round < number:
+                if self.running.done():
+                    self.running.result()
+                await asyncio.sleep(0.02)
+
+    async def end(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.links.close()
+        await self.trainer.stop()
+
+
+@asynccontextmanager
+async def swarm(tmp_path, passages, fault=None):
+    """The stages of three routes at genesis, which is zero. `passages` takes who gave parts to whom."""
+
+    async def watch(passage):
+        if passage.protocol == AVERAGE:
+            passages.add((passage.sender, passage.receiver))
+        return await fault(passage) if fault else passage.frame
+
+    text = SPEC.format(nodes=6, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
+    spec = parse_run_spec(text + "round_growth = 1000.0\nscreening = false\n")
+    hub = MemoryHub(watch)
+    routes = [[(Identity.generate(), first, last) for first, last in route] for route in CUTS]
+    stages = []
+    for seed, (identity, first, last) in enumerate(stage for route in routes for stage in route):
+        network = hub.join(identity.peer_id)
+        stages.append(Stage(identity, range(first, last + 1), network, tmp_path / str(seed), seed))
+    zero_E = torch.zeros(OFFSETS[-1])
+    payload = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=pb.RoundId(run_id="reef"),
+        layers=layer_states(zero_E, zero_E, OFFSETS, 0),
+    ).SerializeToString()
+    head = Head(manifest_pb2.CommittedManifest(payload=payload))
+    named = [[(identity.peer_id, first, last) for identity, first, last in route] for route in routes]
+    members = sorted(peer for route in named for peer, _, _ in route)
+    made = make_plan(members, routes=named)
+    plan = Plan("reef", 1, made.assignments, made.routes, Base(head.hash, tuple(members)))
+    async with AsyncExitStack() as stack:
+        for stage in stages:
+            await stage.begin(spec, head, plan)
+            stack.push_async_callback(stage.end)
+        yield stages, plan, hub
+        await stack.aclose()
+        await hub.close()
+
+
+async def test_each_layer_is_averaged_among_its_holders_and_all_stand_on_one_history(tmp_path):
+    passages: set[tuple[str, str]] = set()
+    async with swarm(tmp_path, passages) as (stages, plan, _):
+        turns = 2 * FRAGMENTS
+        await asyncio.gather(*(stage.reach(turns) for stage in stages))
+        for stage in stages:
+            await stage.end()
+        history = [head for head in stages[0].heads if head.round <= turns]
+        assert [head.round for head in history] == list(range(1, turns + 1))
+        for stage in stages:
+            assert [head.hash for head in stage.heads[:turns]] == [head.hash for head in history]
+            head, layers = stage.heads[-1], stage.layers
+            offsets = [offset - stage.state.start for offset in OFFSETS[layers.start : layers.stop + 1]]
+            states = head.manifest.layers[layers.start : layers.stop]
+            assert holds(states, stage.state.anchor_E, stage.state.momentum_E, offsets, layers.start)
+            assert stage.counters.committed + stage.counters.witnessed >= turns
+            if len(layers) < 6:
+                assert stage.counters.witnessed >= 2
+        for head in history:
+            manifest = head.manifest
+            holders = plan.holders(changed_layers(manifest))
+            assert len(holders) == 3
+            brought = {item.peer_id for item in manifest.contributions if item.weight}
+            assert brought == holders
+            assert {item.peer_id for item in manifest.contributions} == set(plan.members)
+            assert all(item.samples == 0 for item in manifest.contributions if item.peer_id not in plan.drivers)
+            assert set(head.data.holdings) == set(plan.drivers)
+        assert {layer.round for layer in history[-1].manifest.layers} == {5, 6, 7, 8}
+        holding = {(a, b) for layer in range(6) for a in plan.holders(range(layer, layer + 1)) for b in plan.members}
+        shared = {(a, b) for a, b in holding if any({a, b} <= plan.holders(range(at, at + 1)) for at in range(6))}
+        assert passages <= shared  # nobody is sent parts of layers that it does not hold
+
+
+async def test_rounds_go_on_among_those_that_are_left_when_a_stage_dies(tmp_path):
+    passages: set[tuple[str, str]] = set()
+    async with swarm(tmp_path, passages) as (stages, _, hub):
+        await asyncio.gather(*(stage.reach(FRAGMENTS) for stage in stages))
+        dead, rest = stages[1], [*stages[:1], *stages[2:]]
+        await dead.end()
+        await hub.cut(dead.identity.peer_id)
+        reached = max(stage.heads[-1].round for stage in rest)
+        await asyncio.gather(*(stage.reach(reached + 2 * FRAGMENTS) for stage in rest))
+        shortest = min(len(stage.heads) for stage in rest)
+        assert len({tuple(head.hash for head in stage.heads[:shortest]) for stage in rest}) == 1
+
+
+async def test_a_stage_that_comes_back_fetches_its_own_layers_and_no_others(tmp_path):
+    passages: set[tuple[str, str]] = set()
+    async with swarm(tmp_path, passages) as (stages, plan, _):
+        await asyncio.gather(*(stage.reach(FRAGMENTS) for stage in stages))
+        middle = stages[4]
+        newcomer = AnchorState(torch.zeros(3000), OFFSETS, range(1, 4))
+        fetched = await catch_up(middle.network, plan, newcomer, None, operator_key=b"")
+        assert fetched is not None
+        states = fetched.head.manifest.layers[1:4]
+        assert holds(states, fetched.anchor_E, fetched.momentum_E, (0, 1000, 2000, 3000), 1)
+        assert fetched.anchor_E.numel() == 3000

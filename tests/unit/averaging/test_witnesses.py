@@ -1,0 +1,204 @@
+"""Members that do not hold a round's layers: they bring nothing, and decide with the others when holders attest."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from support.machine_plans import GENESIS, OFFSETS, POLICY, layers_after, make_plan, policies
+from support.machine_votes import FakeSeals
+from support.machine_world import World
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.fragments import cut_layers
+from atoll.core.manifest import Head, changed_layers
+from atoll.core.quorum import Ballot, Electorate
+from atoll.core.round_id import RoundId
+from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.decide import (
+    build_start,
+    check_payload,
+    check_start,
+    is_attested,
+    is_witness,
+    manifest_payload,
+    parts_total,
+)
+from atoll.node.averaging.round import RoundMachine
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+WHOLE, FRONT, BACK = "p0", "p1", "p2"
+ROUTES = [[(WHOLE, 0, 2)], [(FRONT, 0, 1), (BACK, 2, 2)]]
+PEERS = [WHOLE, FRONT, BACK]
+PLAN = make_plan(PEERS, routes=ROUTES)
+CUT = policies(POLICY)(PLAN)  # two fragments: layers 0 and 1, and layer 2
+NUMBER = RoundId("r", 1, 0, 1, 0)
+
+
+def started() -> dp.Start:
+    ready = {peer: dp.Ready(tokens=100, samples=4) for peer in PEERS}
+    return build_start(CUT, PLAN, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
+
+
+def result() -> bytes:
+    start = started()
+    settle = dp.Settle(present=[item.peer_id for item in start.contributions], digests=[b"d" * 32] * parts_total(start))
+    return manifest_payload(CUT, PLAN, GENESIS, start, settle, layers_after(CUT, GENESIS, b"a" * 32))
+
+
+def test_only_holders_bring_and_reduce_and_only_drivers_get_data():
+    start = started()
+    assert {item.peer_id: item.weight for item in start.contributions} == {WHOLE: 100, FRONT: 100, BACK: 0}
+    assert {piece.reducer for piece in start.partition} == {WHOLE, FRONT}
+    check_start(CUT, PLAN, NUMBER, dp.Ready(), BACK, start)
+    place = [item.peer_id for item in start.contributions].index(BACK)
+    for name in ("weight", "samples"):
+        wrong = dp.Start()
+        wrong.CopyFrom(start)
+        setattr(wrong.contributions[place], name, 1)
+        with pytest.raises(PeerMisbehaved, match="more than the plan"):
+            check_start(CUT, PLAN, NUMBER, dp.Ready(tokens=100, samples=4), WHOLE, wrong)
+    manifest = manifest_pb2.Manifest.FromString(result())
+    assert manifest.fragments == 2
+    assert changed_layers(manifest) == range(2)
+    assert {item.peer_id for item in manifest.data.holdings} == {WHOLE, FRONT}
+    assert manifest.committed_tokens == 2 * 50
+    check_payload(CUT, PLAN, GENESIS, result())
+
+
+def test_a_start_without_a_holder_is_refused():
+    ready = {BACK: dp.Ready(tokens=100, samples=4)}
+    with pytest.raises(PeerMisbehaved, match="holds the round's layers"):
+        build_start(CUT, PLAN, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
+
+
+@pytest.mark.parametrize("what", ["fragments", "witness", "others"])
+def test_a_result_that_its_plan_cannot_have_had_is_none_to_vote_for(what):
+    manifest = manifest_pb2.Manifest.FromString(result())
+    if what == "fragments":
+        manifest.fragments = 1
+    elif what == "witness":
+        for item in manifest.contributions:
+            item.weight = 100
+    else:
+        manifest.layers[2].round = 1
+    with pytest.raises(PeerMisbehaved):
+        check_payload(CUT, PLAN, GENESIS, manifest.SerializeToString(deterministic=True))
+
+
+def test_a_result_of_an_older_plan_may_be_cut_otherwise():
+    later = make_plan(PEERS, 2)
+    check_payload(policies(POLICY)(later), later, GENESIS, result())
+    scattered = manifest_pb2.Manifest.FromString(result())
+    scattered.layers[0].round, scattered.layers[2].round = 1, 1
+    scattered.layers[1].CopyFrom(GENESIS.manifest.layers[1])
+    with pytest.raises(PeerMisbehaved, match="consecutive"):
+        check_payload(policies(POLICY)(later), later, GENESIS, scattered.SerializeToString(deterministic=True))
+
+
+def test_witnesses_want_the_word_of_half_of_the_holders_that_decide():
+    assert not is_witness(PLAN, WHOLE, result())
+    assert not is_witness(PLAN, FRONT, result())
+    assert is_witness(PLAN, BACK, result())
+    everybody = Electorate(frozenset(PEERS))
+    assert is_attested(PLAN, everybody, result(), {WHOLE})
+    assert not is_attested(PLAN, everybody, result(), {BACK})
+    assert not is_attested(PLAN, everybody, result(), set())
+    assert is_attested(PLAN, Electorate(frozenset({BACK})), result(), {FRONT})  # holders that do not decide
+    many = make_plan(["a", "b", "c", "d"], routes=[[("a", 0, 2)], [("b", 0, 2)], [("c", 0, 1), ("d", 2, 2)]])
+    assert not is_attested(many, Electorate(frozenset("abcd")), result(), {"a"})
+    assert is_attested(many, Electorate(frozenset("abcd")), result(), {"a", "c"})
+
+
+def staging_witness() -> tuple[RoundMachine, str]:
+    """BACK, which waits for what holders attest to, and the opener."""
+    machine = RoundMachine(
+        BACK, policies(POLICY), FakeSeals(BACK), GENESIS, PLAN, 0.0, rt.VoteRecord(0, b"", Ballot(0, 0))
+    )
+    opener = NUMBER.opener(PEERS)
+    opened = dp.Open(round=NUMBER.to_proto(), head_hash=GENESIS.hash, deadline_ms=4000)
+    machine.step(rt.Received(opener, dp.RoundMessage(open=opened)), 0.1)
+    start = started()
+    machine.step(rt.Received(opener, dp.RoundMessage(start=start)), 0.2)
+    settle = dp.Settle(
+        round=NUMBER.to_proto(),
+        present=[item.peer_id for item in start.contributions],
+        digests=[b"d" * 32] * parts_total(start),
+        deadline_ms=4000,
+    )
+    machine.step(rt.Received(opener, dp.RoundMessage(settle=settle)), 0.3)
+    assert machine.phase is rt.Phase.STAGING
+    return machine, opener
+
+
+def adopt(*holders: str, payload: bytes | None = None, ballot: Ballot = NUMBER.ballot) -> dp.RoundMessage:
+    payload = payload or result()
+    words = [dp.Attestation(peer_id=peer, signature=FakeSeals(peer).attest(payload, ballot)) for peer in holders]
+    return dp.RoundMessage(
+        adopt=dp.Adopt(round=NUMBER.to_proto(), payload=payload, deadline_ms=4000, attestations=words)
+    )
+
+
+def test_a_witness_freezes_nothing_and_votes_for_what_a_holder_attests_to():
+    machine, opener = staging_witness()
+    actions = machine.step(rt.Received(opener, adopt(WHOLE)), 0.4)
+    pledges = [action for action in actions if isinstance(action, rt.Pledge)]
+    assert [pledge.message.digest.payload for pledge in pledges] == [result()]
+    assert machine.phase is rt.Phase.VOTED
+
+
+@pytest.mark.parametrize("words", ["none of a holder", "of another ballot", "forged"])
+def test_a_witness_does_not_believe_an_opener_alone(words):
+    machine, opener = staging_witness()
+    message = adopt(WHOLE)
+    if words == "none of a holder":
+        message = adopt(BACK)
+    elif words == "of another ballot":
+        message = adopt(WHOLE, ballot=Ballot(1, 7))
+    else:
+        message.adopt.attestations[0].signature.signature = b"no"
+    actions = machine.step(rt.Received(opener, message), 0.4)
+    assert not any(isinstance(action, rt.Pledge) for action in actions)
+    assert machine.phase is rt.Phase.IDLE
+
+
+def test_a_witness_takes_a_committed_round_without_any_state():
+    world = World(3, seed=1, routes=ROUTES)
+    world.run(60)
+    assert world.rounds() >= 10
+    assert not world.caught_up
+    assert len(world.heads()) == 1
+    for head in world.committed.values():
+        brought = {item.peer_id for item in head.manifest.contributions if item.weight}
+        assert brought <= PLAN.holders(changed_layers(head.manifest))
+
+
+def test_rounds_are_due_by_what_holders_trained():
+    """BACK trains as fast as the others; in rounds of the front its tokens count for nothing."""
+    world = World(3, seed=2, policy=replace(POLICY, due_tokens=lambda *_: 600), routes=ROUTES)
+    assert world.run(60, until=lambda: world.rounds() >= 2)
+    first = world.committed[1].manifest
+    assert sum(item.weight for item in first.contributions) >= 600
+    assert {item.peer_id for item in first.contributions if item.weight} == {WHOLE, FRONT}
+
+
+def test_a_change_of_cuts_changes_fragments_and_no_layers_version():
+    world = World(4, seed=3, policy=replace(POLICY, fragments=cut_layers(OFFSETS, 1)))
+    world.run(15)
+    before = world.rounds()
+    peers = world.peers
+    routes = [[(peers[0], 0, 2)], [(peers[1], 0, 0), (peers[2], 1, 2)], [(peers[3], 0, 2)]]
+    world.issue(make_plan(peers, 2, world.plan.base, routes))
+    assert world.run(60, until=lambda: world.rounds() >= before + 8)
+    heads = [world.committed[number] for number in sorted(world.committed)]
+    versions = [[layer.round for layer in head.manifest.layers] for head in heads]
+    for older, newer in pairwise(versions):
+        assert all(a <= b for a, b in zip(older, newer, strict=True))
+    cut = [changed_layers(head.manifest) for head in heads if head.manifest.round.plan_version == 2]
+    assert set(cut) == {range(1), range(1, 3)}
+
+
+def test_genesis_changes_every_layer():
+    assert changed_layers(GENESIS.manifest) == range(3)
+    assert isinstance(GENESIS, Head)
