@@ -65,29 +65,55 @@ def cut_layers(offsets: tuple[int, ...], wanted: int, cuts: tuple[int, ...] = ()
 
 
 def _ends(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """By dynamic programming over (fragments, layers) for the pair (largest, sum of squares), the lesser the better."""
-    layers = len(offsets) - 1
-    best: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, ()), *[None] * layers]
-    for number in range(1, count + 1):
-        best = [None, *(_best_end(offsets, best, end, cuts) for end in range(1, layers + 1))]
-        best[:number] = [None] * number  # each fragment has a layer
-    found = best[layers]
-    assert found is not None
-    return found[2]
+    """By dynamic programming over (fragments, layers) for the sum of squares, none larger than it has to be."""
+    layers, largest = len(offsets) - 1, _least_largest(offsets, count, cuts)
+    first_allowed = _first_allowed(offsets, largest, cuts)
+    best: list[int | None] = [0, *[None] * layers]  # the least cost of so many layers
+    before: list[list[int]] = []  # for every number of fragments and layers: where the last fragment begins
+    for _ in range(count):
+        ways: list[tuple[int, int] | None] = [None] * (layers + 1)
+        for end in range(1, layers + 1):
+            found = (
+                (cost + (offsets[end] - offsets[first]) ** 2, first)
+                for first in range(first_allowed[end], end)
+                if (cost := best[first]) is not None
+            )
+            ways[end] = min(found, default=None)
+        best = [way and way[0] for way in ways]
+        before.append([way[1] if way else 0 for way in ways])
+    ends = [layers]
+    for firsts in reversed(before):
+        ends.append(firsts[ends[-1]])
+    return tuple(reversed(ends[:-1]))
 
 
-def _best_end(
-    offsets: Sequence[int],
-    before: Sequence[tuple[int, int, tuple[int, ...]] | None],
-    end: int,
-    cuts: tuple[int, ...],
-) -> tuple[int, int, tuple[int, ...]] | None:
-    """The best cut of the first `end` layers that adds one fragment to a cut `before`."""
-    first_allowed = max((cut for cut in cuts if cut < end), default=0)
-    ways = (
-        (max(cut[0], size), cut[1] + size * size, (*cut[2], end))
-        for first in range(first_allowed, end)
-        if (cut := before[first]) is not None
-        for size in [offsets[end] - offsets[first]]
-    )
-    return min(ways, default=None)
+def _least_largest(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> int:
+    """The size of the largest fragment where it is as small as can be: found by halving."""
+    low, high = 0, offsets[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fewest(offsets, middle, cuts) <= count else (middle + 1, high)
+    return low
+
+
+def _fewest(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> int:
+    """How many fragments it takes when none is larger than that; more than there are layers when it cannot be."""
+    first_allowed = _first_allowed(offsets, largest, cuts)
+    end, taken = len(offsets) - 1, 0
+    while end > 0:
+        if first_allowed[end] == end:
+            return len(offsets)
+        end, taken = first_allowed[end], taken + 1
+    return taken
+
+
+def _first_allowed(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> list[int]:
+    """For every end, the first layer with which a fragment that ends there may begin."""
+    allowed, first = [0], 0
+    for end in range(1, len(offsets)):
+        if end - 1 in cuts:
+            first = max(first, end - 1)
+        while offsets[end] - offsets[first] > largest:
+            first += 1
+        allowed.append(first)
+    return allowed

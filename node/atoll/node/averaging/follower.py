@@ -185,7 +185,7 @@ class Follower:
             self.phase = Phase.STAGING  # until holders attest to it
         elif message.payload not in self.memory.held:
             self.phase = Phase.STAGING
-            holders = tuple(peer for peer in message.holders if peer != self.me)
+            holders = tuple(sorted((set(message.holders) & set(self.plan.members)) - {self.me}))
             self.out.append(Obtain(self.round_id, message.payload, holders, seconds))
 
     def attest(self, message: dp.Adopt) -> None:
