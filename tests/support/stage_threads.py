@@ -22,7 +22,6 @@ from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.wire import Channel
 from atoll.node.training import messages as ms
 from atoll.node.training.session import Session
 from atoll.node.training.shared import map_vector, open_anonymous
@@ -115,8 +114,7 @@ def bridge_of(trainer: StageThread, dispatcher: RouteDispatcher, place: RoutePla
     """To be run when the trainer has entered the route."""
     spec = parse_run_spec(trainer._config.run_spec_toml)
     table = plan_pb2.LayerTable.FromString(bytes.fromhex(trainer.ready.layer_table_hex))
-    channel = Channel.of(spec, table, place.plan_version, place.route)
-    return RouteBridge(dispatcher, trainer.cable, place, channel, SystemClock(), tied=bool(table.layers[-1].tied_to))
+    return RouteBridge(dispatcher, trainer.cable, place, spec, table, SystemClock())
 
 
 async def enter(trainer: StageThread, place: RoutePlace) -> None:

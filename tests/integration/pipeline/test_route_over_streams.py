@@ -23,7 +23,6 @@ from atoll.node.direct.path import DirectConfig
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.wire import Channel
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.training import messages as ms
 from atoll.node.training.corpus import load_corpus
@@ -130,8 +129,8 @@ class Swarm:
         place = RoutePlace(1, 0, self._peers, stage)
         await trainer.enter_route(place)
         assert trainer.cable is not None
-        channel = Channel.of(parse_run_spec(SPEC), trainer.facts.layers, 1, 0)
-        bridge = RouteBridge(self._dispatchers[stage], trainer.cable, place, channel, SystemClock(), tied=True)
+        spec, layers = parse_run_spec(SPEC), trainer.facts.layers
+        bridge = RouteBridge(self._dispatchers[stage], trainer.cable, place, spec, layers, SystemClock())
         task = asyncio.create_task(bridge.run())
         self._stack.push_async_callback(self._leave, task)
         return task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
+from atoll.core.clock import SystemClock
 from atoll.core.errors import (
     AtollError,
     DeadlineExceeded,
@@ -22,13 +24,17 @@ from atoll.core.errors import (
     Unreachable,
 )
 from atoll.core.frames import Frame, FrameKind
+from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline import bridge, dispatcher, links
 from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
+from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.transport import Network
+from atoll.node.training.shape import layer_table, resolve_shape
+from atoll.node.transport import Network, Stream
 from atoll.node.transport_memory import MemoryHub, Passage
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
@@ -281,6 +287,63 @@ async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypa
         await route.driver.order(ms.Train())
         await route.more(1)
         assert [bridge.incarnations for bridge in bridges] == [1, 1, 1]
+
+
+async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every_stage(corpus: str) -> None:
+    held = asyncio.Event()
+    held.set()
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        if kind_of(passage) == "gradient":
+            await held.wait()
+        return passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route, route.on():
+        await route.more(1)
+        held.clear()
+        await until(lambda: not any(stage.session._between_steps for stage in route.stages[:2]))
+        before = [stage.status.steps for stage in route.stages[:2]]
+        orders = [asyncio.create_task(stage.order(ms.TakeSnapshot(0, 9))) for stage in route.stages[:2]]
+        await asyncio.sleep(0.1)
+        assert not any(order.done() for order in orders)
+        held.set()
+        for order, steps in zip(orders, before, strict=True):
+            taken = await order
+            assert isinstance(taken, ms.Taken)
+            assert taken.steps > steps
+        await route.stand_still()
+
+
+async def test_a_bridge_lets_go_of_a_trainer_that_stands_still(corpus: str) -> None:
+    """Its socket is full, and nobody reads it."""
+    near, far = socket.socketpair()
+    cable, hub = await Cable.over(near), MemoryHub()
+    place = RoutePlace(1, 0, ("reef", "lagoon"), 1)
+    spec = parse_run_spec(SPEC.format(model="").replace("micro_batch_samples = 2", "micro_batch_samples = 512"))
+    shape = resolve_shape(spec.model, 256)
+    table = layer_table(spec, shape)
+    frozen = RouteBridge(RouteDispatcher(hub.join("lagoon")), cable, place, spec, table, SystemClock())
+    running = asyncio.create_task(frozen.run())
+    stream = await hub.join("reef").open("lagoon", PROTOCOL, SOON)
+    filling = asyncio.create_task(fill(stream))
+    await until(lambda: cable._writer.transport.get_write_buffer_size() > 1 << 20)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(AtollError):
+        await filling
+    cable.close()
+    far.close()
+
+
+async def fill(stream: Stream) -> None:
+    """Send activations until somebody ends it."""
+    tensor = pb.StageTensor(shape=[512, 8, 32], codec=common_pb2.CODEC_FP32)
+    body = bytes(512 * 8 * (32 * 4 + 4))
+    first = pb.StageMessage(plan_version=1, incarnation=1, activation=tensor, body_bytes=len(body)).SerializeToString()
+    while True:
+        await stream.send(FrameKind.MESSAGE, first)
+        await stream.send(FrameKind.BODY, b"", body)
 
 
 # --- what may be said -----------------------------------------------------------------------------------

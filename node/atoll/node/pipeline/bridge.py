@@ -15,6 +15,7 @@ from typing import NoReturn
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, ChildDied, FlushAborted, InvalidTransition, first_error
+from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import WAIT, RouteDispatcher
 from atoll.node.pipeline.inbox import Place
@@ -23,6 +24,7 @@ from atoll.node.pipeline.route import AHEAD, RoutePlace
 from atoll.node.pipeline.wire import Channel
 from atoll.node.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
+from atoll.v1 import plan_pb2
 
 _FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver begins anew; twice as long each time that none works
 _LONGEST_PAUSE = timedelta(seconds=10)
@@ -38,15 +40,15 @@ class RouteBridge:
         dispatcher: RouteDispatcher,
         cable: Cable,
         route: RoutePlace,
-        channel: Channel,
+        spec: RunSpec,
+        layers: plan_pb2.LayerTable,
         clock: Clock,
-        *,
-        tied: bool = False,
     ) -> None:
         self.incarnations = 0  # begun
         self.trouble: AtollError | None = None  # why the last one ended
-        self._dispatcher, self._cable, self._route, self._channel = dispatcher, cable, route, channel
-        self._place = Place(route.stage, route.stages, tied, AHEAD)
+        self._dispatcher, self._cable, self._route = dispatcher, cable, route
+        self._channel = Channel.of(spec, layers, *route.name)
+        self._place = Place(route.stage, route.stages, bool(layers.layers[-1].tied_to), AHEAD)
         self._clock = clock
         self._links: Links | None = None
         self._was_ready = False  # the incarnation before

@@ -82,11 +82,15 @@ class Cable:
 
     async def send(self, word: Word, stage: int, incarnation: int, payload: Buffer = b"") -> None:
         """Returns when there is room for more. Raises `ChildDied`."""
-        self._writer.writelines((pack_prefix(word, stage, incarnation, len(payload)), payload))
+        self.post(word, stage, incarnation, payload)
         try:
             await self._writer.drain()
         except OSError as error:
             raise _gone() from error
+
+    def post(self, word: Word, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+        """Without waiting for room, for what is small and rare: a trainer that stands still must not hold us up."""
+        self._writer.writelines((pack_prefix(word, stage, incarnation, len(payload)), payload))
 
     async def receive(self) -> CableFrame:
         """The next frame; when cancelled, it comes next time. Raises `ChildDied`."""

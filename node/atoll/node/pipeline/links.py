@@ -54,7 +54,7 @@ class Links:
         """Raises what broke the route; whatever it is, the trainer is told last."""
         try:
             async with self._tasks:
-                await self._cable.send(Word.ATTACH, 0, self.number)
+                self._cable.post(Word.ATTACH, 0, self.number)
                 raise await asyncio.shield(self._broken)
         except BaseExceptionGroup as group:
             error = first_error(group)
@@ -62,7 +62,7 @@ class Links:
             raise error from group
         finally:
             self.break_off(FlushAborted("this stage has left its route"))
-            await self._cable.send(Word.DETACH, 0, self.number, said(self._broken.result()))
+            self._cable.post(Word.DETACH, 0, self.number, said(self._broken.result()))
 
     def break_off(self, error: AtollError) -> None:
         """End, for this reason. The first one counts."""

@@ -45,7 +45,7 @@ from atoll.node.training.schedule import learning_rate
 from atoll.node.training.shape import layer_table, resolve_shape
 
 PATIENCE_FLOOR_SECONDS = 5.0
-PATIENCE_CEILING_SECONDS = 120.0
+PATIENCE_CEILING_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end
 _NOTHING = Taken((), 0)
 
 
