@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from atoll.core.errors import InvalidTransition
 from atoll.node.pipeline.in_process import InProcessRoute, Link, oldest
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.ledger import Ledger
@@ -95,49 +93,26 @@ class ScriptedRoute:
             self.ledger.decide(self.ledger.flush)
         return flushed
 
-    def flush_until(self, count: int, turns: int) -> bool:
-        """Abort after so many turns, unless the flush is decided by then; whether it was aborted."""
-        flush = self.route.begin(self._tokens(count))
+    def settle(self) -> None:
+        """Until all stages are ready."""
+        self.route.settle()
+
+    def flush_until_break(self, count: int, turns: int, replaced: int | None = None) -> bool:
+        """After so many turns every link breaks; whether the flush was decided by then. A stage may be `replaced`."""
+        self.route.begin(self._tokens(count))
         for _ in range(turns):
             self.route.turn()
-        try:
-            self.route.abort()
-        except InvalidTransition:
-            aborted = False
-        else:
-            aborted = True
-        while any(runner.ended < flush for runner in self.runners):
-            assert self.route.turn(), "it stands still"
-        if aborted:
-            self.ledger.abort(self.ledger.flush)
-        else:
-            self.ledger.decide(self.ledger.flush)
-        return aborted
-
-    def flush_until_break(self, count: int, turns: int, replaced: int = 0) -> bool:
-        """After so many turns every link breaks, and the driver gives up; whether the flush was decided by then.
-
-        A stage after the first may be `replaced` by one that knows what the driver does.
-        """
-        driver = self.runners[0]
-        flush = self.route.begin(self._tokens(count))
-        for _ in range(turns):
-            self.route.turn()
-        with suppress(InvalidTransition):
-            driver.abort()
-        while driver.ended < flush:
-            driver.advance()  # what it would send is lost
-        if 0 < replaced < len(self.stages):
+        decided = self.runners[0].finished is not None
+        if self.ledger.under_way:
+            (self.ledger.decide if decided else self.ledger.abort)(self.ledger.flush)
+        if replaced is not None and replaced < len(self.stages):
             self._replace(replaced)
         self.route.reconnect()
-        assert driver.finished is not None
-        return not driver.finished.verdict.aborted
+        return decided
 
     def _replace(self, number: int) -> None:
-        driver = self.runners[0]
         stage = self.stages[number] = ScriptedStage(number, self.stages[number].last)
-        runner = Runner(self.runners[number].place, stage, 1.0, driver.verdicts)
-        self.runners[number] = runner
+        self.runners[number] = Runner(self.runners[number].place, stage, 1.0)
         self.route.runners = tuple(self.runners)
 
     @staticmethod

@@ -86,6 +86,15 @@ class OptimizerSection(_Section):
     compile: bool = False
 
 
+class PipelineSection(_Section):
+    """How stages of a route work together, where no node can hold the whole model."""
+
+    codec: Literal["int8", "bf16", "fp32"] = "int8"  # of activations and gradients between stages
+    micro_batches: Annotated[int, Field(ge=1, le=2**16)] | None = (
+        None  # of a flush, which is a route's inner step; default: accumulate
+    )
+
+
 CodecName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
 
 
@@ -142,6 +151,7 @@ class RunSpec(_Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     sync: SyncSection
+    pipeline: PipelineSection = PipelineSection()
 
     @model_validator(mode="after")
     def _known_version(self) -> RunSpec:
@@ -154,6 +164,16 @@ class RunSpec(_Section):
         """Tokens of one inner step of one node: the effective local batch."""
         return self.optimizer.micro_batch_samples * self.optimizer.accumulate * self.data.sequence_length
 
+    @property
+    def samples_per_flush(self) -> int:
+        """Samples of one inner step of a route."""
+        return self.optimizer.micro_batch_samples * (self.pipeline.micro_batches or self.optimizer.accumulate)
+
+    @property
+    def tokens_per_flush(self) -> int:
+        """Tokens of one inner step of a route."""
+        return self.samples_per_flush * self.data.sequence_length
+
     def model_hash(self) -> str:
         """Hex SHA-256 that names the architecture: model section and tokenizer."""
         named = {"model": self.model.model_dump(mode="json"), "tokenizer": self.data.tokenizer}
@@ -162,7 +182,7 @@ class RunSpec(_Section):
     def resolved_toml(self) -> str:
         """The spec as TOML with every default written out."""
         lines = [f"version = {self.version}"]
-        for name in ("run", "model", "data", "optimizer", "sync"):
+        for name in ("run", "model", "data", "optimizer", "sync", "pipeline"):
             lines.append(f"\n[{name}]")
             section: _Section = getattr(self, name)
             for key, value in section:

@@ -7,6 +7,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class FlushDecision(_message.Message):
+    __slots__ = ("incarnation", "flush", "factor", "skipped")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    flush: int
+    factor: float
+    skipped: bool
+    def __init__(self, incarnation: _Optional[int] = ..., flush: _Optional[int] = ..., factor: _Optional[float] = ..., skipped: _Optional[bool] = ...) -> None: ...
+
+class StageJoin(_message.Message):
+    __slots__ = ("decided",)
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    decided: FlushDecision
+    def __init__(self, decided: _Optional[_Union[FlushDecision, _Mapping]] = ...) -> None: ...
+
+class StageReady(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FlushBegin(_message.Message):
     __slots__ = ("micro_batches",)
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -34,21 +56,20 @@ class StageReport(_message.Message):
     def __init__(self, norms: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class FlushVerdict(_message.Message):
-    __slots__ = ("factor", "skipped", "aborted")
+    __slots__ = ("factor", "skipped")
     FACTOR_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
-    ABORTED_FIELD_NUMBER: _ClassVar[int]
     factor: float
     skipped: bool
-    aborted: bool
-    def __init__(self, factor: _Optional[float] = ..., skipped: _Optional[bool] = ..., aborted: _Optional[bool] = ...) -> None: ...
+    def __init__(self, factor: _Optional[float] = ..., skipped: _Optional[bool] = ...) -> None: ...
 
 class StageMessage(_message.Message):
-    __slots__ = ("plan_version", "route", "flush", "body_bytes", "begin", "activation", "gradient", "report", "verdict", "tied_gradient", "tied_weights")
+    __slots__ = ("plan_version", "route", "flush", "body_bytes", "incarnation", "begin", "activation", "gradient", "report", "verdict", "tied_gradient", "tied_weights", "join", "ready")
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
@@ -56,10 +77,13 @@ class StageMessage(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     TIED_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     TIED_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     plan_version: int
     route: int
     flush: int
     body_bytes: int
+    incarnation: int
     begin: FlushBegin
     activation: StageTensor
     gradient: StageTensor
@@ -67,4 +91,6 @@ class StageMessage(_message.Message):
     verdict: FlushVerdict
     tied_gradient: StageTensor
     tied_weights: StageTensor
-    def __init__(self, plan_version: _Optional[int] = ..., route: _Optional[int] = ..., flush: _Optional[int] = ..., body_bytes: _Optional[int] = ..., begin: _Optional[_Union[FlushBegin, _Mapping]] = ..., activation: _Optional[_Union[StageTensor, _Mapping]] = ..., gradient: _Optional[_Union[StageTensor, _Mapping]] = ..., report: _Optional[_Union[StageReport, _Mapping]] = ..., verdict: _Optional[_Union[FlushVerdict, _Mapping]] = ..., tied_gradient: _Optional[_Union[StageTensor, _Mapping]] = ..., tied_weights: _Optional[_Union[StageTensor, _Mapping]] = ...) -> None: ...
+    join: StageJoin
+    ready: StageReady
+    def __init__(self, plan_version: _Optional[int] = ..., route: _Optional[int] = ..., flush: _Optional[int] = ..., body_bytes: _Optional[int] = ..., incarnation: _Optional[int] = ..., begin: _Optional[_Union[FlushBegin, _Mapping]] = ..., activation: _Optional[_Union[StageTensor, _Mapping]] = ..., gradient: _Optional[_Union[StageTensor, _Mapping]] = ..., report: _Optional[_Union[StageReport, _Mapping]] = ..., verdict: _Optional[_Union[FlushVerdict, _Mapping]] = ..., tied_gradient: _Optional[_Union[StageTensor, _Mapping]] = ..., tied_weights: _Optional[_Union[StageTensor, _Mapping]] = ..., join: _Optional[_Union[StageJoin, _Mapping]] = ..., ready: _Optional[_Union[StageReady, _Mapping]] = ...) -> None: ...

@@ -1,4 +1,4 @@
-"""A route over gated streams, through libp2p and through direct TLS: the bits of one process, and a struck member."""
+"""A route over gated streams: trainer processes with the bits of one, struck by signals, and through libp2p."""
 
 from __future__ import annotations
 
@@ -6,28 +6,61 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from support.routes import Reef
+from support.stage_threads import bridged, trainers_of, until
 from support.swarm_lab import DIRECT, Lab
 
-from atoll.core.errors import FlushAborted
-from atoll.core.run_spec import OptimizerSection
-from atoll.node.averaging.codecs import CODECS
+from atoll.core.clock import SystemClock
+from atoll.core.errors import ChildDied
+from atoll.core.run_spec import parse_run_spec
 from atoll.node.direct.path import DirectConfig
-from atoll.node.pipeline.built_in import BuiltIn
-from atoll.node.pipeline.member import RouteMember
-from atoll.node.pipeline.stage import Room
-from atoll.node.pipeline.wire import Channel
+from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline.dispatcher import RouteDispatcher
+from atoll.node.pipeline.route import RoutePlace
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.training.shape import ModelShape
+from atoll.node.training import messages as ms
+from atoll.node.training.corpus import load_corpus
+from atoll.node.training.loop import InnerLoop
+from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig
 
-SHAPE = ModelShape(20_000, 64, 2, 4, 2, 96, tie_embeddings=True)  # its matrix takes two body frames
-CHANNEL = Channel(1, 0, samples=2, tokens=32, dimension=64, vocabulary=20_000)
-PATIENCE = timedelta(seconds=60)
+SPEC = """
+version = 1
+[run]
+name = "t"
+seed = 5
+stop_tokens = 1000000
+[model]
+vocabulary = 20000
+dimension = 64
+layers = 2
+heads = 4
+kv_heads = 2
+hidden_dimension = 96
+tie_embeddings = true
+[data]
+path = "overridden"
+sequence_length = 32
+validation_samples = 8
+[optimizer]
+schedule = "constant"
+learning_rate = 0.01
+micro_batch_samples = 2
+accumulate = 3
+[sync]
+round_tokens = 1000
+[pipeline]
+codec = "fp32"
+"""  # its tied matrix takes two body frames
+STEP_TOKENS, STEP_SAMPLES = 2 * 3 * 32, 6
+SPANS = [(0, 0), (1, 2), (3, 3)]
+RANGES = ((0, 10_000),)
+DEADLINE = timedelta(seconds=60)
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +71,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def route() -> Reef:
-    reef = Reef(BuiltIn(SHAPE), 3, OptimizerSection(), Room(2, 32))
-    generator = torch.Generator().manual_seed(5)
-    reef.load(torch.randn(reef.weights().numel(), generator=generator) * 0.05)
-    return reef
-
-
-def flush_of(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 20_000, (2, 33), generator=generator) for _ in range(3)]
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 400)
+    return tmp_path / "text.txt"
 
 
 async def hosts_of(lab: Lab, direct: DirectConfig | None) -> list[SwarmHost]:
@@ -60,44 +87,137 @@ async def hosts_of(lab: Lab, direct: DirectConfig | None) -> list[SwarmHost]:
     return hosts
 
 
-@asynccontextmanager
-async def members_on(hosts: list[SwarmHost], reef: Reef) -> AsyncIterator[list[RouteMember]]:
-    peers = [host.peer_id for host in hosts]
-    members = [
-        RouteMember(host, peers, runner, CHANNEL, CODECS["fp32"])
-        for host, runner in zip(hosts, reef.runners, strict=True)
-    ]
-    running = [asyncio.create_task(member.run()) for member in members]
-    yield members
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-@pytest.mark.parametrize("direct", [None, DIRECT], ids=["libp2p", "direct"])
-async def test_three_hosts_have_the_bits_of_one_process(lab: Lab, direct: DirectConfig | None) -> None:
-    hosts = await hosts_of(lab, direct)
-    there, here = route(), route()
-    async with members_on(hosts, there) as members, asyncio.timeout(PATIENCE.total_seconds()):
-        for number in range(3):
-            assert await members[0].flush(flush_of(number), PATIENCE) == here.route.flush(flush_of(number))
-        for member in members:
-            await member.over(3)
-    assert torch.equal(there.weights(), here.weights())
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_struck_daemon_costs_the_flush_and_changes_nothing(lab: Lab, how: signal.Signals) -> None:
+async def test_through_libp2p_stages_pass_what_they_pass_through_tls(lab: Lab, corpus: Path) -> None:
     hosts = await hosts_of(lab, None)
-    there = route()
-    async with members_on(hosts, there) as members, asyncio.timeout(PATIENCE.total_seconds()):
-        await members[0].flush(flush_of(0), PATIENCE)
-        for member in members:
-            await member.over(1)
-        before_E = there.weights()
-        os.kill(hosts[2].p2pd_pid, how)
-        with pytest.raises(FlushAborted):
-            await members[0].flush(flush_of(1), timedelta(seconds=2))
-        assert torch.equal(there.weights(), before_E)
-        if how is signal.SIGSTOP:
-            os.kill(hosts[2].p2pd_pid, signal.SIGCONT)
+    dispatchers = [RouteDispatcher(host) for host in hosts]
+    for host in hosts:
+        await host.ready()
+    async with trainers_of(SPEC, str(corpus), SPANS) as stages:
+        for stage in stages:
+            await stage.order(ms.Initialise())
+            await stage.order(ms.Load(RANGES if stage is stages[0] else (), 0))
+            await stage.order(ms.Train())
+        async with bridged(stages, hosts, dispatchers):
+            await until(lambda: stages[2].status.steps >= 3)
+            assert stages[0].status.flushes_aborted == 0
+
+
+class Swarm:
+    """Trainer processes on hosts; stage by stage one route."""
+
+    def __init__(self, corpus: Path, hosts: list[SwarmHost], stack: AsyncExitStack) -> None:
+        self.trainers: list[Trainer] = []
+        self._corpus, self._hosts, self._stack = corpus, hosts, stack
+        self._dispatchers = [RouteDispatcher(host) for host in hosts]
+        self._peers = tuple(host.peer_id for host in hosts)
+
+    async def spawn(self, stage: int) -> Trainer:
+        config = TrainerConfig(SPEC, str(self._corpus), device="cpu", span=SPANS[stage])
+        log_path = self._corpus.parent / f"{stage}.log"
+        trainer = await Trainer.spawn(config, log_path=log_path, timeout=DEADLINE)
+        self._stack.push_async_callback(self._end, trainer)
+        return trainer
+
+    async def _end(self, trainer: Trainer) -> None:
+        await trainer.stop(timedelta(seconds=5))
+        assert not psutil.pid_exists(trainer.pid)
+
+    async def join(self, stage: int, trainer: Trainer) -> asyncio.Task[None]:
+        """Load, train, and stand on the route."""
+        await trainer.load(ranges=RANGES if stage == 0 else (), committed_tokens=0)
+        await trainer.train()
+        place = RoutePlace(1, 0, self._peers, stage)
+        await trainer.enter_route(place)
+        assert trainer.cable is not None
+        spec, layers = parse_run_spec(SPEC), trainer.facts.layers
+        bridge = RouteBridge(self._dispatchers[stage], trainer.cable, place, spec, layers, SystemClock())
+        task = asyncio.create_task(bridge.run())
+        self._stack.push_async_callback(self._leave, task)
+        return task
+
+    @staticmethod
+    async def _leave(task: asyncio.Task[None]) -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError, ChildDied):
+            await task
+
+
+@asynccontextmanager
+async def swarm_on(lab: Lab, corpus: Path) -> AsyncIterator[Swarm]:
+    hosts = await hosts_of(lab, DIRECT)
+    async with AsyncExitStack() as stack:
+        swarm = Swarm(corpus, hosts, stack)
+        for host in hosts:
+            await host.ready()
+        swarm.trainers += await asyncio.gather(*(swarm.spawn(stage) for stage in range(3)))
+        yield swarm
+
+
+@pytest.mark.timeout(180)
+async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corpus: Path) -> None:
+    async with swarm_on(lab, corpus) as swarm:
+        driver, middle, last = swarm.trainers
+        for trainer in swarm.trainers:
+            await trainer.initialise()
+        bridges = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
+        await until(lambda: driver.status.steps >= 4, 60)
+
+        taken = await driver.snapshot()  # a flush is under way, most likely: it waits for the end
+        assert taken == whole_steps(taken.steps, samples=True)
+        losses = driver.status.train_loss
+        await driver.discard()
+        await driver.pause()
+        steps = driver.status.steps
+        await until(lambda: middle.status.steps == last.status.steps == steps)
+        for trainer in swarm.trainers:
+            assert await trainer.snapshot() == whole_steps(steps, samples=trainer is driver)
+        moved_E = torch.cat([trainer.pseudo_gradient for trainer in swarm.trainers])
+        assert (losses, True) == one_process(corpus, taken.steps, steps, moved_E)
+        for trainer in swarm.trainers:
+            await trainer.discard()
+
+        await driver.train()
+        await until(lambda: driver.status.steps >= steps + 3)
+        os.kill(middle.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.3)
+        os.kill(middle.pid, signal.SIGKILL)
+        with pytest.raises(ChildDied):
+            await bridges[1]
+        await until(lambda: driver.status.flushes_aborted == 1)
+        taken = await driver.snapshot()
+        assert taken == whole_steps(taken.steps, samples=True)
+        await driver.discard()
+        other = await swarm.spawn(1)
+        other.anchor.copy_(middle.anchor)
+        await swarm.join(1, other)
+        before = driver.status.steps
+        await until(lambda: driver.status.steps >= before + 3, 60)
+        assert other.status.steps > 0
+
+        os.kill(other.pid, signal.SIGSTOP)
+        await until(lambda: driver.status.flushes_aborted == 2)
+        assert "longer than" in driver.status.route_trouble
+        stalled = driver.status.steps
+        os.kill(other.pid, signal.SIGCONT)
+        await until(lambda: driver.status.steps >= stalled + 2, 60)
+        taken = await driver.snapshot()
+        assert taken == whole_steps(taken.steps, samples=True)
+
+
+def whole_steps(steps: int, *, samples: bool) -> Snapshot:
+    return Snapshot(steps * STEP_TOKENS, steps * STEP_SAMPLES if samples else 0, steps, steps * STEP_TOKENS)
+
+
+def one_process(corpus: Path, looked: int, steps: int, moved_E: torch.Tensor) -> tuple[float, bool]:
+    """The mean loss of recent steps, as a trainer of the whole model has it, and whether weights are the same bits."""
+    spec = parse_run_spec(SPEC)
+    loop = InnerLoop(spec, load_corpus(spec, str(corpus)), "cpu", 1)
+    try:
+        anchor_E = torch.empty(loop.layout.elements)
+        loop.initialise_into(anchor_E)
+        loop.load(anchor_E, ranges=RANGES)
+        losses = [loop.step().loss for _ in range(steps)]
+    finally:
+        loop.close()
+    recent = losses[max(0, looked - 32) : looked]
+    return sum(recent) / len(recent), torch.equal(anchor_E - loop.weights_E, moved_E)

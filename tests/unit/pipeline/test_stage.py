@@ -21,7 +21,9 @@ from atoll.node.pipeline.messages import (
     Activation,
     Begin,
     Gradient,
+    Join,
     Message,
+    Ready,
     Report,
     TiedGradient,
     TiedWeights,
@@ -74,43 +76,48 @@ def spans_of(cuts: set[int]) -> list[Span]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(1, 4)), st.integers(0, 2), st.integers(0, 2**32), st.integers(0, 60))
-def test_any_cuts_any_order_and_an_abort_at_any_moment_give_the_same_bits(
+def test_any_cuts_any_order_and_a_break_at_any_moment_give_the_same_bits(
     cuts: set[int], ahead: int, seed: int, moment: int
 ) -> None:
     whole, cut = route(1), route(spans_of(cuts), ahead, Random(seed).choice)
     assert cut.route.flush(flush_of(0)).loss == whole.route.flush(flush_of(0)).loss
-    if not aborted_after(cut, flush_of(1), moment):
+    if decided_before_break(cut, flush_of(1), moment):
         whole.route.flush(flush_of(1))
+    cut.route.settle()
     assert torch.equal(cut.weights(), whole.weights())
     assert cut.route.flush(flush_of(2)).loss == whole.route.flush(flush_of(2)).loss
     assert torch.equal(cut.weights(), whole.weights())
 
 
-def aborted_after(reef: Reef, tokens: list[Tensor], turns: int) -> bool:
-    """Begin a flush, and abort it after so many turns unless it is decided; to its end."""
-    flush = reef.route.begin(tokens)
+def decided_before_break(reef: Reef, tokens: list[Tensor], turns: int) -> bool:
+    """Begin a flush, and break all links after so many turns."""
+    reef.route.begin(tokens)
     for _ in range(turns):
         reef.route.turn()
-    try:
-        reef.route.abort()
-    except InvalidTransition:
-        aborted = False
-    else:
-        aborted = True
-    while any(runner.ended < flush for runner in reef.runners):
-        assert reef.route.turn(), "it stands still"
-    return aborted
+    decided = reef.runners[0].finished is not None
+    reef.route.reconnect()
+    return decided
 
 
-def test_nothing_can_be_aborted_before_it_begins_or_when_it_is_over() -> None:
+def test_a_flush_begins_at_the_first_stage_of_a_route_that_is_ready() -> None:
     reef = route(2)
     with pytest.raises(InvalidTransition):
-        reef.route.abort()
-    reef.route.flush(flush_of(0))
-    with pytest.raises(InvalidTransition):
-        reef.route.abort()
-    with pytest.raises(InvalidTransition):
-        reef.runners[1].feed([])
+        reef.runners[0].feed([])
+    reef.route.begin(flush_of(0))
+    for runner in reef.runners:
+        with pytest.raises(InvalidTransition):
+            runner.feed([])
+
+
+def test_what_was_settled_and_not_decided_is_dropped_when_other_weights_are_loaded() -> None:
+    reef = route(2)
+    reef.route.begin(flush_of(0))
+    last = reef.runners[1]
+    while not (last.ended == 0 and last.deciding):
+        reef.route.turn()
+    last.cut_off()
+    last.forget()
+    assert not bool(reef.models[1].gradients_E.any())
 
 
 X_BTD, TARGETS_BT = torch.zeros(2, 6, 16), torch.zeros(2, 6, dtype=torch.int64)
@@ -126,6 +133,10 @@ BAD: dict[str, tuple[int, int, Message]] = {  # to which stage of three, from wh
     "targets outside the vocabulary": (1, 0, Activation(1, 1, X_BTD, TARGETS_BT + 48)),
     "a stage that skips one": (2, 0, Activation(1, 1, X_BTD, TARGETS_BT)),
     "a stage downstream": (1, 2, Activation(1, 1, X_BTD, TARGETS_BT)),
+    "a second join": (1, 0, Join()),
+    "a join from downstream": (1, 2, Join()),
+    "a second ready": (1, 2, Ready()),
+    "a ready from upstream": (1, 0, Ready()),
     "a replay": (1, 0, Activation(1, 0, X_BTD, TARGETS_BT)),
     "more than its credits": (1, 0, Activation(1, 3, X_BTD, TARGETS_BT)),
     "a micro-batch that is not of the flush": (1, 0, Activation(1, 4, X_BTD, TARGETS_BT)),
@@ -172,6 +183,12 @@ def test_a_report_of_another_number_of_layers_is_refused() -> None:
         reef.route.turn()
     with pytest.raises(PeerMisbehaved, match="has 5 norms"):
         reef.runners[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))
+
+
+def test_nobody_works_before_the_route_is_ready() -> None:
+    reef = route(3)
+    with pytest.raises(PeerMisbehaved, match="before all stages are ready"):
+        reef.runners[1].deliver(0, Begin(1, 4))
 
 
 def test_what_comes_late_from_a_flush_that_is_over_is_dropped() -> None:

@@ -27,7 +27,7 @@ from atoll.node.training.loop import InnerLoop
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
 
-CHANNEL = Channel(plan_version=3, route=1, samples=2, tokens=5, dimension=8, vocabulary=11)
+CHANNEL = Channel(plan_version=3, route=1, samples=2, tokens=5, dimension=8, vocabulary=11, incarnation=9)
 
 
 def carried(channel: Channel, codec: str) -> Callable[[ms.Message], ms.Message]:
@@ -51,7 +51,10 @@ MESSAGES: list[ms.Message] = [
     ms.Report(7, (0.1, 2.0), 3.25),
     ms.Verdict(7, 0.123456789),
     ms.Verdict(7, None),
-    ms.Verdict(7, None, aborted=True),
+    ms.Join(),
+    ms.Join(ms.Decision(5, 4, 0.5)),
+    ms.Join(ms.Decision(5, 4, None)),
+    ms.Ready(),
     ms.TiedGradient(7, random(11, 8)),
     ms.TiedWeights(7, random(11, 8)),
 ]
@@ -63,7 +66,7 @@ def same(one: ms.Message, other: ms.Message, tolerance: float = 0.0) -> bool:
     return type(one) is type(other) and all(
         (left.shape == right.shape and bool((left - right).abs().max() <= tolerance))
         if isinstance(left, Tensor)
-        else left == right
+        else repr(left) == repr(right)  # a decision's factor, too, which makes no difference to who it is
         for left, right in pairs
     )
 
@@ -107,6 +110,7 @@ def changed(**fields: object) -> pb.StageMessage:
     [
         ({"plan_version": 2}, "plan 2"),
         ({"route": 0}, "route 0"),
+        ({"incarnation": 8}, "incarnation 8"),
         ({"body_bytes": 2**60}, "were announced"),
         ({"not_finite": True}, "were announced"),
         ({"shape": [2**31, 5, 8]}, "none of this route's"),
@@ -129,11 +133,11 @@ def test_bodies_and_verdicts_that_are_none_are_refused() -> None:
     with pytest.raises(PeerMisbehaved, match="not finite"):
         unpack(header, b"\xff" * len(body), CHANNEL)
     for verdict in (pb.FlushVerdict(), pb.FlushVerdict(factor=1.5), pb.FlushVerdict(factor=torch.nan)):
-        empty = pb.StageMessage(plan_version=3, route=1, flush=1, verdict=verdict)
+        empty = pb.StageMessage(plan_version=3, route=1, incarnation=9, flush=1, verdict=verdict)
         with pytest.raises(PeerMisbehaved, match="none"):
             unpack(read_header(empty.SerializeToString(), CHANNEL), b"", CHANNEL)
     with pytest.raises(PeerMisbehaved, match="says nothing"):
-        read_header(pb.StageMessage(plan_version=3, route=1).SerializeToString(), CHANNEL)
+        read_header(pb.StageMessage(plan_version=3, route=1, incarnation=9).SerializeToString(), CHANNEL)
 
 
 @given(st.sampled_from(MESSAGES), st.integers(0, 2**32), st.binary(max_size=8), st.binary(max_size=80))

@@ -12,10 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.errors import ConfigError, ModelTooLarge
+from atoll.core.errors import ConfigError, DataDirUnusable, ModelTooLarge
+from atoll.node.pipeline.cable_end import RouteEvent
 from atoll.node.training import messages as ms
-from atoll.node.training.session import Pace, Session
+from atoll.node.training import session as session_module
+from atoll.node.training.device import DeviceFacts
+from atoll.node.training.initial_file import write_initial
+from atoll.node.training.model import Decoder, initialise
+from atoll.node.training.pace import Pace
+from atoll.node.training.session import Session
+from atoll.node.training.shape import ModelShape
 from atoll.node.training.shared import map_vector, open_anonymous
+from atoll.v1 import plan_pb2
 
 SPEC = """
 version = 1
@@ -38,9 +46,9 @@ class FakeChannel:
     """Orders that were written beforehand; answers kept by number. Status pushes are kept apart."""
 
     def __init__(self, *orders: ms.Order) -> None:
-        self.orders: queue.SimpleQueue[ms.Envelope] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[ms.Envelope | RouteEvent] = queue.SimpleQueue()
         for number, order in enumerate(orders, start=1):
-            self.orders.put(ms.Envelope(number, order))
+            self.events.put(ms.Envelope(number, order))
         self.answers: dict[int, ms.Answer] = {}
         self.pushed: list[ms.TrainerStatus] = []
 
@@ -59,10 +67,12 @@ def run(tmp_path: Path, *orders: ms.Order, model: str = TINY, device: str = "cpu
     try:
         session = Session(config, channel, *descriptors)
         session.serve()
-        session._loop.close()
         ready = channel.answers[0]
         assert isinstance(ready, ms.Ready)
-        assert map_vector(descriptors[0], session._loop.layout.elements).any() == (ms.Initialise() in orders)
+        if session._loop is not None:
+            session._loop.close()
+            written = map_vector(descriptors[0], session._loop.weights_E.numel())
+            assert written.any() == (ms.Initialise() in orders)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -93,9 +103,48 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
     assert not channel.pushed[-1].training
 
 
-def test_a_model_that_cannot_fit_is_refused_before_the_corpus_is_read(tmp_path: Path) -> None:
+def test_a_model_of_which_not_a_layer_fits_is_refused_before_the_corpus_is_read(tmp_path: Path) -> None:
     with pytest.raises(ModelTooLarge, match="too large"):
-        run(tmp_path, model='preset = "7b"\nlayers = 4000')
+        run(tmp_path, model='preset = "7b"\nvocabulary = 2000000000\nhidden_dimension = 9000000000')
+
+
+def test_a_model_that_does_not_fit_but_can_be_cut_leaves_a_trainer_that_holds_nothing_and_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def holds_a_layer(device: torch.device, vram_fraction: float) -> DeviceFacts:
+        return DeviceFacts("cpu", "a small machine", 400_000)
+
+    monkeypatch.setattr(session_module, "device_facts", holds_a_layer)
+    path = tmp_path / "initial"
+    channel = run(
+        tmp_path,
+        *(ms.Initialise(), ms.Load((), 0), ms.Train(), ms.Pause(), ms.TakeSnapshot(0, 0), ms.Discard()),
+        *(ms.Evaluate(), ms.Generate("a", 1, 0), ms.EnterRoute(1, 0, 0, 2), ms.WriteInitial(str(path))),
+        model=TINY.replace("layers = 1", "layers = 40"),
+    )
+    reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
+    assert reasons == dict.fromkeys(range(1, 7), "ModelTooLarge") | dict.fromkeys((7, 8, 9), "InvalidTransition")
+    ready = channel.answers[0]
+    assert isinstance(ready, ms.Ready)
+    assert (ready.span, ready.tokens_per_second) == (None, 0.0)
+    assert [kind for kind, *_ in ready.layer_times] == ["embedding", "block", "head"]
+    assert all(forward > 0 and backward > 0 for _, forward, backward in ready.layer_times)
+    table = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
+    assert len(table.layers) == 42
+    assert path.stat().st_size == 4 * sum(row.parameters for row in table.layers)
+    assert channel.answers[10] == ms.Done()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_parameters_in_a_file_and_in_spans_are_those_of_the_whole_model(tmp_path: Path, tied: bool) -> None:
+    shape = ModelShape(256, 32, 2, 2, 2, 32, tie_embeddings=tied)
+    decoder = Decoder(shape)
+    initialise(decoder, 7)
+    whole = b"".join(parameter.detach().numpy().tobytes() for parameter in decoder.parameters())
+    write_initial(shape, 7, tmp_path / "initial")
+    assert (tmp_path / "initial").read_bytes() == whole
+    with pytest.raises(DataDirUnusable):
+        write_initial(shape, 7, tmp_path / "no" / "such folder")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "no such thing"])

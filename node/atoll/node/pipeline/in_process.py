@@ -37,37 +37,41 @@ class InProcessRoute:
     ) -> None:
         self.runners, self._pick, self._carry = tuple(runners), pick, carry
         self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
+        self._incarnation = 0
+        self.reconnect()
 
     def flush(self, tokens: Sequence[Tensor]) -> Flushed:
         """One optimiser step over micro-batches of tokens [B, T+1]. Raises what a stage raises."""
         flush = self.begin(tokens)
         while any(runner.ended < flush for runner in self.runners):
-            if not self.turn():
-                raise InvalidTransition(f"flush {flush} stands still: every stage waits for another")
+            self._go_on(f"flush {flush}")
         flushed = self.runners[0].finished
         assert flushed is not None
         return flushed
 
     def begin(self, tokens: Sequence[Tensor]) -> int:
-        """Feed the driver; the flush's number."""
+        """Feed the driver when all stages are ready; the flush's number."""
+        self.settle()
         flush = self.runners[0].feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens])
         self._wake(0)
         return flush
 
-    def abort(self) -> None:
-        """Let the flush under way end with nothing. Raises `InvalidTransition` once it is decided."""
-        self.runners[0].abort()
-        self._wake(0)
+    def settle(self) -> None:
+        """Until all stages know what became of the flush before, and are ready."""
+        while not self.runners[0].ready:
+            self._go_on("an incarnation")
 
     def reconnect(self) -> None:
-        """All that was on its way is lost, and stages tell downstream what they know, as new links begin."""
+        """All that was on its way is lost, the flush under way with it unless it is decided, and links begin anew."""
+        self._incarnation += 1
         self._links.clear()
         for runner in self.runners:
-            stage = runner.place.stage
-            runner.cut_off()
-            self._wake(stage)
-            if runner.verdicts and not runner.place.last:
-                self._links[stage, stage + 1] = deque(runner.verdicts)
+            runner.begin(self._incarnation)
+            self._wake(runner.place.stage)
+
+    def _go_on(self, what: str) -> None:
+        if not self.turn():
+            raise InvalidTransition(f"{what} stands still: every stage waits for another")
 
     def turn(self) -> bool:
         """Carry out one action or deliver one message; False if there is nothing to do."""

@@ -15,7 +15,9 @@ from atoll.node.pipeline.messages import (
     Activation,
     Begin,
     Gradient,
+    Join,
     Message,
+    Ready,
     Report,
     TiedGradient,
     TiedWeights,
@@ -60,6 +62,8 @@ class Place:
         upstream = None if self.first else self.stage - 1
         downstream = None if self.last else self.stage + 1
         return {
+            Join: upstream,
+            Ready: downstream,
             Begin: upstream,
             Activation: upstream,
             Verdict: upstream,
@@ -109,8 +113,8 @@ class Inbox:
         begin = self.get(Begin)
         if isinstance(message, Begin):
             return "" if 1 <= message.micro_batches <= MAX_MICRO_BATCHES else f"of {message.micro_batches}"
-        if isinstance(message, TiedWeights) or (isinstance(message, Verdict) and message.aborted):
-            return ""  # it may overtake the beginning, or come instead
+        if isinstance(message, TiedWeights):
+            return ""  # it may overtake the beginning
         if begin is None:
             return "before it began"
         if isinstance(message, Activation):

@@ -69,6 +69,19 @@ def span_memory(
     )
 
 
+def trainer_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
+    """Bytes of a trainer process that has the stage: outer rounds keep an anchor and a snapshot, and messages wait.
+
+    On their way are a borrowed matrix, as it came and as tensors, and outputs that the next stage has no room for.
+    """
+    own = sum(row.parameters for row in table.layers[span.first : span.last + 1])
+    out = table.layers[span.last].activation_bytes_per_token if span.last + 1 < len(table.layers) else 0
+    tied = sum(_borrowed(table, Span(row, row)) for row in range(len(table.layers)))
+    lent = tied if span.first == 0 or span.last + 1 == len(table.layers) else 0
+    waiting = traffic.credits * traffic.micro_batch_tokens * out + 2 * FP32_BYTES * lent
+    return span_memory(table, span, traffic).total + 2 * FP32_BYTES * own + waiting
+
+
 def _borrowed(table: plan_pb2.LayerTable, span: Span) -> int:
     """Elements that layers of the span use and others own."""
     owners = {row.name: row.parameters for row in table.layers}

@@ -1,14 +1,39 @@
 """What the stages of a route tell each other in a flush. Data only.
 
 Activations, gradients and reports pass between neighbours; what belongs to a tied matrix passes between the last
-stage, which borrows it, and the first, which owns it. Shape suffixes: B batch, T sequence, D model, V vocabulary.
+stage, which borrows it, and the first, which owns it. Flushes are numbered from 1 in each incarnation of the route;
+`Join` and `Ready` belong to none and have number 0. Shape suffixes: B batch, T sequence, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a flush ended, by names that no other flush of the route has."""
+
+    incarnation: int
+    flush: int
+    factor: float | None = field(default=None, compare=False)  # as in `Verdict`
+
+
+@dataclass(frozen=True)
+class Join:
+    """Downstream, the first word of an incarnation: the newest decision that is known."""
+
+    decided: Decision | None = None
+    flush: int = 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Upstream: the sender and all after it will take part in flushes."""
+
+    flush: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,6 @@ class Verdict:
 
     flush: int
     factor: float | None  # what gradients are multiplied by; None: drop them and take no step
-    aborted: bool = False  # nothing counts, and the same micro-batches come again
 
 
 @dataclass(frozen=True)
@@ -75,4 +99,4 @@ class TiedWeights:
     weights_VD: Tensor
 
 
-Message = Begin | Activation | Gradient | Report | Verdict | TiedGradient | TiedWeights
+Message = Join | Ready | Begin | Activation | Gradient | Report | Verdict | TiedGradient | TiedWeights

@@ -4,8 +4,11 @@ The runner reads no socket and no clock: whoever carries messages calls `deliver
 None. Messages of one link must come in order; how links interleave changes nothing. The first stage's runner also
 drives: it is fed micro-batches and decides how each flush ends.
 
-A flush ends by one verdict, which only the first stage makes: step, skip (a gradient is not finite) or abort. Before
-the verdict nothing on any stage has changed but gradients, and an abort drops those; after it nothing can be aborted.
+A flush ends by one verdict, which only the first stage makes: step, or no step (a gradient is not finite). Before the
+verdict nothing on any stage has changed but gradients. When anything goes wrong, all links are cut (`cut_off`): stages
+that had not settled the flush drop those gradients, and so does every other stage when the route begins anew
+(`begin`) and it hears that the flush was not decided. What was decided is stepped then by a stage that missed it. It
+can have missed one decision at most, because none is made without its report.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ from atoll.node.pipeline.inbox import Inbox, Place
 from atoll.node.pipeline.messages import (
     Activation,
     Begin,
+    Decision,
     Gradient,
+    Join,
     Message,
+    Ready,
     Report,
     TiedGradient,
     TiedWeights,
@@ -98,29 +104,80 @@ class Flushed:
 
 
 class Runner:
-    """One stage. One that takes another's place is told the driver's `verdicts`."""
+    """One stage, through any number of incarnations of its route."""
 
-    def __init__(self, place: Place, compute: Compute, clip_norm: float, verdicts: Sequence[Verdict] = ()) -> None:
+    def __init__(self, place: Place, compute: Compute, clip_norm: float) -> None:
         self.place = place
-        self.ended = max((verdict.flush for verdict in verdicts), default=0)  # the last flush that is over here
-        self.finished: Flushed | None = None  # the newest flush, at the driver
+        self.ended = 0  # the last flush of this incarnation that is over here
+        self.finished: Flushed | None = None  # at the driver: how the newest flush ended; None before
+        self.ready = False  # all stages after this one take part in flushes
+        self.decided: Decision | None = None  # the newest that is known here
+        self._incarnation = 0
+        self._joined = False  # what became of the flush before is settled
         self._torn = False
         self._compute, self._clip_norm = compute, clip_norm
         self._actions: deque[Action] = deque()
+        self._owed: list[Outgoing] = []
         self._inboxes: dict[int, Inbox] = {}  # by flush
         self._lent: TiedWeights | None = None  # the newest, whatever its flush: it travels on a link of its own
-        self._decided = next((verdict for verdict in verdicts if not verdict.aborted), None)
-        self._aborted = max((verdict.flush for verdict in verdicts if verdict.aborted), default=0)
+        self._limbo: Decision | None = None  # the flush that this stage settled when it was cut off
 
-    @property
-    def verdicts(self) -> tuple[Verdict, ...]:
-        """What another stage may have missed, in order: the last decision, and up to where all else was aborted."""
-        decided = () if self._decided is None else (self._decided,)
-        return (*decided, Verdict(self._aborted, None, aborted=True)) if self._aborted else decided
+    # --- incarnations -------------------------------------------------------------------------------
+
+    def cut_off(self) -> None:
+        """All links broke: forget what was under way, but for a flush that may have been decided with our report."""
+        self._require_whole()
+        if self.deciding:
+            self._limbo = Decision(self._incarnation, self.ended + 1)
+        elif self._limbo is None:
+            self._compute.abort()
+        self._actions.clear()
+        self._owed.clear()
+        self._inboxes.clear()
+        self._lent = None
+        self._joined = self.ready = False
+
+    def begin(self, incarnation: int) -> None:
+        """The route begins anew; flushes are numbered from 1 again."""
+        self.cut_off()
+        self._incarnation, self.ended = incarnation, 0
+        if self.place.first:
+            self._join(None)
+
+    def forget(self) -> None:
+        """Give up a flush of which this stage has not heard whether it was decided: its weights are others now."""
+        if self._limbo is not None:
+            self._limbo = None
+            self._compute.abort()
+
+    def _join(self, told: Decision | None) -> None:
+        """Step or drop what was in limbo, tell downstream what is known and, when all are there, upstream."""
+        if self._limbo is not None and self._limbo == told:
+            self._step_by(told.factor)
+        self.forget()
+        self.decided = told or self.decided  # a driver that took another's place knows of none
+        self._joined = True
+        self._owed += self._downstream(Join(self.decided))
+        if self.place.last:
+            self._be_ready()
+
+    def _be_ready(self) -> None:
+        self.ready = True
+        self._owed += self._upstream(Ready())
 
     @property
     def _inbox(self) -> Inbox:
         return self._inboxes.setdefault(self.ended + 1, Inbox(self.place))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no flush has begun here that is not over."""
+        return not self._actions
+
+    @property
+    def deciding(self) -> bool:
+        """Whether the flush that is under way can be decided without us: this stage has told its norms."""
+        return bool(self._actions) and isinstance(self._actions[0], Step)
 
     @property
     def held(self) -> int:
@@ -131,20 +188,34 @@ class Runner:
 
     def deliver(self, sender: int, message: Message) -> None:
         """Take a neighbour's message; those of flushes that are over are dropped. Raises `PeerMisbehaved`."""
-        if message.flush <= self.ended or (isinstance(message, Verdict) and message == self._inbox.get(Verdict)):
+        if isinstance(message, Join | Ready):
+            self._take_greeting(sender, message)
             return
+        if message.flush <= self.ended:
+            return
+        if message.flush > self.ended + 2:
+            raise PeerMisbehaved(f"stage {sender} is at flush {message.flush}, we are at {self.ended + 1}")
+        if not self.ready and not isinstance(message, TiedWeights):
+            raise PeerMisbehaved(f"stage {sender} works before all stages are ready")
         inbox = self._inboxes.get(message.flush) or Inbox(self.place)
         inbox.check(sender, message)
         self._compute.check(message)
         if isinstance(message, TiedWeights):
             self._lend(message)
-        elif isinstance(message, Verdict) and message.aborted:
-            self._aborted = max(self._aborted, message.flush)
-        elif message.flush > max(self.ended, self._aborted) + 2:
-            raise PeerMisbehaved(f"stage {sender} is at flush {message.flush}, we are at {self.ended + 1}")
         else:
             self._inboxes[message.flush] = inbox
             inbox.put(message)
+
+    def _take_greeting(self, sender: int, message: Join | Ready) -> None:
+        kind = type(message)
+        if sender != self.place.sender_of(kind):
+            raise PeerMisbehaved(f"stage {sender} sent {kind.__name__}, which is another one's to say")
+        if isinstance(message, Join) and not self._joined:
+            self._join(message.decided)
+        elif isinstance(message, Ready) and self._joined and not self.ready:
+            self._be_ready()
+        else:
+            raise PeerMisbehaved(f"stage {sender} sent {kind.__name__} out of turn")
 
     def _lend(self, weights: TiedWeights) -> None:
         if self._lent is not None and self._lent.flush >= weights.flush:
@@ -154,36 +225,24 @@ class Runner:
     def feed(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> int:
         """Driver: begin the next flush with inputs and targets, int64 [B,T] each; its number."""
         flush = self.ended + 1
-        if not self.place.first or self._inbox.has(Begin):
-            raise InvalidTransition("a flush begins at the first stage, when the one before has ended")
+        if not self.place.first or not self.ready or self._inbox.has(Begin):
+            raise InvalidTransition("a flush begins at the first stage of a route that is ready, one after another")
+        self.finished = None
         self._inbox.put(Begin(flush, len(micro_batches)))
         for number, (tokens_BT, targets_BT) in enumerate(micro_batches):
             self._inbox.put(Activation(flush, number, tokens_BT, targets_BT))
         return flush
-
-    def abort(self) -> None:
-        """Driver: let the flush end with nothing. Raises `InvalidTransition` when there is none, or it is decided."""
-        self._require_whole()
-        if not self.place.first or not self._inbox.has(Begin) or self._inbox.has(Verdict):
-            raise InvalidTransition("there is no flush, or it is decided and all stages will step")
-        self._aborted = self.ended + 1
-
-    def cut_off(self) -> None:
-        """All links broke: forget what was under way, but for a flush that may have been decided with our report."""
-        self._require_whole()
-        settled = bool(self._actions) and isinstance(self._actions[0], Step)
-        self._inboxes = {self.ended + 1: self._inbox} if settled else {}
-        if not settled:
-            self._actions.clear()
-            self._compute.abort()
 
     # --- what is done -------------------------------------------------------------------------------
 
     def advance(self) -> list[Outgoing] | None:
         """Carry out the next action and say what to send; None while it waits for a message."""
         self._require_whole()
-        if self._aborted > self.ended and not self._inbox.has(Verdict):
-            return self._drop()
+        if self._owed:
+            owed, self._owed = self._owed, []
+            return owed
+        if not self.ready:
+            return None
         if not self._actions:
             return self._begin()
         if not self._ready(self._actions[0]):
@@ -196,7 +255,7 @@ class Runner:
             case Settle():
                 return self._settle()
             case Step():
-                return self._step()
+                return self._step(self._inbox.pop(Verdict))
 
     def _ready(self, action: Action) -> bool:
         place, inbox = self.place, self._inbox
@@ -249,41 +308,33 @@ class Runner:
             after = self._inbox.pop(Report)
             report = Report(flush, report.norms + after.norms, after.loss)
         if place.first:
-            self._inbox.put(report)
-            self._inbox.put(Verdict(flush, clip_factor(report.norms, self._clip_norm)))
+            factor = clip_factor(report.norms, self._clip_norm)
+            self._actions.clear()  # nothing to wait for: the decision and this stage's step are one
+            return self._step(Verdict(flush, factor), report)
         self._inbox.reported = True
         lent = [(0, returned)] if returned is not None and place.borrows else []
         return [*lent, *self._upstream(report)]
 
-    def _step(self) -> list[Outgoing]:
-        verdict = self._inbox.pop(Verdict)
-        self._torn = True  # weights of both flushes, until it is done
-        self._compute.step(verdict.factor)
-        self._torn = False
-        self._decided = verdict
-        if self.place.first:
-            report = self._inbox.pop(Report)
+    def _step(self, verdict: Verdict, report: Report | None = None) -> list[Outgoing]:
+        self._step_by(verdict.factor)
+        self.decided = Decision(self._incarnation, verdict.flush, verdict.factor)
+        if report is not None:
             self.finished = Flushed(verdict, report.loss, report.norms)
-        return self._end(verdict)
+        self.ended = verdict.flush
+        self._inboxes = {flush: inbox for flush, inbox in self._inboxes.items() if flush > self.ended}
+        return self._downstream(verdict)
+
+    def _step_by(self, factor: float | None) -> None:
+        self._limbo = None
+        self._torn = True  # weights of both flushes, until it is done
+        self._compute.step(factor)
+        self._torn = False
 
     def _require_whole(self) -> None:
         if self._torn:
             raise InvalidTransition(
                 "this stage failed in the midst of a step", "replace it: its weights are of no flush"
             )
-
-    def _drop(self) -> list[Outgoing]:
-        self._actions.clear()
-        self._compute.abort()
-        verdict = Verdict(self._aborted, None, aborted=True)
-        if self.place.first:
-            self.finished = Flushed(verdict)
-        return self._end(verdict)
-
-    def _end(self, verdict: Verdict) -> list[Outgoing]:
-        self.ended = verdict.flush
-        self._inboxes = {flush: inbox for flush, inbox in self._inboxes.items() if flush > self.ended}
-        return self._downstream(verdict)
 
     def _downstream(self, message: Message) -> list[Outgoing]:
         return [] if self.place.last else [(self.place.stage + 1, message)]

@@ -38,7 +38,8 @@ class Stage:
         self.model, self._room, self._precision = model, room, precision
         hidden = hidden_matrices(model.trained, model.cut.module, model.cut.layers)
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, hidden)
-        self.skipped_steps = 0
+        self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
+        self._flush_tokens = 0
         self._micro_batches = 1
         self._inputs: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}
@@ -52,11 +53,12 @@ class Stage:
 
     def begin(self, micro_batches: int) -> None:
         """A flush of so many micro-batches."""
-        self._micro_batches = micro_batches
+        self._micro_batches, self._flush_tokens = micro_batches, 0
         self._loss_sum.zero_()
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
         """Activations [B,T,D]; on the last stage this micro-batch's share of the flush's loss, a number."""
+        self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
         if self.model.cut.last:
             return self._lose(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
@@ -100,6 +102,8 @@ class Stage:
             self.model.gradients_E.mul_(factor)
             self.optimizer.step()
         self.model.gradients_E.zero_()
+        self.steps += 1
+        self.tokens += self._flush_tokens
 
     def abort(self) -> None:
         """As if the flush had not been."""

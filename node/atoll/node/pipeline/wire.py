@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,21 +22,38 @@ from torch import Tensor
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import Buffer
+from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec, is_finite
 from atoll.node.pipeline.messages import (
     Activation,
     Begin,
+    Decision,
     Gradient,
+    Join,
     Message,
+    Ready,
     Report,
     TiedGradient,
     TiedWeights,
     Verdict,
 )
 from atoll.v1 import pipeline_pb2 as pb
+from atoll.v1 import plan_pb2
 
 ACTIVATION_CODECS = ("fp32", "bf16", "int8")
+FP32_BYTES = 4
 _TARGET_BYTES = 4
+_CLASSES: dict[str, type[Message]] = {
+    "join": Join,
+    "ready": Ready,
+    "begin": Begin,
+    "activation": Activation,
+    "gradient": Gradient,
+    "report": Report,
+    "verdict": Verdict,
+    "tied_gradient": TiedGradient,
+    "tied_weights": TiedWeights,
+}
 
 
 @dataclass(frozen=True)
@@ -48,13 +66,35 @@ class Channel:
     tokens: int
     dimension: int
     vocabulary: int
+    incarnation: int = 0  # of the route: 0 before it has begun
+
+    @classmethod
+    def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> Channel:
+        """From what every node of a run knows."""
+        return cls(
+            plan_version,
+            route,
+            spec.optimizer.micro_batch_samples,
+            spec.data.sequence_length,
+            table.layers[0].activation_bytes_per_token // FP32_BYTES,
+            table.layers[-1].activation_bytes_per_token // FP32_BYTES,
+        )
 
 
 def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, bytes]:
     """Header and body. `codec` is for activations and gradients."""
-    header = pb.StageMessage(plan_version=channel.plan_version, route=channel.route, flush=message.flush)
+    header = pb.StageMessage(
+        plan_version=channel.plan_version,
+        route=channel.route,
+        incarnation=channel.incarnation,
+        flush=message.flush,
+    )
     body = b""
     match message:
+        case Join(decided=decided):
+            header.join.CopyFrom(pb.StageJoin(decided=_decision(decided) if decided is not None else None))
+        case Ready():
+            header.ready.SetInParent()
         case Begin(micro_batches=count):
             header.begin.micro_batches = count
         case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT):
@@ -63,8 +103,6 @@ def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> t
             body = _put(header.gradient, gradient_BTD, codec, number)
         case Report(norms=norms, loss=loss):
             header.report.CopyFrom(pb.StageReport(norms=norms, loss=loss))
-        case Verdict(aborted=True):
-            header.verdict.aborted = True
         case Verdict(factor=None):
             header.verdict.skipped = True
         case Verdict(factor=float(factor)):
@@ -77,6 +115,11 @@ def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> t
     return header, body
 
 
+def _decision(decided: Decision) -> pb.FlushDecision:
+    ending: dict[str, Any] = {"skipped": True} if decided.factor is None else {"factor": decided.factor}
+    return pb.FlushDecision(incarnation=decided.incarnation, flush=decided.flush, **ending)
+
+
 def _put(header: pb.StageTensor, tensor: Tensor, codec: Codec, micro_batch: int = 0) -> bytes:
     values_E = tensor.detach().cpu().reshape(-1)
     finite = is_finite(values_E)
@@ -86,20 +129,37 @@ def _put(header: pb.StageTensor, tensor: Tensor, codec: Codec, micro_batch: int 
     return codec.encode(values_E) if finite else b""
 
 
-def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
-    """Parse a header and check that its body is as long as it must be. Raises `PeerMisbehaved`."""
+def parse_header(data: bytes) -> pb.StageMessage:
+    """Raises `PeerMisbehaved`. Nothing of it is checked yet."""
     try:
-        header = pb.StageMessage.FromString(data)
+        return pb.StageMessage.FromString(data)
     except DecodeError as error:
         raise PeerMisbehaved("a message between stages does not parse") from error
-    if (header.plan_version, header.route) != (channel.plan_version, channel.route):
-        raise PeerMisbehaved(
-            f"a message for route {header.route} of plan {header.plan_version} came to route {channel.route} "
-            f"of plan {channel.plan_version}"
-        )
+
+
+def class_of(header: pb.StageMessage) -> type[Message]:
+    """What a header announces. Raises `PeerMisbehaved`."""
     kind = header.WhichOneof("content")
     if kind is None:
         raise PeerMisbehaved("a message between stages says nothing")
+    return _CLASSES[kind]
+
+
+def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
+    """Parse a header and check that its body is as long as it must be. Raises `PeerMisbehaved`."""
+    header = parse_header(data)
+    if (header.plan_version, header.route, header.incarnation) != (
+        channel.plan_version,
+        channel.route,
+        channel.incarnation,
+    ):
+        raise PeerMisbehaved(
+            f"a message for route {header.route} of plan {header.plan_version}, incarnation {header.incarnation}, came "
+            f"to route {channel.route} of plan {channel.plan_version}, incarnation {channel.incarnation}"
+        )
+    class_of(header)
+    kind = header.WhichOneof("content")
+    assert kind is not None
     expected = sum(_body_bytes(kind, header, channel))
     if header.body_bytes != expected:
         raise PeerMisbehaved(f"the body of {kind} has {expected} bytes, {header.body_bytes} were announced")
@@ -108,7 +168,7 @@ def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
 
 def _body_bytes(kind: str, header: pb.StageMessage, channel: Channel) -> tuple[int, int]:
     """Of the tensor and of the targets; the shape is checked, so both are bounded."""
-    if kind in ("begin", "report", "verdict"):
+    if kind in ("join", "ready", "begin", "report", "verdict"):
         return 0, 0
     tensor: pb.StageTensor = getattr(header, kind)
     shape, codec = tuple(tensor.shape), BY_NUMBER.get(tensor.codec)
@@ -130,6 +190,10 @@ def unpack(header: pb.StageMessage, body: Buffer, channel: Channel) -> Message:
     assert kind is not None
     if len(body) != header.body_bytes:
         raise PeerMisbehaved(f"{len(body)} bytes came of {header.body_bytes}")
+    if kind == "join":
+        return _join(header)
+    if kind == "ready":
+        return Ready()
     if kind == "begin":
         return Begin(flush, header.begin.micro_batches)
     if kind == "report":
@@ -147,13 +211,21 @@ def unpack(header: pb.StageMessage, body: Buffer, channel: Channel) -> Message:
 
 
 def _verdict(header: pb.StageMessage) -> Verdict:
-    ending = header.verdict.WhichOneof("ending")
-    factor = header.verdict.factor
-    if ending == "factor" and 0.0 <= factor <= 1.0:
-        return Verdict(header.flush, factor)
-    if ending not in ("skipped", "aborted"):
+    return Verdict(header.flush, _factor(header.verdict))
+
+
+def _join(header: pb.StageMessage) -> Join:
+    if not header.join.HasField("decided"):
+        return Join()
+    decided = header.join.decided
+    return Join(Decision(decided.incarnation, decided.flush, _factor(decided)))
+
+
+def _factor(said: pb.FlushVerdict | pb.FlushDecision) -> float | None:
+    ending = said.WhichOneof("ending")
+    if ending is None or (ending == "factor" and not 0.0 <= said.factor <= 1.0):
         raise PeerMisbehaved("a verdict that is none")
-    return Verdict(header.flush, None, aborted=ending == "aborted")
+    return said.factor if ending == "factor" else None
 
 
 def _get(tensor: pb.StageTensor, coded: Buffer) -> Tensor:

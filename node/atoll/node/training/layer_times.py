@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.clock import Clock
+from atoll.node.training.model import INITIAL_STD, Block, Embedding, Head
+from atoll.node.training.shape import ModelShape
 
 REPETITIONS = 5
+LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
+
+
+def of_single_layers(
+    shape: ModelShape,
+    tokens_BT: Tensor,
+    clock: Clock,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> LayerTimes:
+    """An embedding, a block and a head made for this, one in memory at a time, on the device of the tokens."""
+    times, x = [], tokens_BT
+    kinds: tuple[tuple[str, Callable[[ModelShape], nn.Module]], ...] = (
+        ("embedding", Embedding),
+        ("block", Block),
+        ("head", Head),
+    )
+    for kind, make in kinds:
+        with torch.device(x.device):
+            layer = make(shape)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=INITIAL_STD)
+        with autocast():
+            forward, backward, x = measure(layer, x, clock)
+        times.append((kind, forward / tokens_BT.numel(), backward / tokens_BT.numel()))
+    return tuple(times)
 
 
 def measure(layer: nn.Module, x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:

@@ -1,56 +1,36 @@
-"""The inner loop of one node: batch → loss → backward → clip → step, and the algebra of outer rounds around it.
+"""The inner loop of one node that holds the whole model: batch → loss → backward → clip → step.
 
-    load(anchor) → step() … step() → snapshot() → step() … → apply(new anchor) | rebase(new anchor) | discard()
-
-`snapshot` freezes what was trained since the anchor (the pseudo-gradient, anchor − weights); training goes on while
-peers average it; `apply` takes the new anchor plus the progress made meanwhile ("carry"); `discard` forgets a round
-that was abandoned and keeps all progress; `rebase` keeps it on an anchor that others made. AdamW's state persists
-through all of it (DESIGN §4.2).
-
-The trainer process drives this class by orders of the daemon; benchmarks drive it directly. All vectors are fp32.
-Pseudo-gradient and carry use separately rounded elementwise operations only, like everything that others see.
+What outer rounds do to its weights stands in `replica.py`. The trainer process drives this class by orders of the
+daemon; benchmarks drive it directly. All vectors are fp32.
 Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.data_position import Range
 from atoll.core.run_spec import RunSpec
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
-from atoll.node.training.feed import SampleFeed
 from atoll.node.training.flat import FlatLayout
 from atoll.node.training.generate import generate
 from atoll.node.training.layer_times import measure
 from atoll.node.training.loader import Loader
 from atoll.node.training.model import Decoder, initialise
 from atoll.node.training.optim import Stepper
-from atoll.node.training.progress import Progress, Snapshot
+from atoll.node.training.progress import Progress
+from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.schedule import learning_rate
 from atoll.node.training.shape import resolve_shape
 
 PROBE_STEPS = 8
-_ALL = slice(0, None)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One inner step. `samples` counts repeated ones too."""
-
-    loss: float  # nats per token, before the step
-    tokens: int
-    samples: int
-
-
-class InnerLoop:
+class InnerLoop(Replica):
     """A model, its optimiser and its data on one device. Call `close` when done: it owns a thread."""
 
     def __init__(
@@ -63,30 +43,30 @@ class InnerLoop:
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.spec, self.corpus, self.clock = spec, corpus, clock or SystemClock()
+        self.corpus, self.clock = corpus, clock or SystemClock()
         self.device = choose_device(str(device))
         self.precision = working_precision(spec.optimizer.precision, self.device)
         self.shape = resolve_shape(spec.model, corpus.tokenizer.vocabulary)
-        self.progress = Progress()
-        self.committed_tokens = 0
+        self.stepper: Stepper | None = None
+        samples = spec.optimizer.micro_batch_samples * spec.optimizer.accumulate
         try:
-            self._build()
+            weights_E = self._build(spec)
+            loader = Loader(corpus, spec.run.seed, samples, self.clock, pin=self.device.type == "cuda")
+            super().__init__(spec, weights_E, loader)
         except torch.OutOfMemoryError as error:
             raise too_large("does not fit beside what is there", device_facts(self.device)) from error
-        self._loader = Loader(corpus, spec.run.seed, self._samples_per_step, self.clock, pin=self.device.type == "cuda")
 
-    def _build(self) -> None:
+    def _build(self, spec: RunSpec) -> Tensor:
+        """Model and gradients; the weights."""
         with torch.device("meta"):  # allocate once, flat
-            self.model = Decoder(self.shape, self.spec.optimizer.activation_checkpointing)
+            self.model = Decoder(self.shape, spec.optimizer.activation_checkpointing)
         self.layout = FlatLayout.of(self.model)
-        self.weights_E = torch.zeros(self.layout.elements, device=self.device)
-        self._gradients_E = torch.zeros_like(self.weights_E)
-        self._anchor_E = torch.zeros_like(self.weights_E)
-        self._snapshot_E: Tensor | None = None
-        self._snapped = _ALL  # its part
-        self.layout.bind(self.model, self.weights_E, self._gradients_E)
-        self._forward = torch.compile(self.model) if self._compiles else self.model
-        self.stepper: Stepper | None = None
+        weights_E = torch.zeros(self.layout.elements, device=self.device)
+        self._gradients_E = torch.zeros_like(weights_E)
+        self.layout.bind(self.model, weights_E, self._gradients_E)
+        compiles = spec.optimizer.compile and self.device.type == "cuda"
+        self._forward = torch.compile(self.model) if compiles else self.model
+        return weights_E
 
     # --- the core ---------------------------------------------------------------------------------
 
@@ -105,6 +85,14 @@ class InnerLoop:
         self.progress.add(tokens, batch.taken)
         return StepResult(float(loss_sum), tokens, len(batch.taken.samples))
 
+    work = step  # as the session calls it
+    between_steps = True  # always: a step is not interrupted
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to train."""
+        return self.has_data
+
     def loss(self, tokens_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token of next-token prediction, over [B, T+1] tokens."""
         tokens_BT = tokens_BT.to(self.device, non_blocking=True)
@@ -112,85 +100,13 @@ class InnerLoop:
             logits_BTV = self._forward(tokens_BT[:, :-1])
         return cross_entropy(logits_BTV, tokens_BT[:, 1:])
 
-    # --- outer rounds -----------------------------------------------------------------------------
-
     def initialise_into(self, anchor_E: Tensor) -> None:
         """Genesis: write the run's seeded initial parameters. Overwrites the weights; `load` follows."""
         initialise(self.model, self.spec.run.seed)
         anchor_E.copy_(self.weights_E)
 
-    def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
-        """Weights := anchor; progress is forgotten; AdamW's state stays when there is one."""
-        self._anchor_E.copy_(anchor_E)
-        self.weights_E.copy_(anchor_E)
-        self._snapshot_E = None
-        self.progress.reset()
-        self._loader.restart(SampleFeed(ranges))
-        self.set_committed_tokens(committed_tokens)
-
-    def snapshot(self, part: slice = _ALL) -> Snapshot:
-        """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
-        self._snapshot_E, self._snapped = self.weights_E[part].clone(), part
-        return self.progress.freeze(part.start, part.stop)
-
-    def pseudo_gradient_into(self, out_E: Tensor) -> None:
-        """anchor − weights as of the snapshot, into the snapshot's part of a host vector."""
-        out_E[self._snapped].copy_(torch.sub(self._anchor_E[self._snapped], self._frozen()))
-
-    def apply(
-        self,
-        new_anchor_E: Tensor,
-        *,
-        ranges: Sequence[Range] | None = None,
-        committed_tokens: int | None = None,
-        moved: slice = _ALL,
-    ) -> None:
-        """Carry: weights := new anchor + (weights − weights at the snapshot); the progress since then stays.
-
-        `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
-        `moved` holds the snapshot's part and all other elements in which the new anchor differs: those are rebased.
-        """
-        self._anchor_E[self._snapped].copy_(self._frozen())
-        self._move_to(new_anchor_E, moved)
-        self._snapshot_E = None
-        self.progress.commit()
-        if ranges is not None:
-            self._set_ranges(ranges)
-        if committed_tokens is not None:
-            self.set_committed_tokens(committed_tokens)
-
-    def rebase(
-        self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int, moved: slice = _ALL
-    ) -> None:
-        """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
-
-        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor; `moved`
-        holds the elements in which the new one differs.
-        """
-        self._move_to(new_anchor_E, moved)
-        self.discard()
-        self._set_ranges(ranges)
-        self.set_committed_tokens(committed_tokens)
-
-    def discard(self) -> None:
-        """An abandoned round: forget the snapshot, keep all progress."""
-        self._snapshot_E = None
-        self.progress.thaw()
-
-    def _move_to(self, new_anchor_E: Tensor, moved: slice) -> None:
-        """Keep the distance from the anchor."""
-        weights_E, anchor_E = self.weights_E[moved], self._anchor_E[moved]
-        weights_E.sub_(anchor_E)
-        anchor_E.copy_(new_anchor_E[moved])
-        weights_E.add_(anchor_E)
-
-    def _set_ranges(self, ranges: Sequence[Range]) -> None:
-        """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
-        self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
-
     def set_committed_tokens(self, committed_tokens: int) -> None:
-        """Move the learning-rate schedule."""
-        self.committed_tokens = committed_tokens
+        super().set_committed_tokens(committed_tokens)
         if self.stepper is not None:
             self.stepper.set_learning_rate(learning_rate(self.spec, committed_tokens))
 
@@ -253,37 +169,19 @@ class InnerLoop:
     # --- small things -----------------------------------------------------------------------------
 
     @property
-    def has_data(self) -> bool:
-        """Whether ranges were given."""
-        return not self._loader.empty
-
-    @property
-    def data_stall_seconds(self) -> float:
-        """Seconds that steps waited for data."""
-        return self._loader.stall_seconds
-
-    def close(self) -> None:
-        """End the loader's thread."""
-        self._loader.close()
+    def skipped_steps(self) -> int:
+        """Steps whose gradient was not finite."""
+        return self.stepper.skipped_steps if self.stepper else 0
 
     @property
     def _samples_per_step(self) -> int:
         return self.spec.optimizer.micro_batch_samples * self.spec.optimizer.accumulate
-
-    @property
-    def _compiles(self) -> bool:
-        return self.spec.optimizer.compile and self.device.type == "cuda"
 
     def _ready_stepper(self) -> Stepper:
         if self.stepper is None:
             self.stepper = Stepper(self.model, self.spec.optimizer, self.device, self.precision)
             self.stepper.set_learning_rate(learning_rate(self.spec, self.committed_tokens))
         return self.stepper
-
-    def _frozen(self) -> Tensor:
-        if self._snapshot_E is None:
-            raise ValueError("there is no snapshot")
-        return self._snapshot_E
 
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16

@@ -25,6 +25,7 @@ class TrainerConfig:
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
     vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
+    span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class TrainerStatus:
     progress_tokens: int = 0  # since the last applied anchor: what a snapshot taken now would say
     progress_samples: int = 0
     skipped_steps: int = 0  # gradients that were not finite
+    route_ready: bool = False  # a stage: the route can flush, as far as this stage knows
+    route_trouble: str = ""  # why the route last broke, until a flush is stepped again
+    flushes_aborted: int = 0  # at the driver
 
 
 # --- parent → child -------------------------------------------------------------------------------------
@@ -125,11 +129,30 @@ class Limit:
 
 
 @dataclass(frozen=True)
+class EnterRoute:
+    """The span's place on a route from now on; what was under way on another one is dropped."""
+
+    plan_version: int
+    route: int
+    stage: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class WriteInitial:
+    """Write the seeded initial parameters of the whole model to a file: fp32, little-endian, in layer order."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the process."""
 
 
-Order = Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | Evaluate | Generate | Limit | Stop
+Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | Evaluate | Generate | Limit) | (
+    EnterRoute | WriteInitial | Stop
+)
 
 
 # --- child → parent -------------------------------------------------------------------------------------
@@ -149,6 +172,7 @@ class Ready:
     tokens_per_step: int
     tokens_per_second: float
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
+    span: tuple[int, int] | None = None  # the layers that are held; None: none, they do not fit
 
 
 @dataclass(frozen=True)
@@ -196,7 +220,7 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
-        *(Evaluate, Generate, Limit, Stop, Ready, Refused, Done, Taken, Loss, Text),
+        *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Stop, Ready, Refused, Done, Taken, Loss, Text),
     )
 }
 

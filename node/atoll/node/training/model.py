@@ -11,6 +11,7 @@ Shape suffixes: B batch, T sequence, D model, H heads, K key-value heads, E head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -177,16 +178,27 @@ class Decoder(nn.Module):
 
 
 def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter from `seed`. One node does this at genesis; the others fetch its bytes.
+    """Fill every parameter from `seed`. One node does this at genesis; the others fetch its bytes."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in _drawn(model, seed):
+            parameters[name].copy_(values)
 
-    Normal with σ = 0.02; what feeds the residual stream is scaled by 1/√(2·blocks) (GPT-2), norms are one.
-    """
+
+def initial_parameters(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """What `initialise` fills a model with, by name in layer order: one parameter at a time, on the host."""
+    with torch.device("meta"):
+        model = Decoder(shape)
+    yield from _drawn(model, seed)
+
+
+def _drawn(model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Normal with σ = 0.02; what feeds the residual stream is scaled by 1/√(2·blocks) (GPT-2), norms are one."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     residual_std = INITIAL_STD / max(1.0, 2.0 * (len(model.layers) - 2)) ** 0.5
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(1.0)
-                continue
-            std = residual_std if name.endswith(("output.weight", "down.weight")) else INITIAL_STD
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            yield name, torch.ones(parameter.shape)
+            continue
+        std = residual_std if name.endswith(("output.weight", "down.weight")) else INITIAL_STD
+        yield name, torch.empty(parameter.shape).normal_(0.0, std, generator=generator)

@@ -1,156 +1,115 @@
-"""What the trainer process does between its first and last order: one loop of orders and inner steps.
+"""What the trainer process does between its first and last order: one loop of orders, messages and inner steps.
 
-Orders are carried out at step boundaries, in the order in which they came. Between orders the session steps
-while it is told to train and has data; a paced node (`minimum_step_seconds`) waits out the rest of each step with an
-ear on its orders.
+Orders are carried out at step boundaries, in the order in which they came; a stage of a route is at one when no flush
+is under way. Between orders the session steps while it is told to train and has data; a paced node
+(`minimum_step_seconds`) waits out the rest of each step with an ear on its orders. A stage does one action of its
+flush at a time, and takes what neighbours send as it comes.
 """
 
 from __future__ import annotations
 
 import queue
+import socket
 from collections import deque
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from atoll.core import log
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError, InvalidTransition
-from atoll.core.run_spec import parse_run_spec
+from atoll.core.errors import AtollError, InvalidTransition, ModelTooLarge
+from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
+from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.training.corpus import load_corpus
-from atoll.node.training.device import (
-    DeviceFacts,
-    check_fits,
-    choose_device,
-    device_facts,
-    limit_memory,
-    too_large,
-)
+from atoll.node.training.device import choose_device, device_facts, limit_memory
+from atoll.node.training.initial_file import write_initial
+from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.shape import layer_table, resolve_shape
+from atoll.node.training.pace import Pace
 from atoll.node.training.shared import map_vector, size_for
-from atoll.node.training.tokenizer import load_tokenizer
 
 PUSH_SECONDS = 0.5
-RECENT_STEPS = 32
 
 
 class Channel(Protocol):
-    """What the session needs of the control socket."""
+    """What the session needs of the control socket; the route's events come the same way."""
 
-    orders: queue.SimpleQueue[ms.Envelope]
+    events: queue.SimpleQueue[ms.Envelope | RouteEvent]
 
     def answer(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None: ...
-
-
-class Pace:
-    """When steps may begin and how fast they came, over the last of them. Pure: it is told the time."""
-
-    def __init__(self, minimum_step_seconds: float) -> None:
-        self.minimum_step_seconds = minimum_step_seconds
-        self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
-        self._next = 0.0
-        self._began = 0.0
-
-    def begin(self, now: float) -> None:
-        """A step begins."""
-        self._began = now
-        self._next = now + self.minimum_step_seconds
-
-    def end(self, tokens: int, loss: float) -> None:
-        """It is done."""
-        self._steps.append((self._began, tokens, loss))
-
-    def forget(self) -> None:
-        """Training was interrupted: the gap is not a slow step."""
-        self._steps.clear()
-
-    def wait_seconds(self, now: float) -> float:
-        """Until the next step may begin."""
-        return max(0.0, self._next - now)
-
-    def step_seconds(self, now: float) -> float:
-        """Mean time from the beginning of one recent step to that of the next."""
-        if not self._steps:
-            return 0.0
-        return max(now, self._next) / len(self._steps) - self._steps[0][0] / len(self._steps)
-
-    def tokens_per_step(self) -> float:
-        return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))
-
-    def loss(self) -> float:
-        """Mean of the recent steps."""
-        return sum(loss for _, _, loss in self._steps) / max(1, len(self._steps))
 
 
 class Session:
     """Loads everything (raising typed errors), says `Ready`, and then serves."""
 
     def __init__(
-        self, config: ms.TrainerConfig, channel: Channel, anchor_fd: int, gradient_fd: int, clock: Clock | None = None
+        self,
+        config: ms.TrainerConfig,
+        channel: Channel,
+        anchor_fd: int,
+        gradient_fd: int,
+        cable: socket.socket | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._channel, self._clock = channel, clock or SystemClock()
         self._pace = Pace(config.minimum_step_seconds)
         self._training = self._loaded = self._snapped = self._stopping = False
         self._pushed_at = 0.0
-        self._facts = device_facts(choose_device(config.device), config.vram_fraction)
-        limit_memory(self._facts, config.vram_fraction)
-        self._loop = _load(config, self._facts, self._clock)
-        elements = self._loop.layout.elements
+        self._orders: deque[ms.Envelope] = deque()
+        facts = device_facts(choose_device(config.device), config.vram_fraction)
+        limit_memory(facts, config.vram_fraction)
+        end = CableEnd(cable, channel.events.put) if cable is not None else None
+        self._here = load(config, facts, end, self._clock)
+        self._loop = self._here.loop
         for descriptor in (anchor_fd, gradient_fd):
-            size_for(descriptor, elements)
-        self._anchor_E, self._gradient_E = map_vector(anchor_fd, elements), map_vector(gradient_fd, elements)
-        self._introduce(config.minimum_step_seconds)
-
-    def _introduce(self, minimum_step_seconds: float) -> None:
-        loop, facts = self._loop, self._facts
-        try:
-            speed = loop.probe(minimum_step_seconds)
-            times = loop.layer_times()
-        except torch.OutOfMemoryError as error:
-            raise too_large("ran out of memory in its first step", facts) from error
-        self._channel.answer(
-            0,
-            ms.Ready(
-                layer_table_hex=layer_table(loop.spec, loop.shape).SerializeToString().hex(),
-                corpus_digest=loop.corpus.digest,
-                corpus_samples=loop.corpus.training_samples,
-                device=facts.device,
-                device_name=facts.name,
-                device_memory_bytes=facts.memory_bytes,
-                device_uuid=facts.uuid,
-                tokens_per_step=loop.spec.tokens_per_step,
-                tokens_per_second=speed,
-                layer_times=times,
-            ),
-        )
+            size_for(descriptor, self._here.elements)
+        self._anchor_E, self._gradient_E = (map_vector(fd, self._here.elements) for fd in (anchor_fd, gradient_fd))
+        self._channel.answer(0, self._here.introduction(config.minimum_step_seconds))
 
     def serve(self) -> None:
         """Until `Stop`."""
         while not self._stopping:
-            order = self._next_order()
-            if order is not None:
-                self._obey(order)
-            elif self._may_step() and not self._pace.wait_seconds(self._clock.monotonic()):
-                self._step()
+            self._take(self._next_event())
+            if self._orders and self._between_steps:
+                self._obey(self._orders.popleft())
+            elif self._may_work():
+                self._work()
             if self._clock.monotonic() - self._pushed_at >= PUSH_SECONDS:
                 self._push()
 
-    def _may_step(self) -> bool:
-        return self._training and self._loop.has_data
+    @property
+    def _between_steps(self) -> bool:
+        return self._loop is None or self._loop.between_steps
 
-    def _next_order(self) -> ms.Envelope | None:
-        wait = self._pace.wait_seconds(self._clock.monotonic()) if self._may_step() else PUSH_SECONDS
+    def _may_work(self) -> bool:
+        if not self._training or self._loop is None or not self._loop.has_work:
+            return False
+        return not self._loop.between_steps or not self._pace.wait_seconds(self._clock.monotonic())
+
+    def _next_event(self) -> ms.Envelope | RouteEvent | None:
+        busy = self._may_work() or (self._orders and self._between_steps)
+        wait = 0.0 if busy else PUSH_SECONDS
+        if not busy and self._training and self._loop is not None and self._loop.has_work:
+            wait = min(wait, self._pace.wait_seconds(self._clock.monotonic()))
         try:
-            return self._channel.orders.get(block=wait > 0, timeout=min(wait, PUSH_SECONDS))
+            return self._channel.events.get(block=wait > 0, timeout=wait)
         except queue.Empty:
             return None
 
-    def _step(self) -> None:
-        self._pace.begin(self._clock.monotonic())
-        result = self._loop.step()
-        self._pace.end(result.tokens, result.loss)
+    def _take(self, event: ms.Envelope | RouteEvent | None) -> None:
+        if isinstance(event, ms.Envelope):
+            self._orders.append(event)
+        elif event is not None:
+            self._stage().take(event)
+
+    def _work(self) -> None:
+        loop, began = self._require_model(), self._clock.monotonic()
+        was_between = loop.between_steps
+        result = loop.work()
+        if was_between and (result is not None or not loop.between_steps):
+            self._pace.begin(began)
+        if result is not None:
+            self._pace.end(result.tokens, result.loss)
 
     def _obey(self, order: ms.Envelope) -> None:
         try:
@@ -161,7 +120,27 @@ class Session:
         self._channel.answer(order.number, answer)
 
     def _carry_out(self, order: ms.Message) -> ms.Answer:
-        loop = self._loop
+        match order:
+            case ms.Evaluate():
+                return ms.Loss(self._whole_model("evaluates").evaluate(self._anchor_E))
+            case ms.Generate(prompt, tokens, seed):
+                return ms.Text(
+                    self._whole_model("generates text").generate(self._anchor_E, prompt.encode(), tokens, seed)
+                )
+            case ms.Limit(cpu_threads, minimum_step_seconds, vram_fraction):
+                self._limit(cpu_threads, minimum_step_seconds, vram_fraction)
+            case ms.EnterRoute(plan_version, route, stage, stages):
+                self._stage().enter_route(plan_version, route, stage, stages)
+            case ms.WriteInitial(path):
+                write_initial(self._here.shape, self._here.spec.run.seed, Path(path))
+            case ms.Stop():
+                self._stopping = True
+            case _:
+                return self._carry_out_training(order)
+        return ms.Done()
+
+    def _carry_out_training(self, order: ms.Message) -> ms.Answer:
+        loop = self._require_model()
         match order:
             case ms.Initialise():
                 loop.initialise_into(self._anchor_E)
@@ -173,11 +152,10 @@ class Session:
                 self._require(self._loaded, "train before an anchor was loaded")
                 self._training = True
             case ms.Pause():
-                self._training = False
-                self._pace.forget()
+                self._pause(loop)
             case ms.TakeSnapshot(start, end):
                 self._require(self._loaded, "take a snapshot before an anchor was loaded")
-                return self._take_snapshot(slice(start, end))
+                return self._take_snapshot(loop, slice(start, end))
             case ms.Apply(ranges, committed_tokens, moved):
                 self._require(self._snapped, "apply an anchor without a snapshot")
                 loop.apply(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
@@ -189,41 +167,60 @@ class Session:
             case ms.Discard():
                 loop.discard()
                 self._snapped = False
-            case ms.Evaluate():
-                return ms.Loss(loop.evaluate(self._anchor_E))
-            case ms.Generate(prompt, tokens, seed):
-                return ms.Text(loop.generate(self._anchor_E, prompt.encode(), tokens, seed))
-            case ms.Limit(cpu_threads, minimum_step_seconds, vram_fraction):
-                self._limit(cpu_threads, minimum_step_seconds, vram_fraction)
-            case ms.Stop():
-                self._stopping = True
             case _:
                 raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
         return ms.Done()
 
-    def _take_snapshot(self, part: slice) -> ms.Taken:
-        snapshot = self._loop.snapshot(part)
-        self._loop.pseudo_gradient_into(self._gradient_E)
+    def _pause(self, loop: InnerLoop | StageLoop) -> None:
+        self._training = False
+        self._pace.forget()
+        if isinstance(loop, StageLoop):
+            loop.pause()
+
+    def _take_snapshot(self, loop: InnerLoop | StageLoop, part: slice) -> ms.Taken:
+        snapshot = loop.snapshot(part)
+        loop.pseudo_gradient_into(self._gradient_E)
         self._snapped = True
         return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
 
     def _limit(self, cpu_threads: int, minimum_step_seconds: float, vram_fraction: float) -> None:
-        facts = device_facts(torch.device(self._facts.device), vram_fraction)
-        check_fits(self._loop.spec, self._loop.shape, facts)
+        facts = device_facts(torch.device(self._here.facts.device), vram_fraction)
+        self._here.check_fits(facts)
         limit_memory(facts, vram_fraction)
-        self._facts = facts
+        self._here.facts = facts
         torch.set_num_threads(cpu_threads)
         self._pace.minimum_step_seconds = minimum_step_seconds
+
+    # --- what an order needs ------------------------------------------------------------------------
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
             raise InvalidTransition(f"the trainer was told to {what}")
 
+    def _require_model(self) -> InnerLoop | StageLoop:
+        if self._loop is None:
+            raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")
+        return self._loop
+
+    def _whole_model(self, does: str) -> InnerLoop:
+        if not isinstance(self._loop, InnerLoop):
+            raise InvalidTransition(f"only a trainer with the whole model {does}")
+        return self._loop
+
+    def _stage(self) -> StageLoop:
+        if not isinstance(self._loop, StageLoop):
+            raise InvalidTransition("only a trainer with a span stands on a route")
+        return self._loop
+
     def _push(self) -> None:
         now = self._clock.monotonic()
         self._pushed_at = now
+        if self._loop is None:
+            self._channel.answer(0, ms.TrainerStatus())
+            return
         loop, progress = self._loop, self._loop.progress
         step_seconds = self._pace.step_seconds(now)
+        stage = loop if isinstance(loop, StageLoop) else None
         self._channel.answer(
             0,
             ms.TrainerStatus(
@@ -234,26 +231,12 @@ class Session:
                 train_loss=self._pace.loss(),
                 data_stall_seconds=loop.data_stall_seconds,
                 samples_repeated=progress.samples_repeated,
-                training=self._may_step(),
+                training=self._training and loop.has_data,
                 progress_tokens=progress.tokens,
                 progress_samples=progress.samples,
-                skipped_steps=loop.stepper.skipped_steps if loop.stepper else 0,
+                skipped_steps=loop.skipped_steps,
+                route_ready=stage is not None and stage.ready,
+                route_trouble=stage.trouble if stage is not None else "",
+                flushes_aborted=stage.flushes_aborted if stage is not None else 0,
             ),
         )
-
-
-def _load(config: ms.TrainerConfig, facts: DeviceFacts, clock: Clock) -> InnerLoop:
-    """Spec, tokenizer, room, corpus, model: in the order in which they can be wrong at the least cost."""
-    spec = parse_run_spec(config.run_spec_toml)
-    tokenizer = load_tokenizer(spec.data.tokenizer)
-    check_fits(spec, resolve_shape(spec.model, tokenizer.vocabulary), facts)
-    corpus = load_corpus(spec, config.corpus_path, tokenizer)
-    log.get("trainer").info(
-        "corpus_loaded",
-        tokens=len(corpus.tokens),
-        samples=corpus.training_samples,
-        files=corpus.report.files,
-        skipped_files=corpus.report.skipped_files,  # not text
-        digest=corpus.digest,
-    )
-    return InnerLoop(spec, corpus, facts.device, config.cpu_threads, clock)

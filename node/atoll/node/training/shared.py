@@ -41,4 +41,6 @@ def size_for(descriptor: int, elements: int) -> None:
 
 def map_vector(descriptor: int, elements: int) -> Tensor:
     """The file as an fp32 vector [E], shared with every other process that maps it."""
+    if not elements:
+        return torch.empty(0)
     return torch.frombuffer(mmap.mmap(descriptor, elements * FP32_BYTES), dtype=torch.float32, count=elements)

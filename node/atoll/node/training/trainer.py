@@ -26,6 +26,8 @@ from torch import Tensor
 
 from atoll.core.data_position import Range
 from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, by_reason
+from atoll.node.pipeline.cable import Cable
+from atoll.node.pipeline.route import RoutePlace
 from atoll.node.training import messages as ms
 from atoll.node.training.messages import TrainerConfig, TrainerStatus
 from atoll.node.training.progress import Snapshot
@@ -44,7 +46,7 @@ _LOG_TAIL_BYTES = 4096
 class TrainerFacts:
     """What the child found after loading."""
 
-    layers: plan_pb2.LayerTable
+    layers: plan_pb2.LayerTable  # of the whole model, like all but `span`
     elements: int
     layer_offsets: tuple[int, ...]  # one entry more than there are layers
     corpus_digest: str
@@ -56,6 +58,15 @@ class TrainerFacts:
     tokens_per_step: int
     tokens_per_second: float  # measured by a few real steps on scratch state
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
+    span: tuple[int, int] | None  # the layers that are held, both included; None: none, the model is too large
+
+    @property
+    def held_elements(self) -> int:
+        """Of the layers that are held: the length of anchor and pseudo-gradient."""
+        if self.span is None:
+            return 0
+        first, last = self.span
+        return self.layer_offsets[last + 1] - self.layer_offsets[first]
 
     @classmethod
     def of(cls, ready: ms.Ready) -> TrainerFacts:
@@ -75,6 +86,7 @@ class TrainerFacts:
             ready.tokens_per_step,
             ready.tokens_per_second,
             ready.layer_times,
+            ready.span,
         )
 
 
@@ -94,8 +106,10 @@ class Trainer:
     """One trainer process. Made by `spawn`; `stop` it in the end."""
 
     facts: TrainerFacts
-    anchor: Tensor  # fp32 [E], shared: the parent writes it; the child reads it when told, and writes it in initialise
-    pseudo_gradient: Tensor  # fp32 [E], shared: the child writes it in snapshot; read it until apply or discard
+    cable: Cable | None = None  # of a trainer with a span: for its route's bridge
+    # fp32 [E] of the layers that are held, shared:
+    anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
+    pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
 
     def __init__(
         self,
@@ -127,7 +141,7 @@ class Trainer:
                 assert isinstance(ready, ms.Ready)
                 trainer.facts = TrainerFacts.of(ready)
                 trainer.anchor, trainer.pseudo_gradient = (
-                    map_vector(descriptor, trainer.facts.elements) for descriptor in descriptors
+                    map_vector(descriptor, trainer.facts.held_elements) for descriptor in descriptors
                 )
             except BaseException:
                 await trainer._kill()
@@ -142,19 +156,28 @@ class Trainer:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
         command += [f"--anchor-fd={descriptors[0]}", f"--gradient-fd={descriptors[1]}", f"--parent-pid={os.getpid()}"]
-        with theirs, _open_log(log_path) as log, contextlib.ExitStack() as undo:
+        passed = [theirs.fileno(), *descriptors]
+        with theirs, _open_log(log_path) as log, contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
             undo.callback(ours.close)
+            near: socket.socket | None = None
+            if config.span is not None:
+                near, far = socket.socketpair()
+                undo.callback(near.close)
+                lent.enter_context(far)
+                command.append(f"--cable-fd={far.fileno()}")
+                passed.append(far.fileno())
             log_start = log.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(), *descriptors),
+                pass_fds=passed,
             )
             undo.pop_all()
         reader, writer = await asyncio.open_connection(sock=ours, limit=ms.MAX_LINE_BYTES)
         trainer = cls(process, reader, writer, log_path, log_start)
+        trainer.cable = await Cable.over(near) if near is not None else None
         writer.write(ms.Envelope(0, config).line())
         return trainer
 
@@ -181,7 +204,7 @@ class Trainer:
 
         Training goes on meanwhile.
         """
-        taken = await self._order(ms.TakeSnapshot(start, self.facts.elements if end is None else end), timeout)
+        taken = await self._order(ms.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
         assert isinstance(taken, ms.Taken)
         return Snapshot(taken.tokens, taken.samples, taken.steps, taken.fragment_tokens)
 
@@ -234,6 +257,20 @@ class Trainer:
         """Threads, pace and memory as `config` says, from the next step on. Raises `ModelTooLarge`."""
         await self._order(ms.Limit(config.cpu_threads, config.minimum_step_seconds, config.vram_fraction), timeout)
 
+    async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """The span is this stage from now on; run a `RouteBridge` over `cable` then. What it holds stays as it is.
+
+        Raises `InvalidRequest` when the span is not such a stage's.
+        """
+        await self._order(ms.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
+
+    async def write_initial(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Genesis without the model: the run's initial parameters of all layers, raw fp32, little-endian, fsynced.
+
+        Raises `DataDirUnusable`.
+        """
+        await self._order(ms.WriteInitial(str(path)), timeout)
+
     async def stop(self, timeout: timedelta) -> None:
         """End the child: by order, and after `timeout` by force. Safe to call when it is dead, and twice."""
         with contextlib.suppress(ChildDied, DeadlineExceeded):
@@ -248,7 +285,7 @@ class Trainer:
 
     @property
     def _all(self) -> Range:
-        return (0, self.facts.elements)
+        return (0, self.facts.held_elements)
 
     # --- the wire ---------------------------------------------------------------------------------------
 
@@ -287,6 +324,8 @@ class Trainer:
             self._signal_kill()
         finally:
             self._writer.close()  # a child that lives on without its socket ends itself
+            if self.cable is not None:
+                self.cable.close()
         returncode = await self._process.wait()
         self.died.set_result(ChildExit(returncode, _last_line(self._log_path, self._log_start)))
         self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)

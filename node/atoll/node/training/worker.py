@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from typing import Any
 
 from atoll.core import log
 from atoll.core.errors import AtollError
@@ -41,7 +42,7 @@ class ControlChannel:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._sending = threading.Lock()
-        self.orders: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # orders, and what comes over the cable
         threading.Thread(target=self._read, name="control", daemon=True).start()
 
     def answer(self, number: int, body: Answer | TrainerStatus) -> None:
@@ -56,7 +57,7 @@ class ControlChannel:
         try:
             with self._control.makefile("rb") as lines:
                 for line in lines:
-                    self.orders.put(Envelope.parse(line))
+                    self.events.put(Envelope.parse(line))
         except (OSError, ValueError):
             traceback.print_exc()
         os._exit(EXIT_ORPHANED)
@@ -67,18 +68,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="internal: the trainer process of an atoll node")
     for name in ("--control-fd", "--anchor-fd", "--gradient-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--cable-fd", type=int, help="of a trainer that may hold a span")
     options = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent(options.parent_pid)
     log.configure(output="json")  # standard error is the log file that the parent opened
     channel = ControlChannel(socket.socket(fileno=options.control_fd))
-    config = channel.orders.get().body
+    config = channel.events.get().body
     assert isinstance(config, TrainerConfig)
     try:
         from atoll.node.training.session import Session  # torch: only now that nothing can orphan us
 
-        session = Session(config, channel, options.anchor_fd, options.gradient_fd)
+        cable = socket.socket(fileno=options.cable_fd) if options.cable_fd is not None else None
+        session = Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
     except AtollError as error:
         channel.answer(0, Refused(error.reason, str(error), error.remedy))
         return int(error.exit_code)

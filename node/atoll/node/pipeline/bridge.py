@@ -1,0 +1,143 @@
+"""A node's place on a route, in the swarm process: incarnation after incarnation, until it is cancelled.
+
+The driver begins each one, under a number higher than all before; it passes downstream with the streams, and a stage
+follows the stage before it. So however a route breaks and whoever is replaced, all of it begins anew together, and
+streams of what was before are refused. Nothing here computes: messages pass between streams and trainer as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+from atoll.core import log
+from atoll.core.clock import Clock, unix_ms
+from atoll.core.errors import AtollError, ChildDied, FlushAborted, InvalidTransition, first_error
+from atoll.core.run_spec import RunSpec
+from atoll.node.pipeline.cable import Cable
+from atoll.node.pipeline.dispatcher import WAIT, RouteDispatcher
+from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.links import Links
+from atoll.node.pipeline.route import AHEAD, RoutePlace
+from atoll.node.pipeline.wire import Channel
+from atoll.node.transport import Stream
+from atoll.v1 import pipeline_pb2 as pb
+from atoll.v1 import plan_pb2
+
+_FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver begins anew; twice as long each time that none works
+_LONGEST_PAUSE = timedelta(seconds=10)
+
+_log = log.get("route")
+
+
+class RouteBridge:
+    """Joins one trainer that holds a span to its neighbours. The trainer knows its place (`Trainer.enter_route`)."""
+
+    def __init__(
+        self,
+        dispatcher: RouteDispatcher,
+        cable: Cable,
+        route: RoutePlace,
+        spec: RunSpec,
+        layers: plan_pb2.LayerTable,
+        clock: Clock,
+    ) -> None:
+        self.incarnations = 0  # begun
+        self.trouble: AtollError | None = None  # why the last one ended
+        self._dispatcher, self._cable, self._route = dispatcher, cable, route
+        self._channel = Channel.of(spec, layers, *route.name)
+        self._place = Place(route.stage, route.stages, bool(layers.layers[-1].tied_to), AHEAD)
+        self._clock = clock
+        self._links: Links | None = None
+        self._was_ready = False  # the incarnation before
+        self._called = 0  # an incarnation that the stage before has begun and we have not
+        self._last = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def incarnation(self) -> int:
+        """The number of the one under way; 0: none is."""
+        return self._links.number if self._links is not None else 0
+
+    async def run(self) -> NoReturn:
+        """Until cancelled. Raises `ChildDied` when the trainer is gone."""
+        await self._dispatcher.add(self._route.name, self)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._pass_out())
+                await self._again_and_again()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        finally:
+            self._dispatcher.remove(self._route.name)
+
+    async def serve(self, stream: Stream, first: bytes, header: pb.StageMessage) -> None:
+        """A neighbour's stream, for as long as its incarnation lasts."""
+        number, sender = header.incarnation, self._route.stage_of(stream.peer_id)
+        if sender == self._route.stage - 1:
+            await self._follow(number)
+        try:
+            async with asyncio.timeout(WAIT.total_seconds()), self._changed:
+                await self._changed.wait_for(lambda: self._links is not None and self._links.number >= number)
+        except TimeoutError:
+            raise InvalidTransition(f"incarnation {number} of the route has not begun here") from None
+        links = self._links
+        if links is None or links.number != number:
+            raise InvalidTransition(f"incarnation {number} of the route is over here")
+        await links.carry_in(stream, first)
+
+    async def _pass_out(self) -> NoReturn:
+        while True:
+            frame = await self._cable.receive()
+            if self._links is not None:
+                self._links.carry_out(frame)
+
+    async def _again_and_again(self) -> NoReturn:
+        pause = _FIRST_PAUSE
+        while True:
+            number = await self._next_number()
+            began = self._clock.monotonic()
+            try:
+                await self._one_incarnation(number)
+            except ChildDied:
+                raise
+            except AtollError as error:
+                self.trouble = error
+                _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
+            if self._place.first:
+                lasted = timedelta(seconds=self._clock.monotonic() - began) if self._was_ready else timedelta(0)
+                pause = _FIRST_PAUSE if lasted > 2 * pause else min(2 * pause, _LONGEST_PAUSE)
+                await asyncio.sleep(pause.total_seconds())
+
+    async def _one_incarnation(self, number: int) -> NoReturn:
+        channel = replace(self._channel, incarnation=number)
+        links = Links(self._dispatcher.network, self._route, self._place, channel, self._cable)
+        self.incarnations += 1
+        try:
+            async with self._changed:
+                self._links = links
+                self._changed.notify_all()
+            await links.run()  # its tasks can be joined by those who were woken: nothing runs in between
+        finally:
+            self._links, self._was_ready = None, links.was_ready
+
+    async def _next_number(self) -> int:
+        if self._place.first:
+            self._last = max(self._last + 1, unix_ms(self._clock))
+        else:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._called)
+            self._last, self._called = self._called, 0
+        return self._last
+
+    async def _follow(self, number: int) -> None:
+        """The stage before is at this incarnation."""
+        if number <= max(self._called, self._links.number if self._links is not None else 0):
+            return
+        self._called = number
+        if self._links is not None:
+            self._links.break_off(FlushAborted("the route begins anew"))
+        async with self._changed:
+            self._changed.notify_all()

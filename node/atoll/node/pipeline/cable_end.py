@@ -1,0 +1,213 @@
+"""The trainer's end of the cable: messages in through a queue, messages out through one outbox a neighbour.
+
+Two threads, so that reading, decoding, encoding and writing go on while torch computes. What comes in is decoded and
+posted, and at most so many messages wait there: then the socket fills, and streams, and the neighbour waits. What
+goes out is encoded only when its turn comes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from atoll.core.errors import AtollError, FlushAborted, PeerMisbehaved
+from atoll.node.averaging.codecs import CODECS, Codec
+from atoll.node.pipeline.cable import BODY_BYTES, PREFIX, WINDOW_FRAMES, Word, heard, pack_prefix, said
+from atoll.node.pipeline.messages import Message
+from atoll.node.pipeline.wire import Channel, pack, read_header, unpack
+from atoll.v1 import pipeline_pb2 as pb
+
+WAITING_MESSAGES = 64  # posted and not taken; credits keep honest neighbours far below
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The route begins anew."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Detached:
+    """The route is over, for this reason."""
+
+    incarnation: int
+    error: AtollError
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A neighbour's message. Whoever takes it calls `CableEnd.taken`."""
+
+    incarnation: int
+    sender: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """A neighbour sent bytes that are no message."""
+
+    incarnation: int
+    error: AtollError
+
+
+RouteEvent = Attached | Detached | Arrived | Spoiled
+Frame = tuple[bytes, bytes | memoryview]
+
+
+@dataclass
+class _Outbox:
+    """What waits for one neighbour."""
+
+    messages: deque[Message] = field(default_factory=deque)
+    frames: Iterator[Frame] | None = None  # of the message that is going out
+    window: int = WINDOW_FRAMES
+
+    @property
+    def can_go(self) -> bool:
+        return self.window > 0 and (self.frames is not None or bool(self.messages))
+
+
+class CableEnd:
+    """Made once a process; its threads end with the socket."""
+
+    channel: Channel | None = None  # of the route; set before anything is attached
+    codec: Codec = CODECS["int8"]
+
+    def __init__(self, sock: socket.socket, post: Callable[[RouteEvent], None]) -> None:
+        self._sock, self._post = sock, post
+        self._room = threading.Semaphore(WAITING_MESSAGES)
+        self._changed = threading.Condition()
+        self._incarnation = 0
+        self._outboxes: dict[int, _Outbox] = {}
+        self._breaks: deque[bytes] = deque()
+        self._closed = False
+        self._incoming: dict[int, tuple[pb.StageMessage, bytearray]] = {}  # by sender, not whole yet
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name=f"cable{work.__name__}", daemon=True).start()
+
+    # --- the session's thread -----------------------------------------------------------------------
+
+    def begin(self, incarnation: int) -> None:
+        """Nothing of earlier incarnations goes out any more."""
+        with self._changed:
+            self._incarnation, self._outboxes = incarnation, {}
+
+    def send(self, receiver: int, message: Message) -> None:
+        """Queue it; the schedule bounds how much waits."""
+        with self._changed:
+            self._outboxes.setdefault(receiver, _Outbox()).messages.append(message)
+            self._changed.notify_all()
+
+    def break_off(self, error: AtollError) -> None:
+        """End the incarnation, for everybody on the route."""
+        payload = said(error)
+        with self._changed:
+            self._outboxes = {}
+            self._breaks.append(pack_prefix(Word.BREAK, 0, self._incarnation, len(payload)) + payload)
+            self._changed.notify_all()
+
+    def taken(self) -> None:
+        """A message that was posted does not wait any more."""
+        self._room.release()
+
+    # --- reading ------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            with self._sock, self._sock.makefile("rb") as file:
+                while len(start := file.read(PREFIX.size)) == PREFIX.size:
+                    word, stage, incarnation, size = PREFIX.unpack(start)
+                    payload = file.read(size)
+                    if len(payload) < size:
+                        break
+                    self._handle(Word(word), stage, incarnation, payload)
+        except OSError:
+            pass
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._post(Detached(self._incarnation, FlushAborted("the swarm process closed the cable")))
+
+    def _handle(self, word: Word, stage: int, incarnation: int, payload: bytes) -> None:
+        match word:
+            case Word.ATTACH:
+                self._incoming.clear()
+                self._post(Attached(incarnation))
+            case Word.DETACH:
+                self._post(Detached(incarnation, heard(payload)))
+            case Word.TAKEN:
+                self._widen(stage, incarnation)
+            case Word.HEADER | Word.BODY:
+                try:
+                    self._assemble(word, stage, incarnation, payload)
+                except PeerMisbehaved as error:
+                    self._incoming.pop(stage, None)
+                    self._post(Spoiled(incarnation, error))
+
+    def _widen(self, stage: int, incarnation: int) -> None:
+        with self._changed:
+            if incarnation == self._incarnation and stage in self._outboxes:
+                self._outboxes[stage].window += 1
+                self._changed.notify_all()
+
+    def _assemble(self, word: Word, sender: int, incarnation: int, payload: bytes) -> None:
+        if word is Word.HEADER:
+            assert self.channel is not None
+            channel = replace(self.channel, incarnation=incarnation)
+            self._incoming[sender] = read_header(payload, channel), bytearray()
+        elif sender in self._incoming:  # else it was spoilt
+            self._incoming[sender][1].extend(payload)
+        header, body = self._incoming.get(sender, (None, b""))
+        if header is not None and len(body) >= header.body_bytes:
+            del self._incoming[sender]
+            assert self.channel is not None
+            message = unpack(header, body, self.channel)
+            self._room.acquire()
+            self._post(Arrived(incarnation, sender, message))
+
+    # --- writing ------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._breaks or self._sendable())
+                    if self._closed:
+                        return
+                    frame: Frame | None = (self._breaks.popleft(), b"") if self._breaks else None
+                    outbox, incarnation = self._sendable(), self._incarnation
+                if frame is None and outbox is not None:
+                    frame = self._next_frame(*outbox, incarnation)
+                for piece in frame or ():
+                    self._sock.sendall(piece)
+        except OSError:  # the swarm process is gone; the control channel ends this one
+            pass
+
+    def _sendable(self) -> tuple[int, _Outbox] | None:
+        return next(((receiver, outbox) for receiver, outbox in self._outboxes.items() if outbox.can_go), None)
+
+    def _next_frame(self, receiver: int, outbox: _Outbox, incarnation: int) -> Frame | None:
+        """None at the end of a message."""
+        if outbox.frames is None:
+            outbox.frames = self._frames(receiver, incarnation, outbox.messages.popleft())
+        frame = next(outbox.frames, None)
+        with self._changed:
+            if frame is None:
+                outbox.frames = None
+            else:
+                outbox.window -= 1
+        return frame
+
+    def _frames(self, receiver: int, incarnation: int, message: Message) -> Iterator[Frame]:
+        assert self.channel is not None
+        header, body = pack(message, replace(self.channel, incarnation=incarnation), self.codec)
+        data = header.SerializeToString()
+        yield pack_prefix(Word.HEADER, receiver, incarnation, len(data)), data
+        for start in range(0, len(body), BODY_BYTES):
+            part = memoryview(body)[start : start + BODY_BYTES]
+            yield pack_prefix(Word.BODY, receiver, incarnation, len(part)), part

@@ -1,0 +1,229 @@
+"""The trainer of one span: takes part in its route's flushes and drives them where the span begins the model.
+
+What outer rounds do to the span's weights stands in `training/replica.py`. The session calls `work` while there is
+some, one action at a time, and `take` for everything that comes over the cable. Progress is counted when a flush is
+stepped; one that was aborted leaves no trace, and its samples are fed again. Whatever breaks a route, this keeps what
+it has, and goes on when the route is attached again, with whomever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.core.clock import Clock
+from atoll.core.data_position import Range
+from atoll.core.errors import (
+    AtollError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    InvalidTransition,
+    PeerMisbehaved,
+)
+from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.pace import Pace
+from atoll.node.pipeline.built_in import BuiltIn
+from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
+from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.route import AHEAD
+from atoll.node.pipeline.runner import Runner
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.pipeline.wire import Channel
+from atoll.node.training.corpus import Corpus
+from atoll.node.training.device import working_precision
+from atoll.node.training.feed import Taken
+from atoll.node.training.loader import Batch, Loader
+from atoll.node.training.model import initial_parameters
+from atoll.node.training.replica import Replica, StepResult
+from atoll.node.training.schedule import learning_rate
+from atoll.node.training.shape import layer_table, resolve_shape
+
+PATIENCE_FLOOR_SECONDS = 5.0
+PATIENCE_CEILING_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end
+_NOTHING = Taken((), 0)
+
+
+class StageLoop(Replica):
+    """One span in memory, on no route yet."""
+
+    def __init__(
+        self, spec: RunSpec, corpus: Corpus, span: Span, device: torch.device, clock: Clock, cable: CableEnd
+    ) -> None:
+        """Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for a precision."""
+        self.corpus, self.span, self.clock = corpus, span, clock
+        self.flushes_aborted = 0
+        self.trouble = ""  # why the route does not work at present, for people
+        self.shape = resolve_shape(spec.model, corpus.tokenizer.vocabulary)
+        model = SpanModel(BuiltIn(self.shape).cut(span), device)
+        precision = working_precision(spec.optimizer.precision, device)
+        if precision == "fp16":
+            raise ConfigError(
+                f"{device} would train in fp16, which needs a loss scale that stages of a route do not share",
+                'set precision = "fp32", or "bf16" on devices that have it',
+            )
+        room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
+        self.stage = Stage(model, spec.optimizer, room, precision)
+        self._tied = self.shape.tie_embeddings
+        self._table = layer_table(spec, self.shape)
+        self._runner = Runner(Place(0, 1), self.stage, spec.optimizer.clip_norm)
+        self._cable = cable
+        cable.codec = CODECS[spec.pipeline.codec]
+        self._attached = 0  # the incarnation; 0: none
+        self._waiting = True
+        self._patience = Pace(PATIENCE_FLOOR_SECONDS, PATIENCE_CEILING_SECONDS)
+        self._batch: Batch | None = None  # of the flush under way, or of one that was aborted
+        self._fed_at: float | None = None  # when the flush under way began; None: none is, here
+        self._counted = 0  # tokens of the stage that are progress
+        loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
+        super().__init__(spec, model.weights_E, loader)
+
+    # --- rounds -------------------------------------------------------------------------------------
+
+    def initialise_into(self, anchor_E: Tensor) -> None:
+        """Genesis: write the run's seeded initial parameters of the span."""
+        views = dict(self.stage.model.trained.views(anchor_E))
+        for name, values in initial_parameters(self.shape, self.spec.run.seed):
+            if name in views:
+                views[name].copy_(values)
+
+    def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
+        self._runner.forget()
+        self._batch = None
+        super().load(anchor_E, ranges=ranges, committed_tokens=committed_tokens)
+
+    def _set_ranges(self, ranges: Sequence[Range]) -> None:
+        self._batch = None  # it is not consumed, so the new ranges hold it if anybody's do
+        super()._set_ranges(ranges)
+
+    def set_committed_tokens(self, committed_tokens: int) -> None:
+        super().set_committed_tokens(committed_tokens)
+        self.stage.set_learning_rate(learning_rate(self.spec, committed_tokens))
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is something to train: ranges, or a driver that has them."""
+        return super().has_data if self.span.first == 0 else self._attached > 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Flushes whose gradient was not finite."""
+        return self.stage.skipped_steps
+
+    # --- a route ------------------------------------------------------------------------------------
+
+    def enter_route(self, plan_version: int, route: int, stage: int, stages: int) -> None:
+        """The place that this span has from now on. Raises `InvalidRequest` for one that does not fit it."""
+        cut = self.stage.model.cut
+        if not 0 <= stage < stages or (stage == 0) != cut.first or (stage == stages - 1) != cut.last:
+            raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
+        self._lose(InvalidTransition("the plan has another route"))
+        self._runner.place = Place(stage, stages, self._tied, AHEAD)
+        self._cable.channel = Channel.of(self.spec, self._table, plan_version, route)
+
+    def pause(self) -> None:
+        """Let go of the route, so that nobody begins a flush that would wait here; the driver just begins none."""
+        if self._attached and not self._runner.place.first:
+            self._break(InvalidTransition(f"stage {self._runner.place.stage} is paused"))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the route can flush, as far as this stage knows."""
+        return self._attached > 0 and self._runner.ready
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no flush is under way here."""
+        return self._fed_at is None and self._runner.idle
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` would do something."""
+        return self._attached > 0 and (not self._waiting or self._may_feed or self._overdue)
+
+    def work(self) -> StepResult | None:
+        """The next action of the flush under way, or of a new one; what was trained when it ended one."""
+        if self._overdue:
+            seconds = self._patience.patience
+            self._patience.miss(seconds, failed=True)
+            self._break(DeadlineExceeded(f"a flush took longer than {seconds:.0f} s"))
+            return None
+        if self._may_feed:
+            self._feed()
+        sent = self._runner.advance()
+        self._waiting = sent is None
+        for receiver, message in sent or ():
+            self._cable.send(receiver, message)
+        return self._count()
+
+    def take(self, event: RouteEvent) -> None:
+        """What came over the cable."""
+        if isinstance(event, Arrived):
+            self._cable.taken()
+        match event:
+            case Attached(incarnation):
+                self._lose(InvalidTransition("the route begins anew"))
+                self._attached, self._waiting = incarnation, False
+                self._cable.begin(incarnation)
+                self._runner.begin(incarnation)
+            case _ if event.incarnation != self._attached:
+                pass  # of what is over
+            case Detached(error=error):
+                self._lose(error)
+            case Spoiled(error=error):
+                self._break(error)
+            case Arrived(sender=sender, message=message):
+                self._waiting = False
+                try:
+                    self._runner.deliver(sender, message)
+                except PeerMisbehaved as error:
+                    self._break(error)
+                self._count()
+
+    # --- flushes ------------------------------------------------------------------------------------
+
+    @property
+    def _may_feed(self) -> bool:
+        return self._runner.place.first and self.ready and self.between_steps and self.has_data
+
+    @property
+    def _overdue(self) -> bool:
+        return self._fed_at is not None and self.clock.monotonic() - self._fed_at > self._patience.patience
+
+    def _feed(self) -> None:
+        self._batch = self._batch or self._loader.next()
+        tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
+        self._runner.feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens])
+        self._fed_at = self.clock.monotonic()
+
+    def _count(self) -> StepResult | None:
+        """Make progress of what was stepped since the last time."""
+        tokens, self._counted = self.stage.tokens - self._counted, self.stage.tokens
+        if not tokens:
+            return None
+        taken, loss = _NOTHING, 0.0
+        if self._batch is not None and self._fed_at is not None and self._runner.finished is not None:
+            taken, loss = self._batch.taken, self._runner.finished.loss
+            self._patience.observe(self.clock.monotonic() - self._fed_at)
+            self._batch = self._fed_at = None
+        self.trouble = ""
+        self.progress.add(tokens, taken)
+        return StepResult(loss, tokens, len(taken.samples))
+
+    def _break(self, error: AtollError) -> None:
+        """End the incarnation for everybody."""
+        self._cable.break_off(error)
+        self._lose(error)
+
+    def _lose(self, error: AtollError) -> None:
+        """The route broke: what was under way counts nothing, or will, if it was decided and we did not hear."""
+        if self._attached:
+            self.trouble = str(error)
+        self.flushes_aborted += self._fed_at is not None
+        self._attached, self._fed_at = 0, None
+        self._runner.cut_off()

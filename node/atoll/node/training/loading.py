@@ -1,0 +1,170 @@
+"""What the trainer process has in memory when it is ready, and what it found: the whole model, a span, or none of it.
+
+Spec, tokenizer, room, corpus, model: in the order in which they can be wrong at the least cost. A node that cannot
+hold the whole model, and was not told which layers to hold, comes up without any: it is measured, and waits for a plan
+that gives it a span.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import ModelTooLarge
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.core.units import bytes_text
+from atoll.node.pipeline.cable_end import CableEnd
+from atoll.node.pipeline.memory import Traffic, trainer_memory
+from atoll.node.pipeline.route import AHEAD
+from atoll.node.pipeline.schedule import credits_of
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.stage_loop import StageLoop
+from atoll.node.training import messages as ms
+from atoll.node.training.corpus import Corpus, load_corpus
+from atoll.node.training.device import DeviceFacts, check_fits, too_large, working_precision
+from atoll.node.training.layer_times import LayerTimes, of_single_layers
+from atoll.node.training.loop import InnerLoop
+from atoll.node.training.shape import ModelShape, layer_table, resolve_shape
+from atoll.node.training.tokenizer import load_tokenizer
+
+
+@dataclass
+class Loaded:
+    """All of it."""
+
+    spec: RunSpec
+    shape: ModelShape
+    corpus: Corpus
+    clock: Clock
+    facts: DeviceFacts
+    loop: InnerLoop | StageLoop | None  # None: no layers
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The layers that are held."""
+        if isinstance(self.loop, StageLoop):
+            return self.loop.span.first, self.loop.span.last
+        return None if self.loop is None else (0, self.shape.layers + 1)
+
+    @property
+    def elements(self) -> int:
+        """Of the layers that are held."""
+        return 0 if self.loop is None else self.loop.weights_E.numel()
+
+    def check_fits(self, facts: DeviceFacts) -> None:
+        """Raises `ModelTooLarge` if what is held were too large for such a device."""
+        if isinstance(self.loop, StageLoop):
+            check_stage_fits(self.spec, self.shape, self.loop.span, facts)
+        elif self.loop is not None:
+            check_fits(self.spec, self.shape, facts)
+
+    def introduction(self, minimum_step_seconds: float) -> ms.Ready:
+        """What the daemon is told first. Raises `ModelTooLarge` if measuring shows that it does not fit."""
+        try:
+            tokens_per_second, times = self._measured(minimum_step_seconds)
+        except torch.OutOfMemoryError as error:
+            raise too_large("ran out of memory in its first step", self.facts) from error
+        whole = isinstance(self.loop, InnerLoop)
+        return ms.Ready(
+            layer_table_hex=layer_table(self.spec, self.shape).SerializeToString().hex(),
+            corpus_digest=self.corpus.digest,
+            corpus_samples=self.corpus.training_samples,
+            device=self.facts.device,
+            device_name=self.facts.name,
+            device_memory_bytes=self.facts.memory_bytes,
+            device_uuid=self.facts.uuid,
+            tokens_per_step=self.spec.tokens_per_step if whole else self.spec.tokens_per_flush,
+            tokens_per_second=tokens_per_second,
+            layer_times=times,
+            span=self.span,
+        )
+
+    def _measured(self, minimum_step_seconds: float) -> tuple[float, LayerTimes]:
+        """Tokens per second of what is held, and times of single layers."""
+        if isinstance(self.loop, InnerLoop):
+            speed = self.loop.probe(minimum_step_seconds)
+            return speed, self.loop.layer_times()
+        times = self._single_layers()
+        if self.loop is None:
+            return 0.0, times
+        seconds = self._seconds_per_token(self.loop.span, times)
+        return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12), times
+
+    def _single_layers(self) -> LayerTimes:
+        precision = working_precision(self.spec.optimizer.precision, torch.device(self.facts.device))
+        size = self.spec.optimizer.micro_batch_samples, self.spec.data.sequence_length
+        tokens_BT = torch.zeros(size, dtype=torch.int64, device=self.facts.device)
+
+        def autocast() -> AbstractContextManager[None]:
+            dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+            return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
+
+        return of_single_layers(self.shape, tokens_BT, self.clock, autocast)
+
+    def _seconds_per_token(self, span: Span, times: LayerTimes) -> float:
+        """Of a stage, which computes its span twice and backward once."""
+        last = self.shape.layers + 1
+        kinds = ["embedding" if each == 0 else "head" if each == last else "block" for each in range(last + 1)]
+        seconds = {kind: 2 * forward + backward for kind, forward, backward in times}
+        return sum(seconds[kind] for kind in kinds[span.first : span.last + 1])
+
+
+def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, clock: Clock) -> Loaded:
+    """Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `CorpusError`, `InvalidRequest`."""
+    spec = parse_run_spec(config.run_spec_toml)
+    tokenizer = load_tokenizer(spec.data.tokenizer)
+    shape = resolve_shape(spec.model, tokenizer.vocabulary)
+    span = Span(*config.span) if config.span is not None else None
+    holds = _has_room(spec, shape, span, facts)
+    corpus = load_corpus(spec, config.corpus_path, tokenizer)
+    log.get("trainer").info(
+        "corpus_loaded",
+        tokens=len(corpus.tokens),
+        samples=corpus.training_samples,
+        files=corpus.report.files,
+        skipped_files=corpus.report.skipped_files,  # not text
+        digest=corpus.digest,
+    )
+    torch.set_num_threads(config.cpu_threads)
+    loop: InnerLoop | StageLoop | None = None
+    if span is not None:
+        assert cable is not None
+        loop = StageLoop(spec, corpus, span, torch.device(facts.device), clock, cable)
+    elif holds:
+        loop = InnerLoop(spec, corpus, facts.device, clock=clock)
+    return Loaded(spec, shape, corpus, clock, facts, loop)
+
+
+def _has_room(spec: RunSpec, shape: ModelShape, span: Span | None, facts: DeviceFacts) -> bool:
+    """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
+    if span is not None:
+        check_stage_fits(spec, shape, span, facts)
+        return True
+    try:
+        check_fits(spec, shape, facts)
+    except ModelTooLarge as error:
+        if min(stage_bytes(spec, shape, Span(layer, layer)) for layer in range(shape.layers + 2)) > facts.memory_bytes:
+            raise
+        log.get("trainer").warning("holds_no_layers", reason=str(error))
+        return False
+    return True
+
+
+def stage_bytes(spec: RunSpec, shape: ModelShape, span: Span) -> int:
+    """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each."""
+    tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
+    micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
+    credits = max(credits_of(shape.layers + 2 - span.first, micro_batches, AHEAD))
+    traffic = Traffic(tokens, spec.data.sequence_length, credits)
+    return trainer_memory(layer_table(spec, shape), span, traffic)
+
+
+def check_stage_fits(spec: RunSpec, shape: ModelShape, span: Span, facts: DeviceFacts) -> None:
+    """Raises `ModelTooLarge` before anything is allocated."""
+    needed = stage_bytes(spec, shape, span)
+    if needed > facts.memory_bytes:
+        raise too_large(f"needs about {bytes_text(needed)} for {span}", facts)

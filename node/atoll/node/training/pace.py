@@ -1,0 +1,47 @@
+"""When inner steps may begin, and how fast they came. Pure: it is told the time."""
+
+from __future__ import annotations
+
+from collections import deque
+
+RECENT_STEPS = 32
+
+
+class Pace:
+    """Over the last steps."""
+
+    def __init__(self, minimum_step_seconds: float) -> None:
+        self.minimum_step_seconds = minimum_step_seconds
+        self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
+        self._next = 0.0
+        self._began = 0.0
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        self._began = now
+        self._next = now + self.minimum_step_seconds
+
+    def end(self, tokens: int, loss: float) -> None:
+        """It is done."""
+        self._steps.append((self._began, tokens, loss))
+
+    def forget(self) -> None:
+        """Training was interrupted: the gap is not a slow step."""
+        self._steps.clear()
+
+    def wait_seconds(self, now: float) -> float:
+        """Until the next step may begin."""
+        return max(0.0, self._next - now)
+
+    def step_seconds(self, now: float) -> float:
+        """Mean time from the beginning of one recent step to that of the next."""
+        if not self._steps:
+            return 0.0
+        return max(now, self._next) / len(self._steps) - self._steps[0][0] / len(self._steps)
+
+    def tokens_per_step(self) -> float:
+        return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))
+
+    def loss(self) -> float:
+        """Mean of the recent steps."""
+        return sum(loss for _, _, loss in self._steps) / max(1, len(self._steps))

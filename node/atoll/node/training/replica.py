@@ -1,0 +1,141 @@
+"""What a node holds of the model, the whole or a span, and the algebra of outer rounds on it.
+
+    load(anchor) → … → snapshot() → … → apply(new anchor) | rebase(new anchor) | discard()
+
+`snapshot` freezes what was trained since the anchor (the pseudo-gradient, anchor − weights); training goes on while
+peers average it; `apply` takes the new anchor plus the progress made meanwhile ("carry"); `discard` forgets a round
+that was abandoned and keeps all progress; `rebase` keeps it on an anchor that others made (DESIGN §4.2).
+
+Who trains the weights stands in `training/loop.py` (all layers) and `pipeline/stage_loop.py` (a span). All vectors are
+fp32, of the layers that are held. Pseudo-gradient and carry use separately rounded elementwise operations only, like
+everything that others see. Shape suffix: E all elements that are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.data_position import Range
+from atoll.core.run_spec import RunSpec
+from atoll.node.training.feed import SampleFeed
+from atoll.node.training.loader import Loader
+from atoll.node.training.progress import Progress, Snapshot
+
+_ALL = slice(0, None)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One inner step. `samples` counts repeated ones too."""
+
+    loss: float  # nats per token, before the step; 0 where a route's stage does not see it
+    tokens: int
+    samples: int
+
+
+class Replica:
+    """Weights, anchor, snapshot, progress and data of one node. Call `close` when done: the loader owns a thread."""
+
+    def __init__(self, spec: RunSpec, weights_E: Tensor, loader: Loader) -> None:
+        self.spec, self.weights_E, self._loader = spec, weights_E, loader
+        self.progress = Progress()
+        self.committed_tokens = 0
+        self._anchor_E = torch.zeros_like(weights_E)
+        self._snapshot_E: Tensor | None = None
+        self._snapped = _ALL  # its part
+
+    def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
+        """Weights := anchor; progress is forgotten; the optimiser's state stays when there is one."""
+        self._anchor_E.copy_(anchor_E)
+        self.weights_E.copy_(anchor_E)
+        self._snapshot_E = None
+        self.progress.reset()
+        self._loader.restart(SampleFeed(ranges))
+        self.set_committed_tokens(committed_tokens)
+
+    def snapshot(self, part: slice = _ALL) -> Snapshot:
+        """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
+        self._snapshot_E, self._snapped = self.weights_E[part].clone(), part
+        return self.progress.freeze(part.start, part.stop)
+
+    def pseudo_gradient_into(self, out_E: Tensor) -> None:
+        """anchor − weights as of the snapshot, into the snapshot's part of a host vector."""
+        out_E[self._snapped].copy_(torch.sub(self._anchor_E[self._snapped], self._frozen()))
+
+    def apply(
+        self,
+        new_anchor_E: Tensor,
+        *,
+        ranges: Sequence[Range] | None = None,
+        committed_tokens: int | None = None,
+        moved: slice = _ALL,
+    ) -> None:
+        """Carry: weights := new anchor + (weights − weights at the snapshot); the progress since then stays.
+
+        `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
+        `moved` holds the snapshot's part and all other elements in which the new anchor differs: those are rebased.
+        """
+        self._anchor_E[self._snapped].copy_(self._frozen())
+        self._move_to(new_anchor_E, moved)
+        self._snapshot_E = None
+        self.progress.commit()
+        if ranges is not None:
+            self._set_ranges(ranges)
+        if committed_tokens is not None:
+            self.set_committed_tokens(committed_tokens)
+
+    def rebase(
+        self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int, moved: slice = _ALL
+    ) -> None:
+        """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
+
+        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor; `moved`
+        holds the elements in which the new one differs.
+        """
+        self._move_to(new_anchor_E, moved)
+        self.discard()
+        self._set_ranges(ranges)
+        self.set_committed_tokens(committed_tokens)
+
+    def discard(self) -> None:
+        """An abandoned round: forget the snapshot, keep all progress."""
+        self._snapshot_E = None
+        self.progress.thaw()
+
+    def _move_to(self, new_anchor_E: Tensor, moved: slice) -> None:
+        """Keep the distance from the anchor."""
+        weights_E, anchor_E = self.weights_E[moved], self._anchor_E[moved]
+        weights_E.sub_(anchor_E)
+        anchor_E.copy_(new_anchor_E[moved])
+        weights_E.add_(anchor_E)
+
+    def _set_ranges(self, ranges: Sequence[Range]) -> None:
+        """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
+        self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
+
+    def set_committed_tokens(self, committed_tokens: int) -> None:
+        """Move the learning-rate schedule."""
+        self.committed_tokens = committed_tokens
+
+    @property
+    def has_data(self) -> bool:
+        """Whether ranges were given."""
+        return not self._loader.empty
+
+    @property
+    def data_stall_seconds(self) -> float:
+        """Seconds that steps waited for data."""
+        return self._loader.stall_seconds
+
+    def close(self) -> None:
+        """End the loader's thread."""
+        self._loader.close()
+
+    def _frozen(self) -> Tensor:
+        if self._snapshot_E is None:
+            raise ValueError("there is no snapshot")
+        return self._snapshot_E

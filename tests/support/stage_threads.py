@@ -1,0 +1,165 @@
+"""Trainer sessions in threads of the test's process: everything of a trainer process but the process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.core.clock import SystemClock
+from atoll.core.errors import AtollError, by_reason
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline.cable import Cable
+from atoll.node.pipeline.dispatcher import RouteDispatcher
+from atoll.node.pipeline.route import RoutePlace
+from atoll.node.training import messages as ms
+from atoll.node.training.session import Session
+from atoll.node.training.shared import map_vector, open_anonymous
+from atoll.node.training.trainer import TrainerFacts
+from atoll.node.transport import Network
+from atoll.v1 import plan_pb2
+
+
+class StageThread:
+    """A session that holds a span, or with None the whole model. Made by `start`; `stop` it in the end."""
+
+    cable: Cable
+    anchor: Tensor
+    pseudo_gradient: Tensor
+    ready: ms.Ready
+
+    def __init__(self, config: ms.TrainerConfig) -> None:
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.status = ms.TrainerStatus()
+        self._config, self._loop = config, asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[ms.Answer]] = {0: self._loop.create_future()}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._descriptors = [open_anonymous("anchor"), open_anonymous("gradient")]
+
+    @classmethod
+    async def start(cls, config: ms.TrainerConfig) -> StageThread:
+        """Ready."""
+        self = cls(config)
+        near, self._far = socket.socketpair()
+        self.cable = await Cable.over(near)
+        self._thread.start()
+        ready = await self._answers[0]
+        if isinstance(ready, ms.Refused):
+            raise by_reason(ready.reason)(ready.message)
+        assert isinstance(ready, ms.Ready)
+        self.ready = ready
+        elements = TrainerFacts.of(ready).held_elements
+        self.anchor, self.pseudo_gradient = (map_vector(descriptor, elements) for descriptor in self._descriptors)
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.session = Session(self._config, self, *self._descriptors, self._far)
+        except AtollError as error:
+            self.answer(0, ms.Refused(error.reason, str(error), error.remedy))
+            return
+        self.session.serve()
+
+    def answer(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None:
+        """The session's word, in its thread."""
+        with suppress(RuntimeError):  # the loop is gone
+            self._loop.call_soon_threadsafe(self._hear, number, body)
+
+    def _hear(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None:
+        if isinstance(body, ms.TrainerStatus):
+            self.status = body
+        elif not self._answers[number].done():
+            self._answers[number].set_result(body)
+
+    async def order(self, order: ms.Order) -> ms.Answer:
+        """Raises what it is refused with."""
+        number = next(self._numbers)
+        self._answers[number] = self._loop.create_future()
+        self.events.put(ms.Envelope(number, order))
+        answer = await self._answers[number]
+        if isinstance(answer, ms.Refused):
+            raise by_reason(answer.reason)(answer.message)
+        return answer
+
+    async def stop(self) -> None:
+        """The thread is over."""
+        await self.order(ms.Stop())
+        await asyncio.to_thread(self._thread.join)
+        if self.session._loop is not None:
+            self.session._loop.close()
+        self.cable.close()
+        await until(lambda: self._far.fileno() < 0)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    @property
+    def weights(self) -> Tensor:
+        """What it holds; look only while it stands still."""
+        assert self.session._loop is not None
+        return self.session._loop.weights_E
+
+
+def bridge_of(trainer: StageThread, dispatcher: RouteDispatcher, place: RoutePlace) -> RouteBridge:
+    """To be run when the trainer has entered the route."""
+    spec = parse_run_spec(trainer._config.run_spec_toml)
+    table = plan_pb2.LayerTable.FromString(bytes.fromhex(trainer.ready.layer_table_hex))
+    return RouteBridge(dispatcher, trainer.cable, place, spec, table, SystemClock())
+
+
+async def enter(trainer: StageThread, place: RoutePlace) -> None:
+    """Tell the trainer its place."""
+    await trainer.order(ms.EnterRoute(place.plan_version, place.route, place.stage, place.stages))
+
+
+@asynccontextmanager
+async def trainers_of(
+    spec: str, corpus: str, spans: Sequence[tuple[int, int] | None]
+) -> AsyncIterator[list[StageThread]]:
+    """One a span; they end with the test."""
+    before = torch.get_num_threads()
+    async with AsyncExitStack() as stack:
+        stack.callback(torch.set_num_threads, before)
+        trainers = []
+        for span in spans:
+            trainers.append(await StageThread.start(ms.TrainerConfig(spec, corpus, device="cpu", span=span)))
+            stack.push_async_callback(trainers[-1].stop)
+        yield trainers
+
+
+@asynccontextmanager
+async def bridged(
+    trainers: Sequence[StageThread], networks: Sequence[Network], dispatchers: Sequence[RouteDispatcher], plan: int = 1
+) -> AsyncIterator[list[RouteBridge]]:
+    """The trainers as one route, in this order."""
+    peers = tuple(network.peer_id for network in networks)
+    bridges, tasks = [], []
+    for stage, (trainer, dispatcher) in enumerate(zip(trainers, dispatchers, strict=True)):
+        place = RoutePlace(plan, 0, peers, stage)
+        await enter(trainer, place)
+        bridges.append(bridge_of(trainer, dispatcher, place))
+        tasks.append(asyncio.create_task(bridges[-1].run()))
+    try:
+        yield bridges
+    finally:
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+
+
+async def until(condition: Any, seconds: float = 30.0) -> None:
+    """Look again and again."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,136 @@
+"""The trainer's end of the cable: what is on its way to a slow neighbour is bounded, and nobody waits for it."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from atoll.core.errors import PeerMisbehaved
+from atoll.node.averaging.codecs import CODECS
+from atoll.node.pipeline.cable import PREFIX, WINDOW_FRAMES, CableFrame, Word, heard, pack_prefix
+from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
+from atoll.node.pipeline.messages import Begin, Gradient
+from atoll.node.pipeline.wire import Channel, pack
+from atoll.v1 import pipeline_pb2 as pb
+
+CHANNEL = Channel(1, 0, samples=2, tokens=4, dimension=8, vocabulary=16)
+
+
+class Pair:
+    """The end under test, and the swarm process's side as plain bytes."""
+
+    def __init__(self, near: socket.socket, far: socket.socket) -> None:
+        self.events: queue.SimpleQueue[RouteEvent] = queue.SimpleQueue()
+        self.end = CableEnd(far, self.events.put)
+        self.end.channel, self.end.codec = CHANNEL, CODECS["fp32"]
+        self.near = near
+        near.settimeout(5)
+
+    def send(self, word: Word, stage: int, incarnation: int, payload: bytes = b"") -> None:
+        self.near.sendall(pack_prefix(word, stage, incarnation, len(payload)) + payload)
+
+    def receive(self) -> CableFrame:
+        word, stage, incarnation, size = PREFIX.unpack(self._exactly(PREFIX.size))
+        return CableFrame(Word(word), stage, incarnation, self._exactly(size))
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += self.near.recv(size - len(data))
+        return data
+
+    def nothing_comes(self) -> bool:
+        self.near.settimeout(0.05)
+        try:
+            return not self.near.recv(1)
+        except TimeoutError:
+            return True
+        finally:
+            self.near.settimeout(5)
+
+
+@contextmanager
+def joined() -> Iterator[Pair]:
+    near, far = socket.socketpair()
+    pair = Pair(near, far)
+    yield pair
+    near.close()
+    while not isinstance(pair.events.get(timeout=5), Detached):
+        pass
+
+
+def test_a_neighbour_that_takes_nothing_has_two_frames_and_holds_nobody_up() -> None:
+    with joined() as pair:
+        pair.end.begin(3)
+        for number in range(1, 9):
+            pair.end.send(1, Begin(number, 1))
+        for _ in range(WINDOW_FRAMES):
+            assert pair.receive().stage == 1
+        pair.end.send(2, Begin(1, 1))
+        assert pair.receive().stage == 2
+        assert pair.nothing_comes()
+        pair.send(Word.TAKEN, 1, 2)  # of another incarnation
+        assert pair.nothing_comes()
+        pair.send(Word.TAKEN, 1, 3)
+        frame = pair.receive()
+        assert pb.StageMessage.FromString(frame.payload).flush == WINDOW_FRAMES + 1
+        pair.end.begin(4)  # what waited is of no use any more
+        pair.end.send(1, Begin(1, 1))
+        assert pair.receive().incarnation == 4
+        assert pair.nothing_comes()
+
+
+def test_what_comes_from_several_neighbours_at_once_is_put_together() -> None:
+    message = Gradient(1, 0, torch.arange(64.0).view(2, 4, 8))
+    header, body = pack(message, Channel(1, 0, 2, 4, 8, 16, incarnation=3))
+    with joined() as pair:
+        pair.send(Word.ATTACH, 0, 3)
+        for word, payload in (
+            (Word.HEADER, header.SerializeToString()),
+            (Word.BODY, body[:100]),
+            (Word.BODY, body[100:]),
+        ):
+            for sender in (1, 2):
+                pair.send(word, sender, 3, payload)
+        assert pair.events.get(timeout=5) == Attached(3)
+        for sender in (1, 2):
+            event = pair.events.get(timeout=5)
+            assert isinstance(event, Arrived)
+            assert event.sender == sender
+            assert isinstance(event.message, Gradient)
+            assert torch.equal(event.message.gradient_BTD, message.gradient_BTD)
+
+
+def test_bytes_that_are_no_message_are_an_event_and_the_next_one_arrives() -> None:
+    channel = Channel(1, 0, 2, 4, 8, 16, incarnation=3)
+    header, body = pack(Gradient(1, 0, torch.zeros(2, 4, 8)), channel)
+    with joined() as pair:
+        pair.send(Word.HEADER, 1, 3, b"\xff\xff")
+        pair.send(Word.BODY, 1, 3, body)  # of that
+        pair.send(Word.HEADER, 1, 3, header.SerializeToString())
+        pair.send(Word.BODY, 1, 3, b"\xff" * len(body))
+        pair.send(Word.HEADER, 1, 3, pack(Begin(1, 2), channel)[0].SerializeToString())
+        for _ in range(2):
+            event = pair.events.get(timeout=5)
+            assert isinstance(event, Spoiled)
+            assert isinstance(event.error, PeerMisbehaved)
+        assert pair.events.get(timeout=5) == Arrived(3, 1, Begin(1, 2))
+
+
+def test_a_break_overtakes_what_waits() -> None:
+    with joined() as pair:
+        pair.end.begin(3)
+        for number in range(1, 9):
+            pair.end.send(1, Begin(number, 1))
+        for _ in range(WINDOW_FRAMES):
+            pair.receive()
+        pair.end.break_off(PeerMisbehaved("it sent nonsense"))
+        frame = pair.receive()
+        assert (frame.word, frame.incarnation) == (Word.BREAK, 3)
+        error = heard(frame.payload)
+        assert isinstance(error, PeerMisbehaved)
+        assert str(error) == "it sent nonsense"

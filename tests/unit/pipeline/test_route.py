@@ -1,0 +1,444 @@
+"""A route of trainer sessions on a network: the steps of one process, and nothing half-counted whatever breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.stage_threads import StageThread, bridged, trainers_of, until
+
+from atoll.core.clock import SystemClock
+from atoll.core.errors import (
+    AtollError,
+    DeadlineExceeded,
+    InvalidTransition,
+    NotPermitted,
+    PeerMisbehaved,
+    Unreachable,
+)
+from atoll.core.frames import Frame, FrameKind
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging.pace import Pace
+from atoll.node.pipeline import bridge, dispatcher, links
+from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline.cable import Cable
+from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
+from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.stage_loop import StageLoop
+from atoll.node.training import messages as ms
+from atoll.node.training.shape import layer_table, resolve_shape
+from atoll.node.transport import Network, Stream
+from atoll.node.transport_memory import MemoryHub, Passage
+from atoll.v1 import common_pb2
+from atoll.v1 import pipeline_pb2 as pb
+
+SPEC = """
+version = 1
+[run]
+name = "t"
+seed = 5
+stop_tokens = 100000
+[model]
+dimension = 32
+layers = 2
+heads = 4
+kv_heads = 2
+hidden_dimension = 48
+{model}
+[data]
+path = "overridden"
+sequence_length = 8
+validation_samples = 8
+[optimizer]
+schedule = "constant"
+learning_rate = 0.01
+clip_norm = 0.5
+micro_batch_samples = 2
+accumulate = 3
+[sync]
+round_tokens = 1000
+[pipeline]
+codec = "fp32"
+"""
+TIED = "tie_embeddings = true"
+STEP_TOKENS = 2 * 3 * 8
+SOON = timedelta(seconds=10)
+NAMES = ("reef", "lagoon", "atoll")
+SPANS = [(0, 0), (1, 2), (3, 3)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 200)
+    return str(tmp_path / "text.txt")
+
+
+class Route:
+    """Three sessions, one each on a host, and one that holds the whole model and is on no route."""
+
+    def __init__(self, hub: MemoryHub, sessions: list[StageThread]) -> None:
+        *self.stages, self.whole = sessions
+        self.networks = [hub.join(name) for name in NAMES]
+        self.dispatchers = [RouteDispatcher(network) for network in self.networks]
+        self.driver = self.stages[0]
+
+    def on(self, plan: int = 1) -> AbstractAsyncContextManager[list[RouteBridge]]:
+        """The stages as one route of such a plan."""
+        return bridged(self.stages, self.networks, self.dispatchers, plan)
+
+    async def load(self, stage: StageThread) -> None:
+        """Genesis; a driver has all the samples there are."""
+        await stage.order(ms.Initialise())
+        first = stage.ready.span is not None and stage.ready.span[0] == 0
+        await stage.order(ms.Load(((0, 10_000),) if first else (), 0))
+
+    async def more(self, steps: int) -> None:
+        """Until the driver has made so many steps more."""
+        goal = self.driver.status.steps + steps
+        await until(lambda: self.driver.status.steps >= goal)
+
+    async def stand_still(self) -> int:
+        """Let the driver pause and the others catch up; how many steps all have made."""
+        await self.driver.order(ms.Pause())
+        await until(lambda: len({stage.status.steps for stage in self.stages}) == 1)
+        return self.driver.status.steps
+
+    async def assert_equal_to_one_process(self) -> None:
+        """All stand still: weights, tokens and samples are those of as many steps of the whole model."""
+        steps = self.driver.status.steps
+        for stage in self.stages:
+            taken = await stage.order(ms.TakeSnapshot(0, stage.anchor.numel()))
+            samples = 6 * steps if stage is self.driver else 0
+            assert taken == ms.Taken(steps * STEP_TOKENS, samples, steps, steps * STEP_TOKENS)
+        loop = self.whole.session._loop
+        assert loop is not None
+        while loop.progress.steps_total < steps:
+            loop.work()
+        assert torch.equal(torch.cat([stage.weights for stage in self.stages]), loop.weights_E)
+
+
+@asynccontextmanager
+async def route_on(hub: MemoryHub, corpus: str, model: str = "") -> AsyncIterator[Route]:
+    async with trainers_of(SPEC.format(model=model), corpus, [*SPANS, None]) as sessions:
+        route = Route(hub, sessions)
+        for session in sessions:
+            await route.load(session)
+        for stage in route.stages:
+            await stage.order(ms.Train())
+        yield route
+    await until(lambda: not any(network.tasks for network in route.networks))  # streams end with their members
+
+
+def kind_of(passage: Passage) -> str | None:
+    """What a message's header announces; None for a body."""
+    if passage.protocol != PROTOCOL or passage.frame.kind is not FrameKind.MESSAGE:
+        return None
+    return pb.StageMessage.FromString(passage.frame.header).WhichOneof("content")
+
+
+@pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])
+async def test_a_route_of_three_sessions_takes_the_steps_of_one(corpus: str, model: str) -> None:
+    async with route_on(MemoryHub(), corpus, model) as route:
+        assert torch.equal(torch.cat([stage.anchor for stage in route.stages]), route.whole.anchor)
+        async with route.on():
+            await route.more(5)
+            seen = route.driver.status
+            await route.stand_still()
+        await route.assert_equal_to_one_process()
+        assert seen.route_ready
+        assert seen.flushes_aborted == 0
+        assert 0 < seen.train_loss < 6
+
+
+async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle stage's frames end its streams, at moments that come nearer to one another."""
+    monkeypatch.setattr(bridge, "_LONGEST_PAUSE", bridge._FIRST_PAUSE)
+    sent = 0
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        nonlocal sent
+        sent += passage.sender == "lagoon" and passage.protocol == PROTOCOL
+        broken = passage.sender == "lagoon" and sent in moments
+        return Unreachable("the cable is cut") if broken else passage.frame
+
+    moments = {3, 10, 40, 57, 71, 82, 90}
+    async with route_on(MemoryHub(fault), corpus, TIED) as route:
+        async with route.on() as bridges:
+            await until(lambda: sent > 120)
+            await route.stand_still()
+            assert bridges[0].incarnations > 3
+            assert isinstance(bridges[1].trouble, AtollError)
+        assert route.driver.status.flushes_aborted > 0
+        await route.assert_equal_to_one_process()
+
+
+async def test_a_neighbour_that_goes_silent_costs_patience_and_not_the_route(corpus: str) -> None:
+    silent = False
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        return None if silent and passage.sender == "atoll" else passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route:
+        impatient(route.driver)
+        async with route.on() as bridges:
+            await route.more(2)
+            silent = True
+            await until(lambda: route.driver.status.flushes_aborted > 0)
+            assert "longer than" in route.driver.status.route_trouble
+            await until(lambda: isinstance(bridges[0].trouble, DeadlineExceeded))
+            silent = False
+            await route.more(2)
+            await route.stand_still()
+            assert route.driver.status.route_trouble == ""
+        await route.assert_equal_to_one_process()
+
+
+def impatient(driver: StageThread) -> None:
+    loop = driver.session._loop
+    assert isinstance(loop, StageLoop)
+    loop._patience = Pace(0.3, 0.3)
+
+
+async def test_a_stage_that_missed_a_verdict_steps_when_the_route_begins_anew(corpus: str) -> None:
+    deaf = True
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        return None if deaf and kind_of(passage) == "verdict" else passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route:
+        impatient(route.driver)
+        async with route.on():
+            await until(lambda: route.driver.status.flushes_aborted > 0)
+            assert [stage.status.steps for stage in route.stages] == [1, 0, 0]
+            deaf = False
+            await route.more(1)
+            await route.stand_still()
+        await route.assert_equal_to_one_process()
+
+
+async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus: str) -> None:
+    async with route_on(MemoryHub(), corpus) as route, trainers_of(SPEC.format(model=""), corpus, [SPANS[1]]) as more:
+        async with route.on():
+            await route.more(2)
+        gone, route.stages[1] = route.stages[1], more[0]
+        await gone.order(ms.Pause())
+        await route.load(more[0])
+        before = route.driver.status.steps
+        async with route.on():
+            await asyncio.sleep(0)
+            assert not route.driver.status.flushes_aborted or route.driver.status.steps == before
+            await more[0].order(ms.Train())
+            await route.more(3)
+            await route.driver.order(ms.Pause())
+            await until(lambda: route.stages[1].status.steps >= 3)
+        assert route.stages[1].status.steps <= route.driver.status.steps - before + 1
+
+
+async def test_a_paused_stage_holds_the_route_up_and_aborts_nothing_more(corpus: str) -> None:
+    async with route_on(MemoryHub(), corpus) as route:
+        async with route.on():
+            await route.more(2)
+            await route.stages[2].order(ms.Pause())
+            await until(lambda: "paused" in route.driver.status.route_trouble)
+            aborted, steps = route.driver.status.flushes_aborted, route.stages[2].status.steps
+            await route.stages[2].order(ms.Train())
+            await route.more(2)
+            await route.stand_still()
+            assert route.driver.status.flushes_aborted == aborted <= 1
+            assert route.stages[2].status.steps >= steps + 2
+        await route.assert_equal_to_one_process()
+
+
+async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus: str) -> None:
+    hub = MemoryHub()
+    async with route_on(hub, corpus) as route:
+        async with route.on(plan=1):
+            await route.more(2)
+        async with route.on(plan=2):
+            await route.more(2)
+            two = SPEC.format(model="")
+            async with trainers_of(two, corpus, [(0, 1), (2, 3)]) as others:
+                for other in others:
+                    await route.load(other)
+                    await other.order(ms.Train())
+                back = slice(None, 0, -1)
+                async with bridged(others, route.networks[back], route.dispatchers[back], plan=3):
+                    await until(lambda: others[1].status.steps >= 2)
+                    await route.more(1)
+            await route.stand_still()
+        await route.assert_equal_to_one_process()
+
+
+async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_SLICE", timedelta(milliseconds=20))
+    async with route_on(MemoryHub(), corpus) as route, route.on() as bridges:
+        await route.more(1)
+        await route.stand_still()
+        await asyncio.sleep(0.2)
+        await route.driver.order(ms.Train())
+        await route.more(1)
+        assert [bridge.incarnations for bridge in bridges] == [1, 1, 1]
+
+
+async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every_stage(corpus: str) -> None:
+    held = asyncio.Event()
+    held.set()
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        if kind_of(passage) == "gradient":
+            await held.wait()
+        return passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route, route.on():
+        await route.more(1)
+        held.clear()
+        await until(lambda: not any(stage.session._between_steps for stage in route.stages[:2]))
+        before = [stage.status.steps for stage in route.stages[:2]]
+        orders = [asyncio.create_task(stage.order(ms.TakeSnapshot(0, 9))) for stage in route.stages[:2]]
+        await asyncio.sleep(0.1)
+        assert not any(order.done() for order in orders)
+        held.set()
+        for order, steps in zip(orders, before, strict=True):
+            taken = await order
+            assert isinstance(taken, ms.Taken)
+            assert taken.steps > steps
+        await route.stand_still()
+
+
+async def test_a_bridge_lets_go_of_a_trainer_that_stands_still(corpus: str) -> None:
+    """Its socket is full, and nobody reads it."""
+    near, far = socket.socketpair()
+    cable, hub = await Cable.over(near), MemoryHub()
+    place = RoutePlace(1, 0, ("reef", "lagoon"), 1)
+    spec = parse_run_spec(SPEC.format(model="").replace("micro_batch_samples = 2", "micro_batch_samples = 512"))
+    shape = resolve_shape(spec.model, 256)
+    table = layer_table(spec, shape)
+    frozen = RouteBridge(RouteDispatcher(hub.join("lagoon")), cable, place, spec, table, SystemClock())
+    running = asyncio.create_task(frozen.run())
+    stream = await hub.join("reef").open("lagoon", PROTOCOL, SOON)
+    filling = asyncio.create_task(fill(stream))
+    await until(lambda: cable._writer.transport.get_write_buffer_size() > 1 << 20)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(AtollError):
+        await filling
+    cable.close()
+    far.close()
+
+
+async def fill(stream: Stream) -> None:
+    """Send activations until somebody ends it."""
+    tensor = pb.StageTensor(shape=[512, 8, 32], codec=common_pb2.CODEC_FP32)
+    body = bytes(512 * 8 * (32 * 4 + 4))
+    first = pb.StageMessage(plan_version=1, incarnation=1, activation=tensor, body_bytes=len(body)).SerializeToString()
+    while True:
+        await stream.send(FrameKind.MESSAGE, first)
+        await stream.send(FrameKind.BODY, b"", body)
+
+
+# --- what may be said -----------------------------------------------------------------------------------
+
+
+def header(incarnation: int, **content: Any) -> bytes:
+    return pb.StageMessage(plan_version=1, incarnation=incarnation, flush=1, **content).SerializeToString()
+
+
+ACTIVATION = pb.StageTensor(shape=[2, 8, 32], codec=common_pb2.CODEC_FP32)
+ACTIVATION_BYTES = 2 * 8 * (32 * 4 + 4)
+
+
+async def answer_to(network: Network, receiver: str, *frames: tuple[FrameKind, bytes, bytes]) -> AtollError:
+    """What another member is refused with."""
+    stream = await network.open(receiver, PROTOCOL, SOON)
+    for kind, first, body in frames:
+        await stream.send(kind, first, body)
+    with pytest.raises(AtollError) as caught:
+        await stream.receive(SOON)
+    return caught.value
+
+
+def opening(data: bytes) -> tuple[FrameKind, bytes, bytes]:
+    return FrameKind.MESSAGE, data, b""
+
+
+async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused_before_a_body_is_read(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(dispatcher, "WAIT", timedelta(milliseconds=50))
+    hub = MemoryHub()
+    async with route_on(hub, corpus) as route:
+        stranger = hub.join("stranger")
+        async with route.on() as bridges:
+            await route.more(1)
+            now = bridges[1].incarnation
+            join = pb.StageJoin()
+            assert isinstance(await answer_to(stranger, "reef", opening(header(now, join=join))), NotPermitted)
+            assert isinstance(await answer_to(stranger, "reef", opening(b"\xff" * 9)), PeerMisbehaved)
+            over = await answer_to(route.networks[2], "lagoon", opening(header(now - 1, ready=pb.StageReady())))
+            assert isinstance(over, InvalidTransition)
+            assert "is over" in str(over)
+            ahead = await answer_to(route.networks[2], "lagoon", opening(header(now + 9, ready=pb.StageReady())))
+            assert "has not begun" in str(ahead)
+            unknown = pb.StageMessage(plan_version=1, route=4, incarnation=now).SerializeToString()
+            assert "does not stand on route 4" in str(await answer_to(route.networks[0], "lagoon", opening(unknown)))
+            assert bridges[1].incarnation == now  # none of that was anything to the route
+            again = await answer_to(route.networks[0], "lagoon", opening(header(now, join=join)))
+            assert "second stream" in str(again)
+            await route.more(1)
+        await route.stand_still()
+
+
+async def test_a_member_s_stream_of_an_incarnation_that_it_may_not_say_breaks_it_before_a_body_is_read(
+    corpus: str,
+) -> None:
+    """The head's host claims to be upstream of the driver: a body is announced, and never comes."""
+    async with route_on(MemoryHub(), corpus) as route:
+        tensor = pb.StageMessage(plan_version=1, flush=1, activation=ACTIVATION, body_bytes=ACTIVATION_BYTES)
+        async with route.on() as bridges:
+            await route.more(1)
+            tensor.incarnation = bridges[0].incarnation
+            told = await answer_to(route.networks[2], "reef", opening(tensor.SerializeToString()))
+            assert isinstance(told, PeerMisbehaved)
+            assert "another one's to say" in str(told)
+            await route.more(1)
+        await route.stand_still()
+
+
+async def test_a_body_of_another_length_and_a_header_of_another_incarnation_break_the_route(corpus: str) -> None:
+    spoilt = ""
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        nonlocal spoilt
+        frame = passage.frame
+        if passage.sender != "lagoon" or passage.protocol != PROTOCOL or not spoilt:
+            return frame
+        if spoilt == "body" and frame.kind is FrameKind.BODY:
+            spoilt = ""
+            return Frame(frame.kind, b"", bytes(frame.body) + b"x")
+        if spoilt == "header" and kind_of(passage) == "gradient":
+            spoilt = ""
+            said = pb.StageMessage.FromString(frame.header)
+            said.incarnation += 1
+            return Frame(frame.kind, said.SerializeToString())
+        return frame
+
+    async with route_on(MemoryHub(fault), corpus) as route:
+        async with route.on() as bridges:
+            for what in ("body", "header"):
+                spoilt = what
+                incarnation = bridges[0].incarnation
+                await until(lambda before=incarnation: bridges[0].incarnation > before)
+                await route.more(1)
+            await route.stand_still()
+        await route.assert_equal_to_one_process()
