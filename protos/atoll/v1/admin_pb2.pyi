@@ -366,10 +366,10 @@ class MovedNode(_message.Message):
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
-    before: _plan_pb2.Span
-    after: _plan_pb2.Span
+    before: str
+    after: str
     fetched_bytes: float
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., before: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., after: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., fetched_bytes: _Optional[float] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., fetched_bytes: _Optional[float] = ...) -> None: ...
 
 class PinNodeRequest(_message.Message):
     __slots__ = ("node", "span")

@@ -87,7 +87,7 @@ def most_round_tokens(spec: RunSpec, routes: int, cuts: int = 0) -> int:
     which comes a little late and no sooner than every route has made a step.
     """
     sync = spec.sync
-    fragments = sync.fragments + cuts  # no fragment lies across a cut
+    fragments = max(sync.fragments, cuts + 1)  # none lies across a cut
     if fragments == 1:
         return sync.round_tokens
     return 2 * max(sync.round_tokens, fragments * routes * spec.tokens_per_step)

@@ -107,18 +107,23 @@ def _moves(question: Question, after: tuple[NamedRoute, ...], peers: dict[str, s
     for name in sorted(before.keys() | later.keys()):
         if before.get(name) == later.get(name):
             continue
-        moved = admin.MovedNode(peer_id=peers.get(name, ""), name=name)
         held, new = before.get(name, range(0)), later.get(name, range(0))
-        for span, field in ((held, moved.before), (new, moved.after)):
-            if span:
-                field.CopyFrom(plan_pb2.Span(first=span.start, last=span.stop - 1))
         parameters = sum(question.layers.layers[layer].parameters for layer in new if layer not in held)
-        moved.fetched_bytes = STATE_BYTES_PER_PARAMETER * parameters
-        yield moved
+        yield admin.MovedNode(
+            peer_id=peers.get(name, ""),
+            name=name,
+            before=_words(held),
+            after=_words(new),
+            fetched_bytes=STATE_BYTES_PER_PARAMETER * parameters,
+        )
 
 
 def _spans(routes: tuple[NamedRoute, ...]) -> dict[str, range]:
     return {name: range(first, last + 1) for route in routes for name, first, last in route}
+
+
+def _words(span: range) -> str:
+    return f"{span.start}-{span.stop - 1}" if span else ""
 
 
 def _name(state: State, peer: str) -> str:
