@@ -43,6 +43,7 @@ class CoordinatorConfig(BaseModel):
     silence_seconds: Seconds = 15.0
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
+    plan_search_seconds: Seconds = 2.0  # for the planner, where not every node holds the model
     genesis_seconds: Seconds = 600.0
     recover_seconds: Seconds = 10.0
     drain_seconds: Seconds = 5.0  # for calls in progress when told to stop
@@ -76,6 +77,7 @@ class CoordinatorConfig(BaseModel):
             silence_seconds=self.silence_seconds,
             lost_after_seconds=self.lost_after_seconds,
             debounce_seconds=self.plan_debounce_seconds,
+            solve_seconds=self.plan_search_seconds,
             genesis_seconds=self.genesis_seconds,
             recover_seconds=self.recover_seconds,
         )

@@ -3,20 +3,22 @@
 Steps run one after the other on a thread of their own, so the event loop never waits for a disk and no lock
 is needed; readers take `state`, which is immutable. If the store fails, the state stays as it was and the
 caller gets the error: what was not stored did not happen. The operator's key signs plans and deny-lists here.
+Questions to the planner take seconds: they have a thread of their own, and their answers come back as steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
 
-from atoll.coordinator.state import machine
+from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.state import machine, routing
 from atoll.coordinator.state.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
 from atoll.coordinator.state.store import Store
@@ -45,6 +47,7 @@ class Controller:
         self.failure: str = ""  # why the last write failed; empty when it did not
         self._log: structlog.stdlib.BoundLogger = log.get("controller")
         self._thread = ThreadPoolExecutor(1, "controller")
+        self._planner = ThreadPoolExecutor(1, "planner")
         self._watchers: set[asyncio.Event] = set()
         self._sealed_plans: dict[str, pb.Signed] = {}
         self._sealed_deny = issue_deny_list(operator, EMPTY_DENY.number, EMPTY_DENY.peer_ids, clock.unix())
@@ -61,16 +64,32 @@ class Controller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, query, self.store)
 
     async def run(self) -> None:
-        """Tick until cancelled. A store that fails is logged and tried again: members train on meanwhile."""
+        """Tick and plan until cancelled. What fails is logged and tried again: members train on meanwhile."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._repeat(self.tick))
+            group.create_task(self._repeat(self.answer_questions))
+
+    async def _repeat(self, action: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            await self.tick()
+            await action()
 
     async def tick(self) -> None:
         """What time alone brings about, run by run: one that fails does not hold up the others."""
         await self._attempt(lambda state, now: machine.tick_streams(state, now, self.policy))
         for run_id in self.state.runs:
             await self._attempt(lambda state, now, run_id=run_id: machine.tick_run(state, now, self.policy, run_id))  # type: ignore[misc]
+
+    async def answer_questions(self) -> None:
+        """Ask the planner what runs want to know, one after the other, and bring them its answers."""
+        for run_id, memory in self.state.memory.items():
+            if memory.question is not None:
+                await self._attempt_answer(run_id, memory.question)
+
+    async def plan(self, question: Question) -> Answer:
+        """The planner's answer; other calls are served meanwhile."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._planner, _answer, question, self.clock)
 
     @contextmanager
     def watching(self) -> Iterator[asyncio.Event]:
@@ -96,7 +115,8 @@ class Controller:
         return Moment(unix_ms(self.clock), self.clock.monotonic())
 
     def close(self) -> None:
-        """Finish what was begun, then close the store."""
+        """Finish what was begun, then close the store. A search in progress ends by itself, for nobody."""
+        self._planner.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=True)
         self.store.close()
 
@@ -105,12 +125,21 @@ class Controller:
         for watcher in self._watchers:
             watcher.set()
 
-    async def _attempt(self, operation: Operation[None]) -> None:
+    async def _attempt(self, operation: Operation[Any]) -> None:
         try:
             await self.do(operation)
         except Exception as error:  # supervision: the coordinator outlives a full disk
             self.tick_failures += 1
             self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
+
+    async def _attempt_answer(self, run_id: str, question: Question) -> None:
+        try:
+            found = await self.plan(question)
+        except Exception as error:  # supervision: a mistake of the planner's must not end the coordinator
+            self.tick_failures += 1
+            self._log.error("planning failed", run=run_id, error=str(error), error_type=type(error).__name__)
+            found = Answer(missing="the planner failed on this problem; the coordinator's log says how")
+        await self._attempt(lambda state, now: routing.take(state, now, run_id, question, found))
 
     def _announce(self, records: Sequence[Change]) -> None:
         """Wake first: a log that cannot be written must not keep news from anyone."""
@@ -171,3 +200,9 @@ class Controller:
     def _opened_deny(self, row: DenyRow) -> Deny:
         self._sealed_deny = pb.Signed.FromString(row.sealed)
         return Authority(self.operator.public_key, "").verify_deny_list(self._sealed_deny)
+
+
+def _answer(question: Question, clock: Clock) -> Answer:
+    from atoll.coordinator.planner.live import answer  # SciPy: a second, and only runs that need routes pay for it
+
+    return answer(question, clock)

@@ -118,7 +118,7 @@ class RevokeTokenResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths")
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,10 @@ class NodeView(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     MULTIADDRS_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     run_id: str
@@ -145,7 +149,11 @@ class NodeView(_message.Message):
     draining: bool
     multiaddrs: _containers.RepeatedScalarFieldContainer[str]
     paths: _containers.RepeatedCompositeFieldContainer[_membership_pb2.PeerPath]
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ...) -> None: ...
+    span: _plan_pb2.Span
+    route: int
+    left_out: str
+    pin: str
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -194,7 +202,7 @@ class RunRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class RunView(_message.Message):
-    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations")
+    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations", "missing")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +217,7 @@ class RunView(_message.Message):
     MIN_NODES_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     state: _membership_pb2.RunState
     spec_toml: str
@@ -223,7 +232,8 @@ class RunView(_message.Message):
     min_nodes: int
     layers: _plan_pb2.LayerTable
     evaluations: _containers.RepeatedCompositeFieldContainer[_membership_pb2.EvaluationReport]
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ...) -> None: ...
+    missing: str
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ..., missing: _Optional[str] = ...) -> None: ...
 
 class ListRunsRequest(_message.Message):
     __slots__ = ()
@@ -244,12 +254,136 @@ class GetPlanRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PlanView(_message.Message):
-    __slots__ = ("plan", "signed")
+    __slots__ = ("plan", "signed", "nodes", "left_out", "missing", "figures")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     SIGNED_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.Plan
     signed: _common_pb2.Signed
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., signed: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[PlacedNode]
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOutNode]
+    missing: str
+    figures: PlanFigures
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., signed: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[PlacedNode, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOutNode, _Mapping]]] = ..., missing: _Optional[str] = ..., figures: _Optional[_Union[PlanFigures, _Mapping]] = ...) -> None: ...
+
+class PlacedNode(_message.Message):
+    __slots__ = ("peer_id", "name", "route", "span", "memory_bytes", "memory_lent_bytes")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    route: int
+    span: _plan_pb2.Span
+    memory_bytes: float
+    memory_lent_bytes: float
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., route: _Optional[int] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., memory_bytes: _Optional[float] = ..., memory_lent_bytes: _Optional[float] = ...) -> None: ...
+
+class LeftOutNode(_message.Message):
+    __slots__ = ("peer_id", "name", "reason")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    reason: str
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PlanFigures(_message.Message):
+    __slots__ = ("version", "issued_unix_ms", "reason", "nodes", "routes", "predicted_tokens_per_second", "measured_tokens_per_second", "measured_seconds", "moved_bytes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    issued_unix_ms: int
+    reason: str
+    nodes: int
+    routes: int
+    predicted_tokens_per_second: float
+    measured_tokens_per_second: float
+    measured_seconds: float
+    moved_bytes: float
+    def __init__(self, version: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., reason: _Optional[str] = ..., nodes: _Optional[int] = ..., routes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., measured_tokens_per_second: _Optional[float] = ..., measured_seconds: _Optional[float] = ..., moved_bytes: _Optional[float] = ...) -> None: ...
+
+class PlanHistoryRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class PlanHistoryResponse(_message.Message):
+    __slots__ = ("plans",)
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    plans: _containers.RepeatedCompositeFieldContainer[PlanFigures]
+    def __init__(self, plans: _Optional[_Iterable[_Union[PlanFigures, _Mapping]]] = ...) -> None: ...
+
+class ApplyPlanRequest(_message.Message):
+    __slots__ = ("run_id", "dry_run")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    dry_run: bool
+    def __init__(self, run_id: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class ApplyPlanResponse(_message.Message):
+    __slots__ = ("changes", "reason", "version", "before_tokens_per_second", "after_tokens_per_second", "moves", "left_out", "missing")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    changes: bool
+    reason: str
+    version: int
+    before_tokens_per_second: float
+    after_tokens_per_second: float
+    moves: _containers.RepeatedCompositeFieldContainer[MovedNode]
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOutNode]
+    missing: str
+    def __init__(self, changes: _Optional[bool] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., before_tokens_per_second: _Optional[float] = ..., after_tokens_per_second: _Optional[float] = ..., moves: _Optional[_Iterable[_Union[MovedNode, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOutNode, _Mapping]]] = ..., missing: _Optional[str] = ...) -> None: ...
+
+class MovedNode(_message.Message):
+    __slots__ = ("peer_id", "name", "before", "after", "fetched_bytes")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    before: str
+    after: str
+    fetched_bytes: float
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., fetched_bytes: _Optional[float] = ...) -> None: ...
+
+class PinNodeRequest(_message.Message):
+    __slots__ = ("node", "span")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    span: _plan_pb2.Span
+    def __init__(self, node: _Optional[str] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ...) -> None: ...
+
+class UnpinNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("after_id", "follow")

@@ -105,6 +105,26 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.GetPlanRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.PlanView.FromString,
                 _registered_method=True)
+        self.PlanHistory = channel.unary_unary(
+                '/atoll.v1.Admin/PlanHistory',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.PlanHistoryRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.PlanHistoryResponse.FromString,
+                _registered_method=True)
+        self.ApplyPlan = channel.unary_unary(
+                '/atoll.v1.Admin/ApplyPlan',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ApplyPlanRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ApplyPlanResponse.FromString,
+                _registered_method=True)
+        self.PinNode = channel.unary_unary(
+                '/atoll.v1.Admin/PinNode',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.PinNodeRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+                _registered_method=True)
+        self.UnpinNode = channel.unary_unary(
+                '/atoll.v1.Admin/UnpinNode',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.UnpinNodeRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/atoll.v1.Admin/Events',
                 request_serializer=atoll_dot_v1_dot_admin__pb2.EventsRequest.SerializeToString,
@@ -224,6 +244,33 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PlanHistory(self, request, context):
+        """The versions that are kept, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyPlan(self, request, context):
+        """Plan now; with dry_run only say what would change. FAILED_PRECONDITION while the run does not train.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinNode(self, request, context):
+        """Exactly these layers, or no part in training, until it is unpinned. INVALID_ARGUMENT for a pin that cannot be held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """Everything after `after_id`; with follow, stays open for what comes.
         """
@@ -331,6 +378,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetPlan,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.GetPlanRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.PlanView.SerializeToString,
+            ),
+            'PlanHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanHistory,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.PlanHistoryRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.PlanHistoryResponse.SerializeToString,
+            ),
+            'ApplyPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyPlan,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ApplyPlanRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ApplyPlanResponse.SerializeToString,
+            ),
+            'PinNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinNode,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.PinNodeRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
+            ),
+            'UnpinNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinNode,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.UnpinNodeRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -736,6 +803,114 @@ class Admin:
             '/atoll.v1.Admin/GetPlan',
             atoll_dot_v1_dot_admin__pb2.GetPlanRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.PlanView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/PlanHistory',
+            atoll_dot_v1_dot_admin__pb2.PlanHistoryRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.PlanHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/ApplyPlan',
+            atoll_dot_v1_dot_admin__pb2.ApplyPlanRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ApplyPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/PinNode',
+            atoll_dot_v1_dot_admin__pb2.PinNodeRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/UnpinNode',
+            atoll_dot_v1_dot_admin__pb2.UnpinNodeRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,13 @@ class AdminStub:
     GetRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RunRequest, _admin_pb2.RunView]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRunsRequest, _admin_pb2.ListRunsResponse]
     GetPlan: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPlanRequest, _admin_pb2.PlanView]
+    PlanHistory: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PlanHistoryRequest, _admin_pb2.PlanHistoryResponse]
+    """The versions that are kept, oldest first."""
+    ApplyPlan: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ApplyPlanRequest, _admin_pb2.ApplyPlanResponse]
+    """Plan now; with dry_run only say what would change. FAILED_PRECONDITION while the run does not train."""
+    PinNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinNodeRequest, _admin_pb2.NodeView]
+    """Exactly these layers, or no part in training, until it is unpinned. INVALID_ARGUMENT for a pin that cannot be held."""
+    UnpinNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinNodeRequest, _admin_pb2.NodeView]
     Events: _grpc.UnaryStreamMultiCallable[_admin_pb2.EventsRequest, _admin_pb2.Event]
     """Everything after `after_id`; with follow, stays open for what comes."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
@@ -84,6 +91,13 @@ class AdminAsyncStub(AdminStub):
     GetRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.RunRequest, _admin_pb2.RunView]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRunsRequest, _admin_pb2.ListRunsResponse]  # type: ignore[assignment]
     GetPlan: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPlanRequest, _admin_pb2.PlanView]  # type: ignore[assignment]
+    PlanHistory: _aio.UnaryUnaryMultiCallable[_admin_pb2.PlanHistoryRequest, _admin_pb2.PlanHistoryResponse]  # type: ignore[assignment]
+    """The versions that are kept, oldest first."""
+    ApplyPlan: _aio.UnaryUnaryMultiCallable[_admin_pb2.ApplyPlanRequest, _admin_pb2.ApplyPlanResponse]  # type: ignore[assignment]
+    """Plan now; with dry_run only say what would change. FAILED_PRECONDITION while the run does not train."""
+    PinNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
+    """Exactly these layers, or no part in training, until it is unpinned. INVALID_ARGUMENT for a pin that cannot be held."""
+    UnpinNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     Events: _aio.UnaryStreamMultiCallable[_admin_pb2.EventsRequest, _admin_pb2.Event]  # type: ignore[assignment]
     """Everything after `after_id`; with follow, stays open for what comes."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
@@ -198,6 +212,37 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetPlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PlanView, _abc.Awaitable[_admin_pb2.PlanView]]: ...
+
+    @_abc_1.abstractmethod
+    def PlanHistory(
+        self,
+        request: _admin_pb2.PlanHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PlanHistoryResponse, _abc.Awaitable[_admin_pb2.PlanHistoryResponse]]:
+        """The versions that are kept, oldest first."""
+
+    @_abc_1.abstractmethod
+    def ApplyPlan(
+        self,
+        request: _admin_pb2.ApplyPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ApplyPlanResponse, _abc.Awaitable[_admin_pb2.ApplyPlanResponse]]:
+        """Plan now; with dry_run only say what would change. FAILED_PRECONDITION while the run does not train."""
+
+    @_abc_1.abstractmethod
+    def PinNode(
+        self,
+        request: _admin_pb2.PinNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
+        """Exactly these layers, or no part in training, until it is unpinned. INVALID_ARGUMENT for a pin that cannot be held."""
+
+    @_abc_1.abstractmethod
+    def UnpinNode(
+        self,
+        request: _admin_pb2.UnpinNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]: ...
 
     @_abc_1.abstractmethod
     def Events(

@@ -53,6 +53,9 @@ NODE = wire.NodeView(
     last_seen_unix_ms=1_700_000_598_000,
     connected=True,
     multiaddrs=["/ip4/192.0.2.1/tcp/4001"],
+    span=plan_pb2.Span(last=3),
+    route=1,
+    pin="0-3",
 )
 RUN = wire.RunView(
     run_id="reef",
@@ -78,6 +81,17 @@ PLAN = plan_pb2.Plan(
     base=plan_pb2.Base(manifest_hash=b"\x01\x02", since_version=1, voters=[NODE.peer_id]),
     issued_unix_ms=1_700_000_000_000,
     reason="basement joins",
+)
+FIGURES = wire.PlanFigures(
+    version=2,
+    issued_unix_ms=1_700_000_000_000,
+    reason="basement joins",
+    nodes=1,
+    routes=1,
+    predicted_tokens_per_second=9000.0,
+    measured_tokens_per_second=8400.0,
+    measured_seconds=600.0,
+    moved_bytes=2.0**31,
 )
 EVENT = wire.Event(
     id=3,
@@ -145,7 +159,41 @@ ANSWERS = {
             )
         ]
     ),
-    "GetPlan": wire.PlanView(plan=PLAN, signed=pb.Signed(payload=b"\x03")),
+    "GetPlan": wire.PlanView(
+        plan=PLAN,
+        signed=pb.Signed(payload=b"\x03"),
+        nodes=[
+            wire.PlacedNode(
+                peer_id=NODE.peer_id,
+                name="basement",
+                route=1,
+                span=plan_pb2.Span(last=3),
+                memory_bytes=9.5 * 2**30,
+                memory_lent_bytes=24 * 2**30,
+            )
+        ],
+        left_out=[wire.LeftOutNode(peer_id="12D3KooWB", name="attic", reason="would change nothing")],
+        figures=FIGURES,
+    ),
+    "PlanHistory": wire.PlanHistoryResponse(plans=[wire.PlanFigures(version=1, reason="the run begins"), FIGURES]),
+    "ApplyPlan": wire.ApplyPlanResponse(
+        changes=True,
+        reason="12.0 % better over 6 h 00 min, after moving 2.0 GiB",
+        before_tokens_per_second=1000.0,
+        after_tokens_per_second=1120.0,
+        moves=[
+            wire.MovedNode(
+                peer_id=NODE.peer_id,
+                name="basement",
+                before="0-3",
+                after="0-5",
+                fetched_bytes=2.0**31,
+            ),
+            wire.MovedNode(peer_id="12D3KooWB", name="attic", after="6-9"),
+        ],
+    ),
+    "PinNode": NODE,
+    "UnpinNode": NODE,
     "Events": [EVENT],
 }
 COMMANDS = {
@@ -165,6 +213,11 @@ COMMANDS = {
     "run-stop": ["run", "stop"],
     "run-recover": ["run", "recover", "--yes"],
     "plan-show": ["plan", "show"],
+    "plan-history": ["plan", "history"],
+    "plan-diff": ["plan", "diff", "1", "2"],
+    "plan-pin": ["plan", "pin", "basement", "--layers", "0-3"],
+    "plan-unpin": ["plan", "unpin", "basement"],
+    "plan-apply": ["plan", "apply", "--dry-run"],
     "checkpoint-list": ["checkpoint", "list"],
     "events": ["events"],
 }
@@ -243,6 +296,38 @@ def test_options_become_the_request(canned: Canned) -> None:
     CliRunner().invoke(main.app, ["token", "create", "--run", "reef", "--ttl", "2h", "--uses", "9", "--role", "seed"])
     assert canned.asked == [
         ("CreateToken", wire.CreateTokenRequest(run_id="reef", uses=9, ttl_seconds=7200, roles=[pb.ROLE_SEED]))
+    ]
+
+
+def test_what_was_pinned_becomes_the_request(canned: Canned) -> None:
+    CliRunner().invoke(main.app, ["plan", "pin", "basement", "--layers", "4-11"])
+    CliRunner().invoke(main.app, ["plan", "pin", "basement", "--out"])
+    span = plan_pb2.Span(first=4, last=11)
+    assert canned.asked == [
+        ("PinNode", wire.PinNodeRequest(node="basement", span=span)),
+        ("PinNode", wire.PinNodeRequest(node="basement")),
+    ]
+
+
+@pytest.mark.parametrize("options", [[], ["--layers", "4"], ["--layers", "4-x"], ["--layers", "0-3", "--out"]])
+def test_a_pin_is_to_layers_or_out(canned: Canned, options: list[str]) -> None:
+    result = CliRunner().invoke(main.app, ["plan", "pin", "basement", *options])
+    assert isinstance(result.exception, UsageError)
+    assert canned.asked == []
+
+
+def test_a_diff_names_who_holds_other_layers(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = [wire.PlanView(), wire.PlanView()]
+    for view, spans in zip(views, [{"a": (0, 3), "b": (4, 7)}, {"a": (0, 5), "c": (6, 7)}], strict=True):
+        for peer, (first, last) in spans.items():
+            view.plan.assignments.add(peer_id=peer, span=plan_pb2.Span(first=first, last=last))
+            view.nodes.add(peer_id=peer, name=f"node-{peer}")
+    monkeypatch.setattr(canned, "call", lambda _method, _request: views.pop(0))
+    told = json.loads(CliRunner().invoke(main.app, ["plan", "diff", "1", "2", "--output", "json"]).stdout)
+    assert [(it["node"], it["before"], it["after"]) for it in told["changes"]] == [
+        ("node-a", "0-3", "0-5"),
+        ("node-b", "4-7", "–"),
+        ("node-c", "–", "6-7"),
     ]
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
+from unit.coordinator.routed import RoutedWorld
 from unit.coordinator.world import RUN, World, spec_toml
 
+from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
+from atoll.coordinator.planner.live import answer
+from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import DenyRow, PlanRow, Record
 from atoll.coordinator.state.snapshot import Draft, Policy
-from atoll.core.clock import ManualClock
+from atoll.core.clock import Clock, ManualClock
 from atoll.core.errors import DatabaseCorrupt, DataDirUnusable
 from atoll.core.identity import Identity
 from atoll.core.plan import verify_plan
+
+TOKEN = admission.TokenRequest("0" * 12, "hash", "", 1, 60, ("node",))
 
 
 class FullDisk(MemoryStore):
@@ -91,6 +99,51 @@ async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     sealed = controller.sealed_plan(RUN)
     assert sealed is not None
     assert verify_plan(sealed, operator.public_key, RUN).members == (world.identities["ann"].peer_id,)
+    controller.close()
+
+
+def with_question() -> RoutedWorld:
+    world = RoutedWorld(answers=False)
+    world.begin(ann=6, bob=6)
+    assert world.state.memory[RUN].question is not None
+    return world
+
+
+async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_is_sealed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, operator, may_end = with_question(), Identity.generate(), threading.Event()
+
+    def slowly(question: Question, clock: Clock) -> Answer:
+        may_end.wait()
+        return answer(question, clock)
+
+    monkeypatch.setattr(coordinator, "_answer", slowly)
+    controller = Controller(MemoryStore(), operator, ManualClock(), world.policy)
+    controller.state = world.state
+    planning = asyncio.create_task(controller.answer_questions())
+    await controller.do(lambda state, now: admission.create_token(state, now, TOKEN))
+    assert controller.sealed_plan(RUN) is None
+    may_end.set()
+    await planning
+    sealed = controller.sealed_plan(RUN)
+    assert sealed is not None
+    assert len(verify_plan(sealed, operator.public_key, RUN).routes) == 1
+    controller.close()
+
+
+async def test_a_planner_that_breaks_is_told_and_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = with_question()
+
+    def broken(_question: Question, _clock: Clock) -> Answer:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(coordinator, "_answer", broken)
+    controller = Controller(MemoryStore(), Identity.generate(), ManualClock(), world.policy)
+    controller.state = world.state
+    await controller.answer_questions()
+    assert controller.tick_failures == 1
+    assert "the planner failed" in controller.state.memory[RUN].missing
     controller.close()
 
 

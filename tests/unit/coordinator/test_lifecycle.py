@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.state import admission, find, lifecycle, machine, views
-from atoll.coordinator.state.lifecycle import DRAIN_SECONDS, EDGES
+from atoll.coordinator.state.edges import EDGES
+from atoll.coordinator.state.fitness import DRAIN_SECONDS, ready_count
 from atoll.coordinator.state.records import Run
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.data_position import LEASE_ROUNDS
@@ -220,7 +221,7 @@ def test_different_corpora_never_add_up_to_genesis() -> None:
         world.connect(name, corpus=corpus)
     world.wait(5)
     assert world.run.state == "WAITING"
-    assert lifecycle.ready_count(world.state, RUN) == 1
+    assert ready_count(world.state, RUN) == 1
     assert world.kinds().count("node.corpus-differs") == 1
 
 

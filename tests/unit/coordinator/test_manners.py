@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
-from atoll.coordinator.state import checkpoints, lifecycle, reports, snapshot, votes
+from atoll.coordinator.state import checkpoints, fitness, reports, snapshot, votes
 from atoll.coordinator.state.allowance import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Event, PlanRow, Round, Waiting
@@ -269,11 +269,11 @@ def flap(world: World, times: int) -> None:
 def test_a_node_that_comes_and_goes_makes_few_plans(world: World) -> None:
     before = len(world.plans)
     flap(world, 100)  # 140 seconds
-    assert len(world.plans) - before <= 2 * (len(lifecycle.REJOIN_SECONDS) - 1 + 140 // 30)
+    assert len(world.plans) - before <= 2 * (len(fitness.REJOIN_SECONDS) - 1 + 140 // 30)
     world.say("eve", mb.NODE_STATE_READY)
     world.wait(35)
     assert "eve" in world.members()  # it is let in again
-    world.wait(lifecycle.JOINS_FORGOTTEN_SECONDS)
+    world.wait(fitness.JOINS_FORGOTTEN_SECONDS)
     for _ in range(2):  # and its past is forgotten
         world.say("eve", mb.NODE_STATE_PAUSED)
         world.wait(2)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.planner.replicas import most_round_tokens
+from atoll.coordinator.planner.drafting import most_round_tokens
 from atoll.coordinator.planner.shares import MOST, WORTH, Link, best_shares, gain, needs_relay, vector_seconds
 from atoll.core.run_spec import parse_run_spec
 

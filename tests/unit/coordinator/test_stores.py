@@ -26,6 +26,7 @@ from atoll.coordinator.state.records import (
     Evaluation,
     Event,
     Node,
+    PlanFigures,
     PlanRow,
     Round,
     Run,
@@ -47,9 +48,10 @@ from atoll.core.errors import (
 from atoll.core.identity import Identity
 
 TOKEN = Token("t1", "hash", "reef", ("node", "seed"), 3, 2, 10, 20)
-NODE = Node("p1", "ann", "reef", ("node",), b"\0\xff", 1, 10, multiaddrs=("/ip4/1", "/ip6/2"))
+NODE = Node("p1", "ann", "reef", ("node",), b"\0\xff", 1, 10, multiaddrs=("/ip4/1", "/ip6/2"), pin="3-7")
 RUN = Run("reef", "version = 1\n", "CREATED", 10)
 PLAN = PlanRow("reef", 1, b"signed", 11)
+FIGURES = PlanFigures("reef", 1, "ann joins", 11, 2, 1, 100.5, 90.25, 600.0, 2.0**33, '{"p3": "too slow"}')
 ROUND = Round(
     "reef", 1, 1, 0, 0, True, "", "p1", 1.5, 12, tokens=2**62, manifest_hash=b"h", manifest=b"m", present=("p1", "p2")
 )
@@ -59,7 +61,7 @@ EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
 WAITS = Waiting("reef", 9, "p1", b"\0report", 14)
-ALL = (TOKEN, NODE, RUN, PLAN, ROUND, WAITS, VOTE, HELD, LOSS, DENY, EVENT)
+ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, WAITS, VOTE, HELD, LOSS, DENY, EVENT)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,11 @@ def test_an_empty_store_is_empty(store: Store) -> None:
 def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
-    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (WAITS,))
+    assert store.load() == Contents(
+        (TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (WAITS,), (FIGURES,)
+    )
+    assert store.plan_figures("reef") == (FIGURES,)
+    assert store.plan_figures("another") == ()
     assert store.events(0, 10) == (EVENT,)
     assert store.rounds("reef", 0, 10) == (replace(ROUND, manifest=b""),)
     assert store.evaluations("reef") == (LOSS,)

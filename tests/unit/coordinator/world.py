@@ -57,16 +57,23 @@ def commit(payload: bytes, signers: list[Identity], ballot: Ballot | None = None
     )
 
 
-def genesis_report(writer: Identity, run_id: str = RUN, corpus: str = CORPUS) -> mb.GenesisReport:
+def layer_table(layers: list[plan_pb2.LayerInfo] | None = None) -> plan_pb2.LayerTable:
+    """Of the run's model: three small layers, or these."""
+    rows = layers or [plan_pb2.LayerInfo(name=name, parameters=10) for name in LAYERS]
+    return plan_pb2.LayerTable(layers=rows, model_hash=parse_run_spec(spec_toml()).model_hash())
+
+
+def genesis_report(
+    writer: Identity, run_id: str = RUN, corpus: str = CORPUS, table: plan_pb2.LayerTable | None = None
+) -> mb.GenesisReport:
     """What the chosen node sends."""
+    table = table or layer_table()
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=pb.RoundId(run_id=run_id),
-        layers=layer_states(),
+        layers=layer_states(len(table.layers)),
         corpus_digest=bytes.fromhex(corpus),
     )
-    layers = [plan_pb2.LayerInfo(name=name, parameters=10) for name in LAYERS]
-    table = plan_pb2.LayerTable(layers=layers, model_hash=parse_run_spec(spec_toml()).model_hash())
     return mb.GenesisReport(layers=table, manifest=commit(manifest.SerializeToString(), [writer]))
 
 
@@ -143,6 +150,8 @@ class World:
     sessions: dict[str, int] = field(default_factory=dict)
     heads: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # by name: what a node says it holds
     uplinks: dict[str, float] = field(default_factory=dict)  # by name: bytes per second that a node says it measured
+    profiles: dict[str, mb.NodeProfile] = field(default_factory=dict)  # by name; nodes without one tell none
+    table: plan_pb2.LayerTable = field(default_factory=layer_table)
 
     def __post_init__(self) -> None:
         self.state = replace(self.state, operator_key=self.operator.public_key)
@@ -180,6 +189,10 @@ class World:
                         self.state, live={**self.state.live, peer: replace(live, seen=self.now.monotonic)}
                     )
             self.take(machine.tick(self.state, self.now, self.policy))
+            self.tick_done()
+
+    def tick_done(self) -> None:
+        """Whoever else has a turn."""
 
     def create_run(self, *, start: bool = True, **spec: int) -> Run:
         """A run."""
@@ -223,7 +236,8 @@ class World:
         number, digest = self.heads.get(name, (0, b""))
         uplink = self.uplinks.get(name, 0.0)
         status = mb.NodeStatus(state=state, head_round=number, head_hash=digest, uplink_bytes_per_second=uplink)
-        message = mb.HeartbeatRequest(status=status, **request)  # type: ignore[arg-type]
+        told = {"profile": self.profiles.get(name), **request}
+        message = mb.HeartbeatRequest(status=status, **told)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
 
     def opener_of(self, report: mb.RoundReport) -> str:
@@ -249,11 +263,16 @@ class World:
         self.join(*names)
         self.wait(0.4)
         writer = self.state.memory[RUN].writer
-        self.say(self.name_of(writer), FIT, genesis=genesis_report(self.identities[self.name_of(writer)]))
+        self.say(self.name_of(writer), FIT, genesis=self.genesis())
         for name in names:
             self.say(name)
         assert self.run.state == "TRAINING"
         return [self.identities[self.name_of(peer)] for peer in self.plans[-1].members]
+
+    def genesis(self) -> mb.GenesisReport:
+        """From whoever was asked for it."""
+        writer = self.name_of(self.state.memory[RUN].writer)
+        return genesis_report(self.identities[writer], table=self.table)
 
     def name_of(self, peer_id: str) -> str:
         """The name a peer was given here."""

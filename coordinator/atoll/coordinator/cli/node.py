@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import CredentialsOption, RunOption
+from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import ago, count, loss, moment, size
 from atoll.coordinator.text import clean, enum_word
@@ -19,7 +19,6 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 app = typer.Typer(help="Nodes: list, show, drain, ban.", no_args_is_help=True)
-NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]
 _COLUMNS = [
     Column("name"),
     Column("peer", "peer"),
@@ -146,12 +145,20 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("training loss", loss(status.train_loss)),
         ("head round", status.head_round),
         ("follows plan", status.plan_version or "–"),
+        ("part in the plan", _part(node)),
+        ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),
         ("uplink", f"{status.uplink_bytes_per_second / 125_000:.1f} Mbit/s" if status.uplink_bytes_per_second else "–"),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _part(node: wire.NodeView) -> str:
+    if node.route:
+        return f"layers {node.span.first}–{node.span.last}, in route {node.route}"
+    return f"none: {node.left_out}" if node.left_out else "–"
 
 
 def _round_trips(node: wire.NodeView) -> str:

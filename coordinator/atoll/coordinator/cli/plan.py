@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
+from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
-from atoll.coordinator.cli.words import count, moment
+from atoll.coordinator.cli.words import count, moment, size
 from atoll.coordinator.text import clean
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
-from atoll.v1 import plan_pb2
 
-app = typer.Typer(help="Plans: show, explain, what-if.", no_args_is_help=True)
+app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
+VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_NUMBER)]
 _COLUMNS = [
-    Column("peer", "peer_id"),
+    Column("route", right=True),
+    Column("node"),
+    Column("peer"),
     Column("layers"),
+    Column("memory", right=True),
     Column("first samples", "samples", right=True),
     Column("token cap", "cap", right=True),
     Column("reduces", right=True),
-    Column("route", right=True),
+]
+_HISTORY_COLUMNS = [
+    Column("plan", right=True),
+    Column("issued"),
+    Column("nodes", right=True),
+    Column("routes", right=True),
+    Column("predicted", right=True),
+    Column("measured", right=True),
+    Column("off by", "off", right=True),
+    Column("moved", right=True),
+    Column("why"),
 ]
 
 
 @app.callback()
 def group() -> None:
-    """Plans: show, explain, what-if."""
+    """Plans: show, history, diff, pin, unpin, apply, explain, what-if."""
 
 
 @app.command("show")
@@ -47,11 +62,97 @@ def show_plan(
     """
     with connect(credentials) as client:
         view = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run, version=version))
-    plan = view.plan
-    rows = [_row(plan, item) for item in plan.assignments]
-    show(output, {"plan": plain(plan), "signed": plain(view.signed)}, _COLUMNS, rows)
+    document = {key: value for key, value in plain(view).items() if key != "plan"}
+    show(output, {"plan": plain(view.plan), **document}, _COLUMNS, list(_rows(view)))
     if output is Output.TEXT:
+        plan = view.plan
         say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}")
+        for item in view.left_out:
+            say(f"left out: {clean(item.name or item.peer_id)}: {clean(item.reason)}")
+        if view.missing:
+            say(f"no other plan is possible now: {clean(view.missing)}")
+
+
+@app.command("history")
+def history(run: RunOption = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
+    """Show all plans that are kept: when and why they were made, what was predicted, what was measured.
+
+    [bold]Example[/bold]
+
+      atollctl plan history
+    """
+    with connect(credentials) as client:
+        plans = client.call(client.stub.PlanHistory, wire.PlanHistoryRequest(run_id=run)).plans
+    show(output, {"plans": [plain(item) for item in plans]}, _HISTORY_COLUMNS, [_line(item) for item in plans])
+
+
+@app.command("diff")
+def diff(
+    earlier: VersionArgument,
+    later: VersionArgument,
+    run: RunOption = "",
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Show who holds other layers under one plan than under another.
+
+    [bold]Example[/bold]
+
+      atollctl plan diff 3 4
+    """
+    with connect(credentials) as client:
+        plan_change.diff(client, run, earlier, later, output)
+
+
+@app.command("pin")
+def pin(
+    node: NodeArgument,
+    layers: Annotated[str, typer.Option(metavar="A-B", help="exactly these, the first and the last counted")] = "",
+    out: Annotated[bool, typer.Option("--out", help="no part in training")] = False,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Have a node hold exactly these layers, or none, until it is unpinned. The plan follows within seconds.
+
+    [bold]Examples[/bold]
+
+      atollctl plan pin reef-3 --layers 0-11
+
+      atollctl plan pin reef-4 --out
+    """
+    request = plan_change.pin_request(node, layers, out=out)
+    with connect(credentials) as client:
+        plan_change.show_pin(client.call(client.stub.PinNode, request), output)
+
+
+@app.command("unpin")
+def unpin(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
+    """Let the planner decide again what a node holds.
+
+    [bold]Example[/bold]
+
+      atollctl plan unpin reef-3
+    """
+    with connect(credentials) as client:
+        plan_change.show_pin(client.call(client.stub.UnpinNode, wire.UnpinNodeRequest(node=node)), output)
+
+
+@app.command("apply")
+def apply(
+    run: RunOption = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would change")] = False,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Plan now, without waiting for nodes to settle; a plan is issued if it is another one that pays for its moves.
+
+    [bold]Example[/bold]
+
+      atollctl plan apply --dry-run
+    """
+    with connect(credentials) as client:
+        response = client.call(client.stub.ApplyPlan, wire.ApplyPlanRequest(run_id=run, dry_run=dry_run))
+    plan_change.show_change(response, output, dry_run=dry_run)
 
 
 @app.command("explain")
@@ -88,15 +189,37 @@ def what_if(
     tell(topology, seconds, output)
 
 
-def _row(plan: plan_pb2.Plan, item: plan_pb2.Assignment) -> Plain:
-    samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
-    total = sum(other.max_reduce_bytes_per_second for other in plan.assignments)
-    routes = [str(number + 1) for number, route in enumerate(plan.routes) if item.peer_id in route.peer_ids]
+def _rows(view: wire.PlanView) -> Iterator[Plain]:
+    """By route, then along it."""
+    plan, nodes = view.plan, {item.peer_id: item for item in view.nodes}
+    assigned = {item.peer_id: item for item in plan.assignments}
+    total = sum(item.max_reduce_bytes_per_second for item in plan.assignments)
+    for number, route in enumerate(plan.routes, 1):
+        for peer in route.peer_ids:
+            item, node = assigned[peer], nodes.get(peer, wire.PlacedNode())
+            samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
+            yield {
+                "route": number,
+                "node": node.name or "–",
+                "peer": f"…{peer[-8:]}",
+                "layers": f"{item.span.first}–{item.span.last}",
+                "memory": f"{size(node.memory_bytes)} of {size(node.memory_lent_bytes)}",
+                "samples": samples or ("from manifests" if item.span.first == 0 else "none"),
+                "cap": count(item.max_round_tokens),
+                "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
+            }
+
+
+def _line(item: wire.PlanFigures) -> Plain:
+    predicted, measured = item.predicted_tokens_per_second, item.measured_tokens_per_second
     return {
-        "peer_id": item.peer_id,
-        "layers": f"{item.span.first}–{item.span.last}",
-        "samples": samples or "from manifests",
-        "cap": count(item.max_round_tokens),
-        "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
-        "route": ", ".join(routes),
+        "plan": item.version,
+        "issued": moment(item.issued_unix_ms),
+        "nodes": item.nodes,
+        "routes": item.routes,
+        "predicted": count(predicted),
+        "measured": count(measured),
+        "off": f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else "–",
+        "moved": size(item.moved_bytes),
+        "why": item.reason,
     }

@@ -14,8 +14,9 @@ from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.explain import explain
-from atoll.coordinator.planner.measured import Measured, problem_of
+from atoll.coordinator.planner.measured import problem_of
 from atoll.coordinator.planner.problem import Layout, Problem, Stage, Wishes, read_layers
+from atoll.coordinator.planner.question import Measured
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.tables import Tables

@@ -245,6 +245,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
         ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
         ("plan", run.plan_version or "–"),
+        *([("no plan is possible", run.missing)] if run.missing else []),
         ("validation loss", _losses(run)),
         (
             "layers",

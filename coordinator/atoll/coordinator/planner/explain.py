@@ -26,6 +26,7 @@ from atoll.core.clock import Clock
 DAY = 86400.0
 _SAME_PLACE_SECONDS = 0.001  # of a new machine to the one beside which it is put
 _NOT_A_LOSS = 1e-6  # relative
+_MOST_LEFT_OUT = 200  # machines whose reason is looked for: each takes some layouts
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def explain(found: Solution, *, clock: Clock, rng: random.Random, seconds: float
     curve = tuple(_curve(tables, value))
     return Explanation(
         places=tuple(_places(tables, value, label.tolist())),
-        left_out=tuple(_left_out(tables, value, label.tolist())),
+        left_out=left_out(tables, value),
         bottleneck=bottleneck(tables, value),
         help=tuple(_helps(found, clock, rng, seconds)),
         curve=curve,
@@ -157,12 +158,17 @@ def _places(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator
             )
 
 
-def _left_out(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator[LeftOut]:
-    placed = set(value.layout.machines)
-    home = next(set(island) for island in islands(tables.usable) if placed & set(island))
-    for index, machine in enumerate(tables.problem.machines):
-        if index not in placed:
-            yield LeftOut(machine.name, label[index], _reason(tables, value, index, home))
+def left_out(tables: Tables, value: Evaluation) -> tuple[LeftOut, ...]:
+    """Who has no part in a layout (of one route at least), and why; the first `_MOST_LEFT_OUT` are looked at."""
+    placed, label = set(value.layout.machines), regions(tables.problem).tolist()
+    home = next((set(island) for island in islands(tables.usable) if placed & set(island)), placed)
+    outside = [index for index in range(tables.count) if index not in placed]
+    reasons = [_reason(tables, value, index, home) for index in outside[:_MOST_LEFT_OUT]]
+    reasons += ["others are left out before it"] * (len(outside) - len(reasons))
+    return tuple(
+        LeftOut(tables.problem.machines[index].name, label[index], reason)
+        for index, reason in zip(outside, reasons, strict=True)
+    )
 
 
 def _reason(tables: Tables, value: Evaluation, index: int, home: set[int]) -> str:
@@ -178,6 +184,8 @@ def _reason(tables: Tables, value: Evaluation, index: int, home: set[int]) -> st
     if best is None:
         return f"holds {tables.stage(index).most_layers} of {tables.layers} layers, and nobody is left to hold the rest"
     worse = 1 - best.score / value.score
+    if worse < -_NOT_A_LOSS:
+        return f"with it the swarm would be {-100 * worse:.1f} % better: too little for what moves"
     if worse < _NOT_A_LOSS:
         return "would change nothing"
     late = best.round.seconds > best.round.interval_seconds * (1 + _NOT_A_LOSS) and best.round.busiest == index

@@ -8,41 +8,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from atoll.coordinator.planner.capacity import Room, training_of
 from atoll.coordinator.planner.links import complete
-from atoll.coordinator.planner.problem import Layer, Machine, Problem, Reach, Training, Wishes
-from atoll.coordinator.planner.shares import needs_relay
-from atoll.coordinator.state.paths import Path
+from atoll.coordinator.planner.problem import Layer, Links, Machine, Problem, Reach, Wishes
+from atoll.coordinator.planner.question import Measured, shares_memory
+from atoll.coordinator.planner.shares import MAX_UPLINK, needs_relay
 from atoll.core.run_spec import RunSpec
-from atoll.v1 import membership_pb2 as mb
 
 OFF = 3.0  # times: a figure so far from what others see is told to people
 _NOISE_SECONDS = 0.01  # that a busy node adds to a round trip now and then
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # of a link that was not measured yet: a home's uplink
-_CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "int8": 1 + 2 / 128,
-    "int4": 0.5 + 2 / 128,
-    "int2": 0.25 + 2 / 128,
-}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One node, as the coordinator knows it."""
-
-    peer_id: str
-    name: str
-    profile: mb.NodeProfile
-    status: mb.NodeStatus
-    multiaddrs: tuple[str, ...]
-    paths: Mapping[str, Path]
+_UNKNOWN_RTT_SECONDS = 0.15  # between two that nobody measured, not even over others: rather far than near
+_LEAST_SECONDS = 1e-12  # that a layer takes a token: no word of a node's may stop the planner's arithmetic
 
 
 @dataclass(frozen=True)
@@ -56,43 +38,44 @@ class Seen:
 def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSpec, wishes: Wishes) -> Seen:
     """What to plan for these nodes. Raises nothing: `checks.check_problem` judges the result."""
     doubts: list[str] = []
-    machines = tuple(_machine(node, layers, doubts) for node in nodes)
+    training = training_of(spec)
+    room = Room(layers, training)
+    machines = tuple(_machine(node, layers, room, doubts) for node in nodes)
     rtt, rate = _tables(nodes, doubts)
-    return Seen(Problem(machines, complete(rtt, rate), layers, training_of(spec), wishes), tuple(doubts))
+    return Seen(Problem(machines, _linked(complete(rtt, rate)), layers, training, wishes), tuple(doubts))
 
 
-def training_of(spec: RunSpec) -> Training:
-    """How the run trains."""
-    optimizer = spec.optimizer
-    return Training(
-        micro_batch_tokens=optimizer.micro_batch_samples * spec.data.sequence_length,
-        micro_batches=optimizer.accumulate,
-        round_tokens=spec.sync.round_tokens,
-        outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
-        activation_checkpointing=optimizer.activation_checkpointing,
-    )
+def _linked(links: Links) -> Links:
+    """Members of a run do reach each other: who was not measured yet counts as far."""
+    known = np.where(np.isfinite(links.rtt_seconds), links.rtt_seconds, _UNKNOWN_RTT_SECONDS)
+    return replace(links, rtt_seconds=known)
 
 
-def _machine(node: Measured, layers: Sequence[Layer], doubts: list[str]) -> Machine:
+def _machine(node: Measured, layers: Sequence[Layer], room: Room, doubts: list[str]) -> Machine:
     profile, status = node.profile, node.status
-    uplink = status.uplink_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND
+    uplink = min(status.uplink_bytes_per_second, MAX_UPLINK) or _UNKNOWN_BYTES_PER_SECOND
+    trained = status.tokens_per_second if node.alone else 0.0
     machine = Machine(
         name=node.name,
-        device_memory_bytes=float(profile.device_memory_bytes),
+        device_memory_bytes=room.lent_bytes(profile),
         host_memory_bytes=float(profile.host_memory_bytes),
         uplink_bytes_per_second=uplink,
         downlink_bytes_per_second=uplink,  # homes receive faster than they send: on the safe side
         seconds_per_token={
-            time.kind: (time.forward_seconds_per_token, time.backward_seconds_per_token) for time in profile.layer_times
+            time.kind: (
+                max(time.forward_seconds_per_token, _LEAST_SECONDS),
+                max(time.backward_seconds_per_token, _LEAST_SECONDS),
+            )
+            for time in profile.layer_times
         },
         flops_per_second=_flops(profile.tokens_per_second, layers),
         reach=Reach.RELAYED if needs_relay(node.multiaddrs) else Reach.PUBLIC,
-        shares_memory=profile.device == "cpu",
+        shares_memory=shares_memory(profile),
         price_per_hour=profile.price_per_hour,
         kind=profile.device_name or profile.device,
     )
-    _compare(machine, status.tokens_per_second, profile.tokens_per_second or _told(machine, layers), doubts)
-    return _corrected(machine, status.tokens_per_second, layers)
+    _compare(machine, trained, profile.tokens_per_second or _told(machine, layers), doubts)
+    return _corrected(machine, trained, layers)
 
 
 def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:

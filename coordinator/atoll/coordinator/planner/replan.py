@@ -1,33 +1,55 @@
 """Whether a new layout is worth its moves. Pure.
 
 Machines that get layers fetch anchor and momentum of those they did not hold, and their route trains nothing meanwhile.
-A change is made when what it brings over the horizon pays for that, and for more than noise in measurements would.
+Of the layouts that are possible the one that moves least is taken, unless another is better, over the horizon and with
+what its moves cost, by more than noise in measurements would be. Where that other one takes nothing from those who have
+a place and gives them nothing new, a little is enough: newcomers should not wait for a large gain.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import Evaluation, evaluate
-from atoll.coordinator.planner.problem import Layout, Problem, Stage
+from atoll.coordinator.planner.problem import Layout, Problem
+from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.repair import able_routes, extended, repaired
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import Clock
 from atoll.core.units import bytes_text, duration_text
 
-NamedRoute = tuple[tuple[str, int, int], ...]  # machine, first and last layer
+_WORTH_ADDING = 0.002  # relative, where nobody who has a place is disturbed
+_LAST_RESORT = 1e-3  # of the score of a layout that is not ready within the horizon
 
 
 @dataclass(frozen=True)
 class Change:
     """What is to be done. `layout` is the old one, as far as it still can be, where `moves` is false."""
 
+    tables: Tables
+    before: Evaluation  # of what can go on as it is
     evaluation: Evaluation
     moves: bool
     reason: str
-    fetched_bytes: Mapping[str, float]  # by machine, of those that get layers
+    fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by machine, of those that get layers
+
+
+@dataclass(frozen=True)
+class _Option:
+    value: Evaluation
+    fetched_bytes: Mapping[str, float]
+    net_score: float  # less what is not trained while machines fetch
+    moved_bytes: float  # of that, by machines that have a place already
+    placed: frozenset[str]  # of those
+
+    def disturbs(self, other: _Option) -> bool:
+        """Whether it asks more of those who have a place than `other` does."""
+        return self.moved_bytes > other.moved_bytes or not self.placed >= other.placed
 
 
 def replan(
@@ -35,27 +57,27 @@ def replan(
     steps: int | None = None,
 ) -> Change:  # fmt: skip
     """The layout to go to from `current`, whose machines may be gone or slower by now. Raises what `solve` raises."""
-    kept = still_possible(problem, current)
-    found = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=kept)
-    tables, before = found.tables, evaluate(found.tables, kept)
-    layouts = [found.evaluation]
-    if (
-        not found.gap
-    ):  # the exact solver does not look at what is; of layouts that are as good, a search finds one nearby
-        nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=kept, exact=False)
-        layouts.append(nearby.evaluation)
-    options = [(it, fetched_bytes(tables, current, it.layout)) for it in layouts]
-    if not before.score:
-        return Change(found.evaluation, True, "no route of the old plan can go on", options[0][1])
-    gain, (after, fetched) = max(
-        ((worth_of_moving(tables, before, *option), option) for option in options), key=lambda it: it[0]
-    )
-    hysteresis = problem.wishes.hysteresis
-    total = bytes_text(sum(fetched.values()))
-    over = duration_text(problem.wishes.horizon_seconds)
-    if gain > hysteresis:
-        return Change(after, True, f"{100 * gain:.1f} % better over {over}, after moving {total}", fetched)
-    return Change(before, False, f"moving {total} would bring {100 * gain:.1f} % over {over}: too little", {})
+    check_problem(problem)
+    tables = Tables(problem)
+    check_pins_fit(tables)
+    kept = able_routes(tables, current)
+    mended = repaired(tables, current)
+    start = extended(tables, mended)
+    found = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start)
+    layouts = [kept, mended, start, found.evaluation.layout]
+    if not found.gap:  # the exact solver does not look at what is; a search finds what is as good and nearby
+        nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start, exact=False)
+        layouts.append(nearby.evaluation.layout)
+    return _chosen(tables, current, kept, layouts)
+
+
+def fixed(problem: Problem, current: Sequence[NamedRoute], layout: Sequence[NamedRoute]) -> Change:
+    """What going from `current` to `layout` means, whether it pays or not. Raises `PlanInputInvalid`."""
+    check_problem(problem)
+    tables = Tables(problem)
+    option = _option(tables, current, able_routes(tables, layout))
+    before = evaluate(tables, able_routes(tables, current))
+    return Change(tables, before, option.value, bool(option.fetched_bytes), "as ordered", option.fetched_bytes)
 
 
 def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
@@ -64,13 +86,6 @@ def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
         tuple((problem.machines[stage.machine].name, stage.first, stage.last) for stage in route)
         for route in layout.routes
     )
-
-
-def still_possible(problem: Problem, current: Sequence[NamedRoute]) -> Layout:
-    """The routes all of whose machines are there."""
-    places = {machine.name: index for index, machine in enumerate(problem.machines)}
-    whole = [route for route in current if all(name in places for name, _, _ in route)]
-    return Layout(tuple(tuple(Stage(places[name], first, last) for name, first, last in route) for route in whole))
 
 
 def fetched_bytes(tables: Tables, current: Sequence[NamedRoute], layout: Layout) -> dict[str, float]:
@@ -86,15 +101,52 @@ def fetched_bytes(tables: Tables, current: Sequence[NamedRoute], layout: Layout)
     return found
 
 
-def worth_of_moving(tables: Tables, before: Evaluation, after: Evaluation, fetched: Mapping[str, float]) -> float:
-    """By which share `after` is better over the horizon, with what is not trained while machines fetch."""
-    problem = tables.problem
-    lost = 0.0  # tokens
-    for route, cost in zip(after.layout.routes, after.routes, strict=True):
+def _chosen(tables: Tables, current: Sequence[NamedRoute], kept: Layout, layouts: Sequence[Layout]) -> Change:
+    options = [_option(tables, current, layout) for layout in layouts]
+    before = best = options[0]
+    for option in sorted(options[1:], key=lambda it: it.moved_bytes):
+        needed = tables.problem.wishes.hysteresis if option.disturbs(best) else _WORTH_ADDING
+        if option.net_score > best.net_score * (1 + needed):
+            best = option
+    total, over = bytes_text(sum(best.fetched_bytes.values())), duration_text(tables.problem.wishes.horizon_seconds)
+    if not before.value.score:
+        return Change(tables, before.value, best.value, True, _from_nothing(current, total), best.fetched_bytes)
+    if best is not before:
+        gain = 100 * (best.net_score / before.net_score - 1)
+        reason = f"{gain:.1f} % better over {over}, after moving {total}"
+        return Change(tables, before.value, best.value, True, reason, best.fetched_bytes)
+    most = max(options, key=lambda it: it.net_score)
+    gain, total = 100 * (most.net_score / before.net_score - 1), bytes_text(sum(most.fetched_bytes.values()))
+    reason = f"moving {total} would bring {gain:.1f} % over {over}: too little"
+    return Change(tables, before.value, before.value, False, reason)
+
+
+def _from_nothing(current: Sequence[NamedRoute], total: str) -> str:
+    return f"no route of the old plan can go on; moving {total}" if current else "the first plan"
+
+
+def _option(tables: Tables, current: Sequence[NamedRoute], layout: Layout) -> _Option:
+    value, fetched = evaluate(tables, layout), fetched_bytes(tables, current, layout)
+    held = {name for route in current for name, _, _ in route}
+    return _Option(
+        value=value,
+        fetched_bytes=fetched,
+        net_score=_net_score(tables, value, fetched),
+        moved_bytes=sum(size for name, size in fetched.items() if name in held),
+        placed=frozenset(held & {tables.problem.machines[machine].name for machine in layout.machines}),
+    )
+
+
+def _net_score(tables: Tables, value: Evaluation, fetched: Mapping[str, float]) -> float:
+    """Less the share of the horizon's tokens that routes do not train while their machines fetch."""
+    problem, lost, kept = tables.problem, 0.0, 1.0
+    horizon = problem.wishes.horizon_seconds
+    for route, cost in zip(value.layout.routes, value.routes, strict=True):
         waits = [
             fetched.get(problem.machines[stage.machine].name, 0.0) / float(tables.downlink[stage.machine])
             for stage in route
         ]
-        lost += cost.tokens_per_second * min(max(waits), problem.wishes.horizon_seconds)
-    share = lost / (after.tokens_per_second * problem.wishes.horizon_seconds) if after.tokens_per_second else 1.0
-    return after.score * (1 - share) / before.score - 1
+        kept = _LAST_RESORT if max(waits) >= horizon else kept
+        lost += cost.tokens_per_second * min(max(waits), horizon)
+    total = math.fsum(cost.tokens_per_second for cost in value.routes) * horizon
+    return kept * value.score * (1 - lost / total if total else 0.0)

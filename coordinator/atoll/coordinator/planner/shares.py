@@ -14,12 +14,15 @@ from __future__ import annotations
 import ipaddress
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MOST = 2.0  # of an equal share
 WORTH = 1.25  # times as fast: new shares for less are not worth a new plan
 LEAST = 64 * 1024.0  # bytes per second
+REDUCE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: what an equal share is written as
+MAX_UPLINK = 1e12  # bytes per second that anybody is believed
 _HALVINGS = 60
 
 
@@ -74,6 +77,42 @@ def gain(links: Mapping[str, Link], planned: Mapping[str, int]) -> float:
     now = {peer: planned.get(peer, 0) / total if total else 1 / len(links) for peer in links}
     reducers = [peer for peer in links if now[peer] or best[peer]]
     return vector_seconds(links, now, reducers) / vector_seconds(links, best, reducers)
+
+
+def reduce_rate(share: float, holders: int) -> int:
+    """How a share among so many holders is written into a plan, in bytes per second."""
+    return round(share * holders * REDUCE_BYTES_PER_SECOND)
+
+
+def span_rates(links: Mapping[str, Link], spans: Mapping[str, range], weights: Sequence[float]) -> dict[str, int]:
+    """What each reduces where they hold different `spans` of layers: the mean over its layers, each among its holders.
+
+    `weights` are the layers' sizes. Every layer has a holder.
+    """
+    total = dict.fromkeys(spans, 0.0)
+    for segment, holders in segments(spans):
+        found, weight = best_shares({peer: links[peer] for peer in holders}), _weight(segment, weights)
+        for peer in holders:
+            total[peer] += found[peer] * len(holders) * weight / _weight(spans[peer], weights)
+    return {peer: reduce_rate(share, 1) for peer, share in total.items()}
+
+
+def span_gain(links: Mapping[str, Link], spans: Mapping[str, range], planned: Mapping[str, int]) -> float:
+    """The largest `gain` among those who hold the same layers."""
+    return max(gain({peer: links[peer] for peer in holders}, planned) for _, holders in segments(spans))
+
+
+def segments(spans: Mapping[str, range]) -> list[tuple[range, tuple[str, ...]]]:
+    """Consecutive layers with the same holders, and those holders, ordered."""
+    ends = sorted({end for span in spans.values() for end in (span.start, span.stop)})
+    return [
+        (range(start, stop), tuple(sorted(peer for peer, span in spans.items() if start in span)))
+        for start, stop in pairwise(ends)
+    ]
+
+
+def _weight(layers: range, weights: Sequence[float]) -> float:
+    return math.fsum(weights[layer] for layer in layers) or 1.0
 
 
 def _uplinks(links: Mapping[str, Link]) -> dict[str, float]:

@@ -12,13 +12,23 @@ import grpc
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import admission, checkpoints, find, lifecycle, recovery, views
+from atoll.coordinator.state import (
+    admission,
+    applying,
+    checkpoints,
+    find,
+    lifecycle,
+    pinning,
+    plan_views,
+    recovery,
+    views,
+)
 from atoll.coordinator.state.records import Node, Run
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
 from atoll.core.tokens import hash_secret, new_token
 from atoll.v1 import admin_pb2 as wire
-from atoll.v1 import admin_pb2_grpc, plan_pb2
+from atoll.v1 import admin_pb2_grpc
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
@@ -146,14 +156,49 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def GetPlan(self, request: wire.GetPlanRequest, context: Context) -> wire.PlanView:
         """A version, or the newest."""
-        run = find.run(self._controller.state, request.run_id)
+        state = self._controller.state
+        run = find.run(state, request.run_id)
         version = min(request.version or run.plan_version, MAX_NUMBER)
         row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
         if row is None:
             which = f"plan {request.version}" if request.version else "plan"
-            raise NotFound(f"run {run.run_id!r} has no {which} yet", "plan 1 comes with genesis: `atollctl run show`")
-        sealed = pb.Signed.FromString(row.sealed)
-        return wire.PlanView(plan=plan_pb2.Plan.FromString(sealed.payload), signed=sealed)
+            missing = state.memory[run.run_id].missing
+            raise NotFound(
+                f"run {run.run_id!r} has no {which} yet" + (f": {missing}" if missing else ""),
+                "plan 1 comes with genesis: `atollctl run show`",
+            )
+        figures = await self._controller.read(lambda store: store.plan_figures(run.run_id))
+        own = next((item for item in figures if item.version == version), None)
+        return plan_views.plan_view(self._controller.state, pb.Signed.FromString(row.sealed), own)
+
+    async def PlanHistory(self, request: wire.PlanHistoryRequest, context: Context) -> wire.PlanHistoryResponse:
+        """Oldest first."""
+        run = find.run(self._controller.state, request.run_id)
+        rows = await self._controller.read(lambda store: store.plan_figures(run.run_id))
+        return wire.PlanHistoryResponse(plans=[plan_views.figures_view(row) for row in rows])
+
+    async def ApplyPlan(self, request: wire.ApplyPlanRequest, context: Context) -> wire.ApplyPlanResponse:
+        """Plan now, or say what that would change."""
+        run = find.run(self._controller.state, request.run_id)
+        question = applying.question_of(
+            self._controller.state, self._controller.moment(), run.run_id, self._controller.policy
+        )
+        found = await self._controller.plan(question)
+        issued = None
+        if not request.dry_run:
+            issued = await self._controller.do(
+                lambda state, now: applying.apply(state, now, run.run_id, question, found)
+            )
+        return plan_views.proposal_view(self._controller.state, run.run_id, question, found, issued)
+
+    async def PinNode(self, request: wire.PinNodeRequest, context: Context) -> wire.NodeView:
+        """To layers, or out."""
+        span = (request.span.first, request.span.last) if request.HasField("span") else None
+        return self._node(await self._controller.do(lambda state, now: pinning.pin(state, now, request.node, span)))
+
+    async def UnpinNode(self, request: wire.UnpinNodeRequest, context: Context) -> wire.NodeView:
+        """The planner decides again."""
+        return self._node(await self._controller.do(lambda state, now: pinning.unpin(state, now, request.node)))
 
     async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
         """Oldest first."""

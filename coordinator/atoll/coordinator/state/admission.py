@@ -122,6 +122,7 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
         enrolled_ms=now.unix_ms,
         last_seen_ms=known.last_seen_ms if known else 0,
         token_id=token.token_id,
+        pin=known.pin if known and known.run_id == token.run_id else "",
     )
     draft = Draft(state, now)
     draft.put(node)

@@ -8,12 +8,15 @@ nothing to do.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 from atoll.coordinator.state import admission, checkpoints, find, lifecycle, paths, recovery, reports
 from atoll.coordinator.state.allowance import STORED
+from atoll.coordinator.state.fitness import corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
+from atoll.coordinator.state.round_checks import check_table
 from atoll.coordinator.state.snapshot import (
     Commit,
     Draft,
@@ -88,7 +91,12 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
     fresh = Live(session=session, seen=now.monotonic, drain_since=drain_since)
     if old is not None:  # who hangs up and calls again has no more to spend
         fresh = replace(
-            fresh, stored=old.stored, refused=old.refused, dropped=old.dropped, dropped_since=old.dropped_since
+            fresh,
+            profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
+            stored=old.stored,
+            refused=old.refused,
+            dropped=old.dropped,
+            dropped_since=old.dropped_since,
         )
     left = fresh.stored.spend(STORED, now.monotonic)
     draft.set_live(peer_id, replace(fresh, stored=left or fresh.stored))
@@ -114,6 +122,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         profile=paths.tidied_profile(request.profile) if request.HasField("profile") else live.profile,
         paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
+        layers=_told_layers(state, node, live, request),
     )
     draft.set_live(peer_id, live)
     if "node" in node.roles:
@@ -127,7 +136,7 @@ def check_session(state: State, peer_id: str, session: int) -> tuple[Node, Live]
     node, live = find.caller(state, peer_id), state.live.get(peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
-    expected = lifecycle.corpus_expected(state, node.run_id)
+    expected = corpus_expected(state, node.run_id)
     if expected and live and live.corpus_digest not in ("", expected):
         raise CorpusError(
             f"the corpus of this node ({live.corpus_digest[:12]}…) is not the run's ({expected[:12]}…)",
@@ -200,6 +209,7 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: M
     committed |= {row.number: commit_of(row) for row in rounds if row.committed and row.manifest_hash not in void}
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
+    figures = next((row for row in reversed(contents.plan_figures) if row.run_id == run_id), None)
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
@@ -213,6 +223,8 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: M
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
         bases=bases,
         void=frozenset(void),
+        figures=figures,
+        left_out=json.loads(figures.left_out) if figures else {},
     )
 
 
@@ -240,6 +252,14 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             or clean(address) != address
         ):
             raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+
+
+def _told_layers(state: State, node: Node, live: Live, request: mb.HeartbeatRequest) -> bytes:
+    """The layer table that counts until genesis brings one. Raises `PeerMisbehaved`."""
+    if state.runs[node.run_id].genesis or not request.HasField("layers"):
+        return b"" if state.runs[node.run_id].genesis else live.layers
+    check_table(request.layers, state.memory[node.run_id].spec.model_hash())
+    return request.layers.SerializeToString(deterministic=True)
 
 
 def _take_addresses(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
@@ -271,7 +291,7 @@ def _lose(draft: Draft, peer_id: str, live: Live) -> None:
 
 def _tell_strays(draft: Draft, run_id: str) -> None:
     """Once per stream, name the nodes whose text is not the run's; `check_session` ends their streams."""
-    expected = lifecycle.corpus_expected(draft.state, run_id)
+    expected = corpus_expected(draft.state, run_id)
     if not expected:
         return
     for node in draft.state.members_of(run_id):

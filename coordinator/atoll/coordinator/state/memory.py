@@ -15,6 +15,7 @@ from atoll.coordinator.state.records import (
     Evaluation,
     Event,
     Node,
+    PlanFigures,
     PlanRow,
     Record,
     Round,
@@ -49,6 +50,7 @@ class MemoryStore(Store):
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
             waiting=self._rows(Waiting),
+            plan_figures=self._rows(PlanFigures),
         )
 
     def apply(self, changes: Sequence[Change]) -> None:
@@ -73,6 +75,9 @@ class MemoryStore(Store):
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         return cast("PlanRow | None", self._tables[PlanRow].get((run_id, version)))
+
+    def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
+        return tuple(row for row in self._rows(PlanFigures) if row.run_id == run_id)
 
     def close(self) -> None:
         return

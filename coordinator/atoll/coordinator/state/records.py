@@ -47,6 +47,7 @@ class Node:
     left: bool = False
     multiaddrs: tuple[str, ...] = ()  # kept so that seeds are known right after a restart
     token_id: str = ""  # that admitted it last
+    pin: str = ""  # the operator's: layers "0-5", or "out"; empty: none
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,25 @@ class PlanRow:
     version: int
     sealed: bytes  # Signed, context "plan"
     issued_ms: int
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """What is known of a version of a plan beside what was signed."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "version")
+
+    run_id: str
+    version: int
+    reason: str
+    issued_ms: int
+    nodes: int
+    routes: int
+    predicted_tokens_per_second: float = 0.0  # 0: not predicted
+    measured_tokens_per_second: float = 0.0  # of its drivers, on average; 0: not measured
+    measured_seconds: float = 0.0
+    moved_bytes: float = 0.0  # of anchor and momentum, that its members had to fetch
+    left_out: str = "{}"  # JSON: why each of these peers has no part
 
 
 @dataclass(frozen=True)
@@ -197,12 +217,13 @@ class Event:
     message: str
 
 
-Record = Token | Node | Run | PlanRow | Round | Waiting | Vote | Checkpoint | Evaluation | DenyRow | Event
+Record = Token | Node | Run | PlanRow | PlanFigures | Round | Waiting | Vote | Checkpoint | Evaluation | DenyRow | Event
 RECORDS: tuple[type[Record], ...] = (
     Token,
     Node,
     Run,
     PlanRow,
+    PlanFigures,
     Round,
     Waiting,
     Vote,

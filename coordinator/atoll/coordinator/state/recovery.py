@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.state import find, lifecycle, votes
+from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.state import find, routing, votes
+from atoll.coordinator.state.fitness import fit_nodes, present
+from atoll.coordinator.state.issuing import Notes, issue, issue_routes, next_version
 from atoll.coordinator.state.records import Run
 from atoll.coordinator.state.round_checks import MAX_GAP
 from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
@@ -44,7 +47,7 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
             f"run {run.run_id!r} is {run.state.lower()}: only a run that trains can be recovered",
             "start it first: `atollctl run start`",
         )
-    here = lifecycle.fit_nodes(state, run.run_id)
+    here = fit_nodes(state, run.run_id)
     left = newest_left(state, run)
     if left is None:
         raise InvalidTransition(
@@ -81,10 +84,10 @@ def watch(draft: Draft, run_id: str, policy: Policy) -> None:
 def newest_left(state: State, run: Run) -> Left | None:
     """The newest committed state that fit nodes say they hold."""
     memory = state.memory[run.run_id]
-    told = (state.live[peer].status for peer in lifecycle.fit_nodes(state, run.run_id))
+    told = (state.live[peer].status for peer in fit_nodes(state, run.run_id))
     held = Counter((status.head_round, status.head_hash) for status in told if len(status.head_hash) == _HASH_BYTES)
     found = (Left(number, count, digest) for (number, digest), count in held.items())
-    most = len(lifecycle.fit_nodes(state, run.run_id)) / 2
+    most = len(fit_nodes(state, run.run_id)) / 2
     return max((item for item in found if _counts(run, memory, item, most)), default=None)
 
 
@@ -102,7 +105,7 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
     """What is left, if every node that decides the next round or is planned is here and holds an older one."""
     run, memory = state.runs[run_id], state.memory[run_id]
     electorate = electorate_after(memory, run.head_round)
-    here = set(lifecycle.fit_nodes(state, run_id))
+    here = set(fit_nodes(state, run_id))
     if memory.plan is None or electorate is None or not electorate.members:
         return None
     if not here >= electorate.members | set(memory.plan.members):
@@ -114,7 +117,7 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
 
 def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    here = lifecycle.fit_nodes(draft.state, run_id)
+    here = fit_nodes(draft.state, run_id)
     void = {number: commit for number, commit in memory.committed.items() if number > left.round}
     kept = {number: commit for number, commit in memory.committed.items() if number <= left.round}
     kept.setdefault(left.round, Commit(left.manifest_hash, committed_tokens=None))
@@ -132,8 +135,24 @@ def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
     lost = f"rounds {left.round + 1} to {run.head_round} are void" if void else "no round that was told is lost"
     told = f"{why}: it goes on from round {left.round}, which {_nodes(left.holders)}; {lost}"
     draft.event("run.recovered", run_id, str(left.round), told)
-    base = Base(left.manifest_hash, tuple(sorted(here)), left.round, lifecycle.next_version(run))
-    lifecycle.issue(draft, run_id, here, f"{why}, from round {left.round}", base)
+    _issue(draft, run_id, left, here, f"{why}, from round {left.round}")
+
+
+def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) -> None:
+    """The plan with the new base, for who is here. Routes stay as they are: `routing` mends them afterwards."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    version = next_version(run)
+    if memory.plan is None or not routing.needs_routes(
+        draft.state, run_id, present(draft.state, run_id, draft.now.monotonic)
+    ):
+        issue(draft, run_id, here, reason, Base(left.manifest_hash, tuple(sorted(here)), left.round, version))
+        return
+    routes = routes_of(memory.plan)
+    whole = [route for route in routes if all(part.peer_id in here for part in route)] or list(routes)
+    members = {part.peer_id for route in whole for part in route}
+    voters = tuple(sorted(members & set(here))) or tuple(sorted(here))
+    base = Base(left.manifest_hash, voters, left.round, version)
+    issue_routes(draft, run_id, whole, reason, Notes(left_out=memory.left_out), base)
 
 
 def _nodes(count: int) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state import lifecycle
+from atoll.coordinator.state import following, lifecycle
 from atoll.coordinator.state.allowance import REFUSED, STORED
 from atoll.coordinator.state.records import Evaluation, Round, Run, Waiting
 from atoll.coordinator.state.round_checks import (
-    MAX_LAYERS,
     check_layers,
+    check_table,
     claimed_head,
     is_decided,
     report_key,
@@ -73,7 +73,7 @@ def take_evaluation(draft: Draft, peer_id: str, run_id: str, report: mb.Evaluati
 def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
     """The first anchor: check it, keep it, issue plan 1. Anyone but the writer who was asked is ignored."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if run.state != "GENESIS" or memory.writer != peer_id or peer_id in memory.passed_over:
+    if run.state != "GENESIS" or run.genesis or memory.writer != peer_id or peer_id in memory.passed_over:
         return
     try:
         _check_genesis(run, peer_id, report)
@@ -87,7 +87,7 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
     genesis = Commit(manifest_hash(report.manifest.payload))
     draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
-    lifecycle.begin_training(draft, run_id)
+    following.begin(draft, run_id)
 
 
 def tell_gap(draft: Draft, run_id: str) -> None:
@@ -296,12 +296,7 @@ def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> 
 
 
 def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
-    table = report.layers.layers
-    names = {layer.name for layer in table}
-    if not 1 <= len(table) <= MAX_LAYERS or len(names) != len(table) or "" in names:
-        raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
-    if report.layers.model_hash != parse_run_spec(run.spec_toml).model_hash():
-        raise PeerMisbehaved("the layer table is of another model than the run's")
+    check_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
     if len(report.manifest.signatures) != 1:
         raise PeerMisbehaved("genesis is signed by its writer alone")
     head = read_head(report.manifest, run.run_id)
@@ -311,5 +306,5 @@ def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
         raise PeerMisbehaved("genesis names another corpus than the run's")
     if head.data != DataPosition() or head.committed_tokens:
         raise PeerMisbehaved("genesis has handed out data already; plan 1 does that")
-    check_layers(head.manifest, len(table))
+    check_layers(head.manifest, len(report.layers.layers))
     require_signers(head, [writer])

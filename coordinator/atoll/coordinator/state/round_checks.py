@@ -155,6 +155,15 @@ def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
     return newest is not None and newest.decides(head.signers) and planned.decides(head.signers)
 
 
+def check_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
+    """Raise `PeerMisbehaved` unless the layers are few enough, have names, and are of the run's model."""
+    names = {layer.name for layer in table.layers}
+    if not 1 <= len(table.layers) <= MAX_LAYERS or len(names) != len(table.layers) or "" in names:
+        raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
+    if table.model_hash != model_hash:
+        raise PeerMisbehaved("the layer table is of another model than the run's")
+
+
 def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
     """Raise `PeerMisbehaved` unless every layer is there, in order, with digests."""
     if [item.layer for item in manifest.layers] != list(range(count)):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from atoll.coordinator.planner.question import Question
 from atoll.coordinator.state.allowance import Allowance
 from atoll.coordinator.state.paths import Path
 from atoll.coordinator.state.records import (
@@ -21,6 +22,7 @@ from atoll.coordinator.state.records import (
     Evaluation,
     Event,
     Node,
+    PlanFigures,
     PlanRow,
     Round,
     Run,
@@ -57,6 +59,9 @@ class Policy:
     lost_after_seconds: float = 20.0  # without a stream a node leaves the plan
     debounce_seconds: float = 1.0  # changes this close together make one plan
     shares_seconds: float = 60.0  # that other shares of reducing must have been better for so long
+    replan_seconds: float = 120.0  # after which routes are looked at again, because links and speeds drift
+    solve_seconds: float = 2.0  # that the planner may search
+    solve_steps: int | None = None  # of its search, at most; where a result must repeat
     resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
     recover_seconds: float = (
@@ -75,6 +80,7 @@ class Live:
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
     corpus_digest: str = ""
+    layers: bytes = b""  # LayerTable of the run's model, as told before genesis
     drain_since: float | None = None  # monotonic; when the operator asked the node to leave
     stored: Allowance = field(default_factory=Allowance)
     refused: Allowance = field(default_factory=Allowance)
@@ -113,6 +119,14 @@ class Joins:
 
 
 @dataclass(frozen=True)
+class Considered:
+    """What the planner last found an answer to."""
+
+    nodes: tuple[tuple[object, ...], ...]  # who might have a part, with what decides which
+    at: float  # monotonic
+
+
+@dataclass(frozen=True)
 class RunMemory:
     """What belongs to a run and is rebuilt at start: parsed documents, indices, timers (monotonic)."""
 
@@ -138,6 +152,13 @@ class RunMemory:
     changed_since: float | None = None  # when what is wanted first differed from the plan
     changed_why: str = ""  # in members, reach or links
     hold_until: float = 0.0  # no new plan before
+    question: Question | None = None  # that waits for the planner's answer
+    questions: int = 0  # that were asked
+    asked_about: tuple[tuple[object, ...], ...] = ()  # by that question: see `Considered`
+    considered: Considered | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
+    missing: str = ""  # why there is no plan that could be followed now
+    figures: PlanFigures | None = None  # of the newest plan
 
 
 @dataclass(frozen=True)
@@ -312,7 +333,7 @@ class Draft:
         self.state = replace(self.state, last_session=self.state.last_session + 1)
         return self.state.last_session
 
-    def issue_plan(self, plan: Plan) -> None:
+    def issue_plan(self, plan: Plan, figures: PlanFigures) -> None:
         """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
         memory = self.state.memory[plan.run_id]
         bases = with_base(memory.bases, plan.base)
@@ -322,9 +343,15 @@ class Draft:
             del caps[version]
             cuts.pop(version, None)
             if all(version != base.since_version for base in bases):
-                self._records.append(Delete(PlanRow, (plan.run_id, version)))
+                self._records += [Delete(table, (plan.run_id, version)) for table in (PlanRow, PlanFigures)]
         self.remember(plan.run_id, plan=plan, caps=caps, cuts=cuts, bases=bases, changed_since=None)
         self._plans.append(plan)
+        self.set_figures(figures)
+
+    def set_figures(self, figures: PlanFigures) -> None:
+        """What is known of the run's newest plan, durably."""
+        self.remember(figures.run_id, figures=figures)
+        self._records.append(figures)
 
     def issue_deny(self, deny: Deny) -> None:
         """Replace the deny-list; signed likewise."""

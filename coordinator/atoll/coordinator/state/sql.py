@@ -35,6 +35,7 @@ from atoll.coordinator.state.records import (
     Evaluation,
     Event,
     Node,
+    PlanFigures,
     PlanRow,
     Record,
     Round,
@@ -99,6 +100,7 @@ class SqlStore(Store):
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
                 waiting=_all(connection, Waiting, _select(Waiting)),
+                plan_figures=_all(connection, PlanFigures, _select(PlanFigures)),
             )
 
     def apply(self, changes: Sequence[Change]) -> None:
@@ -136,6 +138,10 @@ class SqlStore(Store):
         with self._reading() as connection:
             rows = _all(connection, PlanRow, wanted)
         return rows[0] if rows else None
+
+    def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
+        with self._reading() as connection:
+            return _all(connection, PlanFigures, _select(PlanFigures).where(TABLES[PlanFigures].c.run_id == run_id))
 
     def close(self) -> None:
         if self._lock is not None:

@@ -18,6 +18,7 @@ from atoll.coordinator.state.records import (
     Evaluation,
     Event,
     Node,
+    PlanFigures,
     PlanRow,
     Round,
     Run,
@@ -41,6 +42,7 @@ class Contents:
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     waiting: tuple[Waiting, ...] = ()
+    plan_figures: tuple[PlanFigures, ...] = ()
 
 
 class Store(ABC):
@@ -77,6 +79,10 @@ class Store(ABC):
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         """That version of the plan, or None."""
+
+    @abstractmethod
+    def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
+        """What is known of a run's plans, MUST be ordered by version."""
 
     @abstractmethod
     def close(self) -> None:

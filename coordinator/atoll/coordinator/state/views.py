@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from atoll.coordinator.state import checkpoints, lifecycle
+from atoll.coordinator.state import checkpoints
+from atoll.coordinator.state.fitness import ready_count
 from atoll.coordinator.state.paths import fresh
+from atoll.coordinator.state.plan_views import part_in_plan
 from atoll.coordinator.state.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.state.votes import Answer
@@ -41,7 +43,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
     seen = node.last_seen_ms
     if live is not None and live.connected:
         seen = max(seen, unix_ms - int((monotonic - live.seen) * 1000))
-    return admin.NodeView(
+    view = admin.NodeView(
         peer_id=node.peer_id,
         name=node.name,
         run_id=node.run_id,
@@ -59,6 +61,8 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
             for peer, path in sorted(fresh(live.paths, monotonic).items() if live else ())
         ],
     )
+    view.MergeFrom(part_in_plan(state, node))
+    return view
 
 
 def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
@@ -75,13 +79,14 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
         rounds_committed=len(memory.committed.keys() - {0}),
         plan_version=run.plan_version,
         validation_loss=run.loss,
-        nodes_ready=lifecycle.ready_count(state, run.run_id),
+        nodes_ready=ready_count(state, run.run_id),
         min_nodes=memory.spec.run.min_nodes,
         layers=plan_pb2.LayerTable.FromString(run.layers) if run.layers else None,
         evaluations=[
             mb.EvaluationReport(round=item.round, loss=item.loss, committed_tokens=item.committed_tokens)
             for item in evaluations
         ],
+        missing=memory.missing,
     )
 
 
@@ -163,6 +168,11 @@ def order_for(state: State, node: Node) -> mb.Order:
     if node.draining:
         return mb.ORDER_DRAIN
     memory, run = state.memory[node.run_id], state.runs[node.run_id]
-    if run.state == "GENESIS" and memory.writer == node.peer_id and node.peer_id not in memory.passed_over:
+    if (
+        run.state == "GENESIS"
+        and not run.genesis
+        and memory.writer == node.peer_id
+        and node.peer_id not in memory.passed_over
+    ):
         return mb.ORDER_WRITE_GENESIS
     return mb.ORDER_UNSPECIFIED

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state import lifecycle
+from atoll.coordinator.state.fitness import ready_count
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.text import enum_word
 from atoll.v1 import membership_pb2 as mb
@@ -90,7 +90,7 @@ def _runs(state: State) -> Iterator[Metric]:
                 members.add_metric([run_id, kind], number)
         zeroed.add_metric([run_id], sum(commit.parts_zeroed for commit in memory.committed.values()))
         plan.add_metric([run_id], run.plan_version)
-        ready.add_metric([run_id], lifecycle.ready_count(state, run_id))
+        ready.add_metric([run_id], ready_count(state, run_id))
         if run.loss:
             loss.add_metric([run_id], run.loss)
     yield from (head, tokens, rounds, members, zeroed, plan, loss, ready)

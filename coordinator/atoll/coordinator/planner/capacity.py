@@ -1,0 +1,97 @@
+"""Who can hold the whole model, and how much of it others can: from profiles and the layer table. Pure.
+
+The bytes are those of the planner's tables. Where a node says itself what the whole model would take on its device
+(`whole_model_bytes`), its word counts: its trainer refuses by that figure.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from atoll.coordinator.planner.problem import BoolArray, FloatArray, Layer, Links, Problem, Training, read_layers
+from atoll.coordinator.planner.question import shares_memory
+from atoll.coordinator.planner.tables import SpanTables
+from atoll.core.run_spec import RunSpec
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
+
+MOST_LAYERS = 1024  # of a model that is ever cut: tables grow with the square
+_CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "int8": 1 + 2 / 128,
+    "int4": 0.5 + 2 / 128,
+    "int2": 0.25 + 2 / 128,
+}
+
+
+class Room:
+    """What spans of one model take. `layers`: at most `MOST_LAYERS`."""
+
+    def __init__(self, layers: tuple[Layer, ...], training: Training) -> None:
+        nobody = Links(np.empty((0, 0)), np.empty((0, 0)))
+        self.spans = SpanTables(Problem((), nobody, layers, training))
+        self.layers = len(layers)
+        self.whole_device_bytes = float(self.spans.device_bytes[0, self.layers])
+
+    def holds_all(self, profile: mb.NodeProfile) -> bool:
+        """Whether a node can train all layers; one that did not tell its memory counts as such."""
+        if profile.device_memory_bytes and profile.whole_model_bytes:
+            return profile.whole_model_bytes <= profile.device_memory_bytes
+        return self.fits(profile, 0, self.layers - 1)
+
+    def fits(self, profile: mb.NodeProfile, first: int, last: int) -> bool:
+        """Whether layers `first` to `last` fit the memory that a node told, if it did."""
+        spans = self.spans
+        return bool(_enough(profile, spans.device_bytes[first, last + 1], spans.host_bytes[first, last + 1]))
+
+    def most_layers(self, profile: mb.NodeProfile) -> int:
+        """How long the longest span is that fits."""
+        if self.holds_all(profile):
+            return self.layers
+        fitting = self.spans.is_span & ~self.spans.is_whole
+        fitting &= _enough(profile, self.spans.device_bytes, self.spans.host_bytes)
+        start, end = np.nonzero(fitting)
+        return int((end - start).max(initial=0))
+
+    def device_bytes(self, first: int, last: int) -> float:
+        """What layers `first` to `last` take of a device's memory."""
+        return float(self.spans.device_bytes[first, last + 1])
+
+    def lent_bytes(self, profile: mb.NodeProfile) -> float:
+        """What a node's device has for spans: too little for the whole where the node says so."""
+        if profile.whole_model_bytes > profile.device_memory_bytes:
+            return min(float(profile.device_memory_bytes), math.nextafter(self.whole_device_bytes, 0.0))
+        return float(profile.device_memory_bytes)
+
+
+@lru_cache(maxsize=16)  # asked about every node of a run, several times a second
+def room(table: bytes, spec: RunSpec) -> Room | None:
+    """For the model of a serialised layer table; None where it has none, or more layers than are ever cut."""
+    rows = plan_pb2.LayerTable.FromString(table)
+    return Room(read_layers(rows), training_of(spec)) if 0 < len(rows.layers) <= MOST_LAYERS else None
+
+
+def training_of(spec: RunSpec) -> Training:
+    """How the run trains."""
+    optimizer = spec.optimizer
+    return Training(
+        micro_batch_tokens=optimizer.micro_batch_samples * spec.data.sequence_length,
+        micro_batches=optimizer.accumulate,
+        round_tokens=spec.sync.round_tokens,
+        outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
+        activation_checkpointing=optimizer.activation_checkpointing,
+    )
+
+
+def _enough(profile: mb.NodeProfile, device_bytes: FloatArray, host_bytes: FloatArray) -> BoolArray:
+    if not profile.device_memory_bytes:
+        return device_bytes < np.inf
+    if shares_memory(profile):
+        return device_bytes + host_bytes <= profile.device_memory_bytes
+    host = profile.host_memory_bytes or np.inf
+    return (device_bytes <= profile.device_memory_bytes) & (host_bytes <= host)

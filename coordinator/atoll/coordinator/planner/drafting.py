@@ -1,0 +1,110 @@
+"""From routes to the plan that members follow: who starts with which samples, and what each may claim. Pure.
+
+Only drivers, who hold the first layer, get samples. Until a round has committed, plans deal them out: who goes on
+driving keeps its own, new drivers get the next ones. From then on manifests say who has what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from atoll.core.data_position import LEASE_ROUNDS
+from atoll.core.plan import Assignment, Base, Plan, Range
+from atoll.core.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node's place in a route."""
+
+    peer_id: str
+    first: int
+    last: int  # inclusive
+
+
+Route = tuple[Part, ...]
+
+
+def plan_of(
+    spec: RunSpec,
+    *,
+    version: int,
+    routes: Sequence[Route],
+    reduce_rates: Mapping[str, int],
+    previous: Plan | None,
+    head_round: int,
+    base: Base,
+    issued_unix_ms: int,
+    reason: str,
+) -> Plan:
+    """The plan `version` with these routes (at least one), ordered by driver.
+
+    It follows `previous`; `head_round` is the newest committed round, 0 for none; `reduce_rates` are bytes per second
+    by peer id.
+    """
+    ordered = sorted(routes, key=lambda route: route[0].peer_id)
+    drivers = [route[0].peer_id for route in ordered]
+    holdings = {} if head_round else _holdings(drivers, previous, first_lease_samples(spec))
+    most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
+    parts = sorted((part for route in ordered for part in route), key=lambda part: part.peer_id)
+    return Plan(
+        run_id=spec.run.name,
+        version=version,
+        assignments=tuple(
+            Assignment(
+                peer_id=part.peer_id,
+                first_layer=part.first,
+                last_layer=part.last,
+                data_ranges=holdings.get(part.peer_id, ()) if part.first == 0 else (),
+                max_round_tokens=most_tokens,
+                max_reduce_bytes_per_second=reduce_rates[part.peer_id],
+            )
+            for part in parts
+        ),
+        routes=tuple(tuple(part.peer_id for part in route) for route in ordered),
+        base=base,
+        issued_unix_ms=issued_unix_ms,
+        reason=reason,
+    )
+
+
+def routes_of(plan: Plan) -> tuple[Route, ...]:
+    """The routes of a plan with their spans."""
+    spans = {item.peer_id: Part(item.peer_id, item.first_layer, item.last_layer) for item in plan.assignments}
+    return tuple(tuple(spans[peer] for peer in route) for route in plan.routes)
+
+
+def cuts_of(routes: Sequence[Route]) -> tuple[int, ...]:
+    """The layers before which some route is cut, ascending."""
+    return tuple(sorted({part.first for route in routes for part in route} - {0}))
+
+
+def most_round_tokens(spec: RunSpec, routes: int, cuts: int = 0) -> int:
+    """What one member may claim in a round: all that make it due.
+
+    Where fragments take turns, as those between two cuts do, it claims what it trained over all their rounds, each of
+    which comes a little late and no sooner than every route has made a step.
+    """
+    sync = spec.sync
+    fragments = max(sync.fragments, cuts + 1)  # none lies across a cut
+    if fragments == 1:
+        return sync.round_tokens
+    return 2 * max(sync.round_tokens, fragments * routes * spec.tokens_per_step)
+
+
+def first_lease_samples(spec: RunSpec) -> int:
+    """What each driver starts with: enough for some rounds even if it trained every token alone."""
+    return LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
+
+
+def _holdings(drivers: Sequence[str], previous: Plan | None, samples_each: int) -> Mapping[str, tuple[Range, ...]]:
+    """First samples: as `previous` has them, and for new drivers what follows the highest that it dealt out.
+
+    What leavers held stays a gap; the first committed round hands it out again.
+    """
+    kept = {item.peer_id: item.data_ranges for item in previous.assignments if item.data_ranges} if previous else {}
+    cursor = max((end for ranges in kept.values() for _, end in ranges), default=0)
+    newcomers = [peer for peer in drivers if peer not in kept]
+    first = {peer: ((cursor + i * samples_each, cursor + (i + 1) * samples_each),) for i, peer in enumerate(newcomers)}
+    return {**kept, **first}

@@ -1,0 +1,48 @@
+"""Answers to the questions of running swarms. Pure but for the clock that it is given."""
+
+from __future__ import annotations
+
+import random
+
+from atoll.coordinator.planner.explain import left_out
+from atoll.coordinator.planner.measured import problem_of
+from atoll.coordinator.planner.problem import Pin, Wishes, read_layers
+from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
+from atoll.core.clock import Clock
+from atoll.core.errors import ConfigError
+
+
+def answer(question: Question, clock: Clock) -> Answer:
+    """Search for as long as the question allows."""
+    pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
+    seen = problem_of(question.nodes, read_layers(question.layers), question.spec, Wishes(pins=pins))
+    try:
+        if question.wanted:
+            change = fixed(seen.problem, question.current, question.wanted)
+        else:
+            change = replan(
+                seen.problem,
+                question.current,
+                clock=clock,
+                rng=random.Random(question.number),
+                seconds=question.seconds,
+                steps=question.steps,
+            )
+    except ConfigError as error:  # what it is to be made from, or that none is possible
+        return Answer(missing=f"{error}: {error.remedy}" if error.remedy else str(error), doubts=seen.doubts)
+    return _told(change, seen.doubts)
+
+
+def _told(change: Change, doubts: tuple[str, ...]) -> Answer:
+    problem = change.tables.problem
+    reasons = left_out(change.tables, change.evaluation)
+    return Answer(
+        routes=named_routes(problem, change.evaluation.layout),
+        reason=change.reason,
+        left_out={item.machine: item.reason for item in reasons},
+        fetched_bytes=change.fetched_bytes,
+        before_tokens_per_second=change.before.tokens_per_second,
+        tokens_per_second=change.evaluation.tokens_per_second,
+        doubts=doubts,
+    )

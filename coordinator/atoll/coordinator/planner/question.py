@@ -1,0 +1,70 @@
+"""A question that a running swarm asks the planner, and the answer. Plain data: cheap to import.
+
+The state machine writes questions down and takes answers; whoever stands between them (`live.py`) may take seconds.
+Machines go by their nodes' names, which are unique in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atoll.coordinator.state.paths import Path
+from atoll.core.run_spec import RunSpec
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
+
+NamedRoute = tuple[tuple[str, int, int], ...]  # machine, first and last layer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One node, as the coordinator knows it."""
+
+    peer_id: str
+    name: str
+    profile: mb.NodeProfile
+    status: mb.NodeStatus
+    multiaddrs: tuple[str, ...]
+    paths: Mapping[str, Path]
+    alone: bool = True  # trains without others; the pace of a stage is its route's and says little of it
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plan should a run have now?"""
+
+    number: int  # of its run; grows
+    nodes: tuple[Measured, ...]  # that may have a part
+    layers: plan_pb2.LayerTable
+    spec: RunSpec
+    pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
+    current: tuple[NamedRoute, ...] = ()  # that they follow, with who is gone by now
+    wanted: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
+    seconds: float = 2.0  # to search
+    steps: int | None = None  # of the search, at most; where a result must repeat
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan to have. No routes: none is possible, and `missing` says why."""
+
+    routes: tuple[NamedRoute, ...] = ()
+    reason: str = ""
+    missing: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name: who has no part, and why
+    fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name, of anchor and momentum
+    before_tokens_per_second: float = 0.0  # predicted of what can go on as it is
+    tokens_per_second: float = 0.0  # predicted
+    doubts: tuple[str, ...] = ()  # about what nodes say of themselves
+
+
+def shares_memory(profile: mb.NodeProfile) -> bool:
+    """Whether a device's memory is the host's."""
+    return profile.device == "cpu"
+
+
+def is_known(profile: mb.NodeProfile) -> bool:
+    """Whether a node told what a planner needs: its memory, and how fast it computes."""
+    computes = profile.layer_times or profile.tokens_per_second
+    return bool(profile.device_memory_bytes and profile.host_memory_bytes and computes)

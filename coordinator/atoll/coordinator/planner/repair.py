@@ -1,0 +1,131 @@
+"""How a layout goes on with few moves when machines are gone, shrank or came. Pure.
+
+Routes that are whole stay. In a broken one a spare takes the place of who is gone, with the same layers; else the
+neighbours of a gap share its layers; else the machines that are left of it are cut anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atoll.coordinator.planner.build import Builder
+from atoll.coordinator.planner.cost import route_cost
+from atoll.coordinator.planner.problem import Layout, Problem, Route, Stage
+from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.splits import best_split
+from atoll.coordinator.planner.tables import Tables
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a route. `machine` is None where the layers have no holder any more."""
+
+    machine: int | None
+    first: int
+    last: int
+
+
+def able_routes(tables: Tables, current: Sequence[NamedRoute]) -> Layout:
+    """The routes that can go on as they are."""
+    return Layout(tuple(route for named in current if (route := _able(tables, _slots(tables, named)))))
+
+
+def repaired(tables: Tables, current: Sequence[NamedRoute]) -> Layout:
+    """The routes that can go on, and the others as far as they can be mended."""
+    found = list(able_routes(tables, current).routes)
+    broken = [named for named in current if not _able(tables, _slots(tables, named))]
+    places = _places(tables.problem)
+    left = {places[name] for named in broken for name, _, _ in named if name in places}
+    spares = set(range(tables.count)) - left - {stage.machine for route in found for stage in route}
+    for named in broken:
+        route = _mended(tables, _slots(tables, named), spares) or _recut(tables, named)
+        if route:
+            found.append(route)
+            spares -= {stage.machine for stage in route}
+    return Layout(tuple(found))
+
+
+def extended(tables: Tables, layout: Layout) -> Layout:
+    """With routes of those that have no place, where they can make any."""
+    free = sorted(set(range(tables.count)) - set(layout.machines))
+    fresh = Builder(tables).first_routes(free) if free else []
+    return Layout((*layout.routes, *(split.route for split in fresh)))
+
+
+def _places(problem: Problem) -> dict[str, int]:
+    return {machine.name: index for index, machine in enumerate(problem.machines)}
+
+
+def _slots(tables: Tables, named: NamedRoute) -> list[Slot]:
+    places = _places(tables.problem)
+    slots = []
+    for name, first, last in named:
+        machine = places.get(name)
+        able = machine is not None and np.isfinite(tables.stage(machine).period[first, last + 1])
+        slots.append(Slot(machine if able else None, first, last))
+    return slots
+
+
+def _route(slots: Sequence[Slot]) -> Route:
+    """Empty where a slot has no holder."""
+    stages = tuple(Stage(slot.machine, slot.first, slot.last) for slot in slots if slot.machine is not None)
+    return stages if len(stages) == len(slots) else ()
+
+
+def _able(tables: Tables, slots: Sequence[Slot]) -> Route:
+    """The route, if all its slots have holders that reach each other."""
+    route = _route(slots)
+    return route if route and route_cost(tables, route).score_rate else ()
+
+
+def _mended(tables: Tables, slots: Sequence[Slot], spares: Collection[int]) -> Route:
+    return _able(tables, _with_spares(tables, slots, spares)) or _able(tables, _closed(tables, slots))
+
+
+def _with_spares(tables: Tables, slots: Sequence[Slot], spares: Collection[int]) -> list[Slot]:
+    """Each gap with the spare that is through with its layers first."""
+    free, filled = set(spares), []
+    for slot in slots:
+        if slot.machine is None:
+            times = {it: float(tables.stage(it).total[slot.first, slot.last + 1]) for it in sorted(free)}
+            best = min(times, key=lambda it: times[it], default=None)
+            if best is None or not np.isfinite(times[best]):
+                return list(slots)
+            free.remove(best)
+            slot = replace(slot, machine=best)
+        filled.append(slot)
+    return filled
+
+
+def _closed(tables: Tables, slots: Sequence[Slot]) -> list[Slot]:
+    """Each gap's layers with its neighbours, cut so that the slower of the two is fast."""
+    kept: list[Slot] = [slot for slot in slots if slot.machine is not None]
+    if not kept:
+        return list(slots)
+    kept[0] = replace(kept[0], first=slots[0].first)
+    kept[-1] = replace(kept[-1], last=slots[-1].last)
+    for place in range(len(kept) - 1):
+        before, after = kept[place], kept[place + 1]
+        cuts = range(before.last, after.first)
+        last = min(cuts, key=lambda cut: _slower(tables, before, after, cut))
+        kept[place], kept[place + 1] = replace(before, last=last), replace(after, first=last + 1)
+    return kept
+
+
+def _slower(tables: Tables, before: Slot, after: Slot, last: int) -> float:
+    """The longer period of two neighbours when the first ends with layer `last`."""
+    assert before.machine is not None
+    assert after.machine is not None
+    one = tables.stage(before.machine).period[before.first, last + 1]
+    other = tables.stage(after.machine).period[last + 1, after.last + 1]
+    return float(max(one, other))
+
+
+def _recut(tables: Tables, named: NamedRoute) -> Route:
+    """The machines that are left of a route, in their order, with other cuts."""
+    places = _places(tables.problem)
+    order = [places[name] for name, _, _ in named if name in places]
+    return best_split(tables, order).route if order else ()

@@ -1,0 +1,45 @@
+"""The operator's order to plan now: what is asked, and what is done with the answer. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.planner.question import Answer, NamedRoute, Question
+from atoll.coordinator.state import routing
+from atoll.coordinator.state.fitness import difference, present
+from atoll.coordinator.state.issuing import issue
+from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.core.errors import InvalidTransition
+from atoll.core.plan import Plan
+
+
+def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
+    """What to ask the planner. Where all hold everything the plan is known, and only its worth is asked.
+
+    Raises `InvalidTransition` while the run does not train.
+    """
+    run = state.runs[run_id]
+    if run.state not in ("GENESIS", "TRAINING"):
+        raise InvalidTransition(
+            f"run {run_id!r} is {run.state.lower()}: plans are made for runs that train", "see `atollctl run show`"
+        )
+    question = routing.ask(state, now, run_id, policy)
+    here = present(state, run_id, now.monotonic)
+    if routing.needs_routes(state, run_id, here):
+        return question
+    last = len(question.layers.layers) - 1
+    wanted: tuple[NamedRoute, ...] = tuple(((state.nodes[peer].name, 0, last),) for peer in here.members)
+    return replace(question, wanted=wanted)
+
+
+def apply(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
+    """The plan that was issued; None where the present one stays."""
+    if not question.wanted:
+        return routing.take(state, now, run_id, question, answer, ordered=True)
+    draft = Draft(state, now)
+    plan = state.memory[run_id].plan
+    members = present(state, run_id, now.monotonic).members
+    if plan is None or not members or members == plan.members:
+        return draft.done(None)
+    issue(draft, run_id, members, f"{difference(state, plan.members, members)}; the operator did not wait")
+    return draft.done(draft.state.memory[run_id].plan)

@@ -1,0 +1,31 @@
+"""The states of a run and how one leads to another. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.state.snapshot import Draft
+from atoll.core.errors import InvalidTransition
+
+EDGES: dict[str, frozenset[str]] = {
+    "CREATED": frozenset({"WAITING", "STOPPED"}),
+    "WAITING": frozenset({"GENESIS", "PAUSED", "STOPPED"}),
+    "GENESIS": frozenset({"WAITING", "TRAINING", "PAUSED", "STOPPED"}),
+    "TRAINING": frozenset({"PAUSED", "FINISHED", "STOPPED"}),
+    "PAUSED": frozenset({"WAITING", "TRAINING", "FINISHED", "STOPPED"}),
+    "FINISHED": frozenset(),
+    "STOPPED": frozenset(),
+}
+
+
+def move(draft: Draft, run_id: str, target: str, why: str) -> None:
+    """Raises `InvalidTransition`."""
+    run = draft.state.runs[run_id]
+    if target not in EDGES[run.state]:
+        possible = ", ".join(sorted(EDGES[run.state])).lower() or "nothing"
+        raise InvalidTransition(
+            f"run {run_id!r} is {run.state.lower()}: it cannot become {target.lower()}",
+            f"from here it can become: {possible}",
+        )
+    draft.put(replace(run, state=target))
+    draft.event(f"run.{target.lower()}", run_id, run_id, why)

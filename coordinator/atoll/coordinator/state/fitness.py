@@ -1,0 +1,165 @@
+"""Which nodes may be part of a plan now, and in which words people are told why others are not. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from atoll.coordinator.state.records import Node
+from atoll.coordinator.state.snapshot import Joins, RunMemory, State
+from atoll.coordinator.text import enum_word
+from atoll.v1 import membership_pb2 as mb
+
+DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
+REJOIN_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # between comings into the plan, by how many there were lately
+JOINS_FORGOTTEN_SECONDS = 600.0
+FIT = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
+OUT = "out"  # a pin: no part in training
+
+
+@dataclass(frozen=True)
+class Present:
+    """Who may have a part in a run's plan: peer ids, each ordered.
+
+    A planned node that only just lost its stream stays, and so does one that is done before we heard of the
+    last round: both would come back or end by themselves within seconds.
+    """
+
+    fit: tuple[str, ...]
+    silent: tuple[str, ...]  # planned
+    finishing: tuple[str, ...]  # planned; a new plan should not count on them
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """All of them, ordered."""
+        return tuple(sorted({*self.fit, *self.silent, *self.finishing}))
+
+
+def present(state: State, run_id: str, now: float) -> Present:
+    """As of now (monotonic)."""
+    memory, digest = state.memory[run_id], corpus_expected(state, run_id)
+    planned = memory.plan.members if memory.plan else ()
+    nodes = state.members_of(run_id)
+    fit = {
+        node.peer_id
+        for node in nodes
+        if _fit(state, node)
+        and state.live[node.peer_id].corpus_digest == digest
+        and (node.peer_id in planned or may_join(memory, node.peer_id, now))
+    }
+    rest = [node for node in nodes if node.peer_id in planned and node.peer_id not in fit]
+    silent = [node.peer_id for node in rest if wanted(node) and _may_return(state, node.peer_id)]
+    finishing = [node.peer_id for node in rest if _finishing(state, node, now)]
+    return Present(tuple(sorted(fit)), tuple(silent), tuple(finishing))
+
+
+def fit_nodes(state: State, run_id: str) -> list[str]:
+    """Peer ids of the connected nodes with the run's text that train or could, ordered."""
+    return ready_nodes(state, run_id, corpus_expected(state, run_id))
+
+
+def ready_count(state: State, run_id: str) -> int:
+    """How many nodes with the same text could start or do train: what `min_nodes` is compared with."""
+    return len(ready_nodes(state, run_id, corpus_expected(state, run_id) or most_common_corpus(state, run_id)))
+
+
+def ready_nodes(state: State, run_id: str, digest: str) -> list[str]:
+    """Peer ids of the fit nodes with that text, ordered."""
+    return [
+        node.peer_id
+        for node in state.members_of(run_id)
+        if _fit(state, node) and state.live[node.peer_id].corpus_digest == digest
+    ]
+
+
+def corpus_expected(state: State, run_id: str) -> str:
+    """The digest that every node's corpus must have; empty while it is undecided."""
+    run = state.runs[run_id]
+    return run.corpus_digest if run.genesis or run.state == "GENESIS" else ""
+
+
+def most_common_corpus(state: State, run_id: str) -> str:
+    """The digest most fit nodes share; of equals, that of the lowest peer id."""
+    digests = Counter(state.live[node.peer_id].corpus_digest for node in state.members_of(run_id) if _fit(state, node))
+    digests.pop("", None)
+    return max(digests, key=lambda digest: digests[digest], default="")
+
+
+def stray_corpora(state: State, run_id: str, digest: str) -> Iterable[tuple[Node, str]]:
+    """Fit nodes with another text than that, and which."""
+    for node in state.members_of(run_id):
+        other = state.live[node.peer_id].corpus_digest if _fit(state, node) else ""
+        if other and other != digest:
+            yield node, other
+
+
+def still_there(state: State, peer_id: str) -> bool:
+    """Whether the writer may still deliver: connected or only just gone, and neither unfit nor unwanted."""
+    node, live = state.nodes[peer_id], state.live.get(peer_id)
+    return wanted(node) and live is not None and not live.lost and (not live.connected or live.status.state in FIT)
+
+
+def may_join(memory: RunMemory, peer_id: str, now: float) -> bool:
+    """Whether a node may come into the plan: at once at first, and ever later the more often it comes and goes."""
+    joins = memory.joins.get(peer_id, Joins())
+    wait = REJOIN_SECONDS[min(joins.count, len(REJOIN_SECONDS) - 1)]
+    return now - joins.at >= wait
+
+
+def joined(memory: RunMemory, peer_id: str, now: float) -> Joins:
+    """Once more."""
+    joins = memory.joins.get(peer_id, Joins())
+    lately = joins.count if now - joins.at < JOINS_FORGOTTEN_SECONDS else 0
+    return Joins(lately + 1, now)
+
+
+def wanted(node: Node) -> bool:
+    """Whether the operator and the node itself would have it train."""
+    return "node" in node.roles and node.pin != OUT and not (node.banned or node.left or node.draining)
+
+
+def difference(state: State, before: tuple[str, ...], after: Iterable[str]) -> str:
+    """Who came into a plan and who went, and why."""
+    later = list(after)
+    came = [state.nodes[peer].name for peer in later if peer not in before]
+    went = [f"{state.nodes[peer].name} {_why_gone(state, peer)}" for peer in before if peer not in later]
+    return "; ".join([f"{name} joins" for name in came] + went)
+
+
+def _why_gone(state: State, peer_id: str) -> str:
+    node, live = state.nodes[peer_id], state.live.get(peer_id)
+    for gone, word in (
+        (node.banned, "was banned"),
+        (node.left, "left"),
+        (node.draining, "drains"),
+        (node.pin == OUT, "is pinned out"),
+    ):
+        if gone:
+            return word
+    if live is None or live.lost:
+        return "was lost"
+    if live.status.state in FIT:
+        return "is left out"
+    return f"is {enum_word(mb.NodeState.DESCRIPTOR, live.status.state).replace('_', ' ')}"
+
+
+def _fit(state: State, node: Node) -> bool:
+    live = state.live.get(node.peer_id)
+    return wanted(node) and live is not None and live.connected and live.status.state in FIT
+
+
+def _finishing(state: State, node: Node, now: float) -> bool:
+    """A node that the operator drains is part of its last round, for a while, until it says that it is done."""
+    live = state.live.get(node.peer_id)
+    if live is None or live.lost or not node.draining or node.banned or node.left:
+        return False
+    in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
+    return in_time and (not live.connected or live.status.state in FIT)
+
+
+def _may_return(state: State, peer_id: str) -> bool:
+    live = state.live.get(peer_id)
+    if live is None or live.lost:
+        return False
+    return not live.connected or live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)

@@ -1,0 +1,73 @@
+"""A run that trains follows its nodes: when the next plan is due. Pure.
+
+Whoever is fit to train is in the plan, and when that set changes and stays changed for the debounce, the next plan is
+issued. An empty plan is never issued: nodes keep the last. Where not all can hold everything, `routing` asks a planner.
+"""
+
+from __future__ import annotations
+
+import math
+
+from atoll.coordinator.planner.shares import WORTH, gain
+from atoll.coordinator.state import routing
+from atoll.coordinator.state.edges import move
+from atoll.coordinator.state.fitness import Present, difference, fit_nodes, present
+from atoll.coordinator.state.issuing import issue, links, reduce_rates
+from atoll.coordinator.state.snapshot import Draft, Policy
+from atoll.core.plan import Plan
+
+
+def begin(draft: Draft, run_id: str) -> None:
+    """Genesis is durable: issue plan 1 to every node that is ready for it, unless it takes a planner to make it."""
+    state = draft.state
+    if routing.needs_routes(state, run_id, present(state, run_id, draft.now.monotonic)):
+        return
+    ready = sorted({*filter(None, [state.memory[run_id].writer]), *fit_nodes(state, run_id)})
+    if ready:
+        draft.remember(run_id, question=None, missing="")
+        issue(draft, run_id, ready, "the run begins")
+        if state.runs[run_id].state == "GENESIS":
+            move(draft, run_id, "TRAINING", f"training begins with {len(ready)} nodes")
+
+
+def follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
+    """Issue the next plan, or ask for it, when it is due."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    if now < memory.hold_until:
+        return
+    here = present(draft.state, run_id, now)
+    if routing.needs_routes(draft.state, run_id, here):
+        routing.follow(draft, run_id, policy, here)
+    elif memory.plan is None:
+        begin(draft, run_id)
+    else:
+        _follow_replicas(draft, run_id, policy, here, memory.plan)
+
+
+def _follow_replicas(draft: Draft, run_id: str, policy: Policy, here: Present, plan: Plan) -> None:
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    members = here.members
+    forgotten = draft.state.runs[run_id].plan_floor >= plan.version  # by a restore: nodes may follow a newer plan
+    if members and (members != plan.members or forgotten or _is_cut(plan)):
+        why, patience = "members", policy.debounce_seconds
+        reason = difference(draft.state, plan.members, members) or _same_members(plan)
+    elif members and (times := gain(links(draft.state, members), reduce_rates(plan))) > WORTH:
+        why, patience = ("reach", policy.debounce_seconds) if math.isinf(times) else ("links", policy.shares_seconds)
+        reason = "who reduces how much follows what nodes say of their links"
+    else:
+        if memory.changed_since is not None:
+            draft.remember(run_id, changed_since=None)
+        return
+    if memory.changed_since is None or memory.changed_why != why:
+        draft.remember(run_id, changed_since=now, changed_why=why)
+    elif now - memory.changed_since >= patience:
+        draft.remember(run_id, question=None, considered=None, left_out={}, missing="")
+        issue(draft, run_id, members, reason)
+
+
+def _is_cut(plan: Plan) -> bool:
+    return len(plan.routes) < len(plan.members)
+
+
+def _same_members(plan: Plan) -> str:
+    return "all can hold everything now" if _is_cut(plan) else "the coordinator was restored from a backup"

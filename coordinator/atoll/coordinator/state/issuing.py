@@ -1,0 +1,147 @@
+"""Issuing a plan: who reduces how much, which version it has, and what is noted beside it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from atoll.coordinator.planner.drafting import Route, plan_of
+from atoll.coordinator.planner.replicas import replicate
+from atoll.coordinator.planner.shares import MAX_UPLINK, Link, best_shares, needs_relay, span_rates
+from atoll.coordinator.state.fitness import joined
+from atoll.coordinator.state.records import PlanFigures, Run
+from atoll.coordinator.state.snapshot import Draft, State
+from atoll.core.manifest import manifest_hash
+from atoll.core.plan import Base, Plan
+from atoll.v1 import manifest_pb2, plan_pb2
+
+STATE_BYTES_PER_PARAMETER = 8.0  # anchor and momentum: what a new holder fetches
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What the planner said of a plan."""
+
+    tokens_per_second: float = 0.0  # predicted; 0: not
+    moved_bytes: float = 0.0
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why
+
+
+def next_version(run: Run) -> int:
+    """Of the run's next plan: never one that was issued, not even one that a restore forgot."""
+    return max(run.plan_version, run.plan_floor) + 1
+
+
+def issue(draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None) -> None:
+    """The next plan, in which each of these peer ids holds everything; `base` when it is a new one."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    plan = replicate(
+        memory.spec,
+        version=next_version(run),
+        members=members,
+        shares=best_shares(links(draft.state, members)),
+        previous=memory.plan,
+        head_round=run.head_round,
+        layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
+        base=base or _base(draft.state, run_id, members),
+        issued_unix_ms=draft.now.unix_ms,
+        reason=reason,
+    )
+    _issue(draft, plan, Notes(moved_bytes=_fetched(run, memory.plan, plan)))
+
+
+def issue_routes(
+    draft: Draft, run_id: str, routes: Sequence[Route], reason: str, notes: Notes, base: Base | None = None
+) -> None:
+    """The next plan, with these routes (at least one)."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
+    plan = plan_of(
+        memory.spec,
+        version=next_version(run),
+        routes=routes,
+        reduce_rates=span_rates(links(draft.state, spans), spans, layer_weights(run)),
+        previous=memory.plan,
+        head_round=run.head_round,
+        base=base or _base(draft.state, run_id, spans),
+        issued_unix_ms=draft.now.unix_ms,
+        reason=reason,
+    )
+    _issue(draft, plan, notes)
+
+
+def links(state: State, members: Iterable[str]) -> dict[str, Link]:
+    """What these nodes say of their links."""
+    found = {}
+    for peer in members:
+        live = state.live.get(peer)
+        said = live.status.uplink_bytes_per_second if live is not None else 0.0
+        uplink = said if 0 < said <= MAX_UPLINK else 0.0  # false for NaN too
+        found[peer] = Link(uplink, needs_relay(state.nodes[peer].multiaddrs))
+    return found
+
+
+def reduce_rates(plan: Plan) -> dict[str, int]:
+    """What each member reduces, in bytes per second."""
+    return {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
+
+
+def spans_of(plan: Plan) -> dict[str, range]:
+    """The layers that each member holds."""
+    return {item.peer_id: range(item.first_layer, item.last_layer + 1) for item in plan.assignments}
+
+
+def layer_weights(run: Run) -> list[float]:
+    """The layers' sizes, in parameters."""
+    return [float(row.parameters) for row in plan_pb2.LayerTable.FromString(run.layers).layers]
+
+
+def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
+    plan = state.memory[run_id].plan
+    if plan is not None:
+        return plan.base
+    genesis = manifest_pb2.CommittedManifest.FromString(state.runs[run_id].genesis)
+    return Base(manifest_hash(genesis.payload), tuple(sorted(members)))
+
+
+def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
+    run, memory = draft.state.runs[plan.run_id], draft.state.memory[plan.run_id]
+    planned = memory.plan.members if memory.plan else ()
+    joins = {peer: joined(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
+    draft.put(replace(run, plan_version=plan.version))
+    draft.remember(plan.run_id, joins={**memory.joins, **joins})
+    draft.issue_plan(plan, _figures(plan, notes))
+    nodes = "1 node" if len(plan.members) == 1 else f"{len(plan.members)} nodes"
+    shape = "" if len(plan.routes) == len(plan.members) else f" in {_count(len(plan.routes), 'route')}"
+    draft.event("plan.issued", plan.run_id, str(plan.version), f"plan {plan.version} for {nodes}{shape}: {plan.reason}")
+
+
+def _figures(plan: Plan, notes: Notes) -> PlanFigures:
+    return PlanFigures(
+        run_id=plan.run_id,
+        version=plan.version,
+        reason=plan.reason,
+        issued_ms=plan.issued_unix_ms,
+        nodes=len(plan.members),
+        routes=len(plan.routes),
+        predicted_tokens_per_second=notes.tokens_per_second,
+        moved_bytes=notes.moved_bytes,
+        left_out=json.dumps(dict(notes.left_out), sort_keys=True),
+    )
+
+
+def _fetched(run: Run, before: Plan | None, after: Plan) -> float:
+    """Bytes of anchor and momentum of layers that members of `after` did not hold."""
+    weights, held = layer_weights(run), spans_of(before) if before else {}
+    new = (
+        weights[layer]
+        for peer, span in spans_of(after).items()
+        for layer in span
+        if layer not in held.get(peer, range(0))
+    )
+    return STATE_BYTES_PER_PARAMETER * sum(new)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,93 @@
+"""The operator's pins: one node holds exactly these layers, or has no part in training. Durable. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.state import find
+from atoll.coordinator.state.fitness import OUT, wanted
+from atoll.coordinator.state.records import Node
+from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.core.errors import PlanInputInvalid
+from atoll.core.units import bytes_text
+from atoll.v1 import plan_pb2
+
+Span = tuple[int, int]
+
+
+def pin(state: State, now: Moment, text: str, span: Span | None) -> Step[Node]:
+    """Pin a node to layers (first, last), or out. Raises `NotFound`, `Ambiguous`, `PlanInputInvalid`."""
+    node = find.node(state, text)
+    if span is not None:
+        _check_span(state, node, span)
+    pinned = replace(node, pin=OUT if span is None else f"{span[0]}-{span[1]}")
+    _check_together(state, pinned)
+    told = "is pinned out" if span is None else f"is pinned to layers {span[0]}–{span[1]}"
+    return _put(state, now, node, pinned, "node.pinned", told)
+
+
+def unpin(state: State, now: Moment, text: str) -> Step[Node]:
+    """Let the planner decide again. Twice is fine. Raises `NotFound`, `Ambiguous`."""
+    node = find.node(state, text)
+    return _put(state, now, node, replace(node, pin=""), "node.unpinned", "is not pinned any more")
+
+
+def span_of(node: Node) -> Span | None:
+    """The layers that a node is pinned to; None: to none."""
+    if node.pin in ("", OUT):
+        return None
+    first, _, last = node.pin.partition("-")
+    return int(first), int(last)
+
+
+def pins_of(state: State, peers: tuple[str, ...]) -> dict[str, Span]:
+    """The layers that these peers are pinned to, by name."""
+    spans = ((state.nodes[peer].name, span_of(state.nodes[peer])) for peer in peers)
+    return {name: span for name, span in spans if span is not None}
+
+
+def _put(state: State, now: Moment, node: Node, pinned: Node, kind: str, told: str) -> Step[Node]:
+    draft = Draft(state, now)
+    if pinned != node:
+        draft.put(pinned)
+        draft.event(kind, node.run_id, node.peer_id, f"{node.name} {told}")
+    return draft.done(pinned)
+
+
+def _check_span(state: State, node: Node, span: Span) -> None:
+    first, last = span
+    model = room_of(state, node.run_id)
+    if not 0 <= first <= last or (model is not None and last >= model.layers):
+        most = f"0 to {model.layers - 1}" if model is not None else "from 0 on"
+        raise PlanInputInvalid(f"there are no layers {first}–{last}: they are numbered {most}, first before last")
+    live = state.live.get(node.peer_id)
+    if model is not None and live is not None and not model.fits(live.profile, first, last):
+        raise PlanInputInvalid(
+            f"layers {first}–{last} take {bytes_text(model.device_bytes(first, last))}, and {node.name} has "
+            f"{bytes_text(live.profile.device_memory_bytes)}",
+            "pin it to fewer layers, or let its owner lend more memory",
+        )
+
+
+def _check_together(state: State, pinned: Node) -> None:
+    """Nobody may be left for some layer; only who is enrolled now counts."""
+    nodes = [pinned if node.peer_id == pinned.peer_id else node for node in state.members_of(pinned.run_id)]
+    nodes = [node for node in nodes if wanted(node)]
+    if any(not node.pin for node in nodes):
+        return
+    gap = _first_gap(sorted(span for span in map(span_of, nodes) if span is not None), state.runs[pinned.run_id].layers)
+    if gap is not None:
+        raise PlanInputInvalid(
+            f"with this pin all nodes are pinned, and nobody may hold layer {gap}",
+            "unpin a node: `atollctl plan unpin`",
+        )
+
+
+def _first_gap(spans: list[Span], table: bytes) -> int | None:
+    """The first layer that none of these spans, ordered, holds; before genesis nobody knows which is the last."""
+    layers, held = len(plan_pb2.LayerTable.FromString(table).layers), 0
+    for first, last in spans:
+        held = max(held, last + 1) if first <= held else held
+    needed = layers or max((last + 1 for _, last in spans), default=1)
+    return held if held < needed else None

@@ -1,0 +1,131 @@
+"""Plans as the wire shows them: with names, memory, who is left out, and figures. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.planner.question import Answer, NamedRoute, Question
+from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER
+from atoll.coordinator.state.records import Node, PlanFigures
+from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.snapshot import State
+from atoll.core.plan import Plan
+from atoll.v1 import admin_pb2 as admin
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import plan_pb2
+
+
+def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None) -> admin.PlanView:
+    """A plan as it was signed, and what is known of it beside."""
+    message = plan_pb2.Plan.FromString(sealed.payload)
+    memory, plan = state.memory[message.run_id], Plan.from_proto(message)
+    newest = memory.plan is not None and memory.plan.version == plan.version
+    left_out = memory.left_out if newest else json.loads(figures.left_out) if figures else {}
+    return admin.PlanView(
+        plan=message,
+        signed=sealed,
+        nodes=_placed(state, plan),
+        left_out=[
+            admin.LeftOutNode(peer_id=peer, name=_name(state, peer), reason=reason)
+            for peer, reason in sorted(left_out.items(), key=lambda it: _name(state, it[0]))
+        ],
+        missing=memory.missing if newest else "",
+        figures=figures_view(figures) if figures else None,
+    )
+
+
+def figures_view(row: PlanFigures) -> admin.PlanFigures:
+    """A line of the plans' history."""
+    return admin.PlanFigures(
+        version=row.version,
+        issued_unix_ms=row.issued_ms,
+        reason=row.reason,
+        nodes=row.nodes,
+        routes=row.routes,
+        predicted_tokens_per_second=row.predicted_tokens_per_second,
+        measured_tokens_per_second=row.measured_tokens_per_second,
+        measured_seconds=row.measured_seconds,
+        moved_bytes=row.moved_bytes,
+    )
+
+
+def proposal_view(
+    state: State, run_id: str, question: Question, answer: Answer, plan: Plan | None
+) -> admin.ApplyPlanResponse:
+    """What a plan would change, or, where `plan` was issued, did."""
+    peers = {node.name: node.peer_id for node in state.members_of(run_id)}
+    after = question.wanted or answer.routes
+    moves = [] if answer.missing and not question.wanted else list(_moves(question, after, peers))
+    return admin.ApplyPlanResponse(
+        changes=bool(moves),
+        reason=answer.reason if not question.wanted else "every node can hold the whole model",
+        version=plan.version if plan else 0,
+        before_tokens_per_second=answer.before_tokens_per_second,
+        after_tokens_per_second=answer.tokens_per_second,
+        moves=moves,
+        left_out=[
+            admin.LeftOutNode(peer_id=peers.get(name, ""), name=name, reason=reason)
+            for name, reason in sorted(answer.left_out.items())
+        ],
+        missing="" if question.wanted else answer.missing,
+    )
+
+
+def part_in_plan(state: State, node: Node) -> admin.NodeView:
+    """The fields of a node's view that tell its part in the newest plan, and nothing else."""
+    memory = state.memory[node.run_id]
+    plan = memory.plan
+    view = admin.NodeView(pin=node.pin, left_out=memory.left_out.get(node.peer_id, ""))
+    assigned = plan.assignment(node.peer_id) if plan else None
+    if plan is not None and assigned is not None:
+        view.span.CopyFrom(plan_pb2.Span(first=assigned.first_layer, last=assigned.last_layer))
+        view.route = next(number for number, route in enumerate(plan.routes, 1) if node.peer_id in route)
+    return view
+
+
+def _placed(state: State, plan: Plan) -> Iterator[admin.PlacedNode]:
+    model = room_of(state, plan.run_id)
+    for number, route in enumerate(routes_of(plan), 1):
+        for part in route:
+            live = state.live.get(part.peer_id)
+            fits = model is not None and part.last < model.layers
+            yield admin.PlacedNode(
+                peer_id=part.peer_id,
+                name=_name(state, part.peer_id),
+                route=number,
+                span=plan_pb2.Span(first=part.first, last=part.last),
+                memory_bytes=model.device_bytes(part.first, part.last) if fits and model else 0.0,
+                memory_lent_bytes=float(live.profile.device_memory_bytes) if live else 0.0,
+            )
+
+
+def _moves(question: Question, after: tuple[NamedRoute, ...], peers: dict[str, str]) -> Iterator[admin.MovedNode]:
+    """Who has other layers afterwards, by name."""
+    before, later = _spans(question.current), _spans(after)
+    for name in sorted(before.keys() | later.keys()):
+        if before.get(name) == later.get(name):
+            continue
+        held, new = before.get(name, range(0)), later.get(name, range(0))
+        parameters = sum(question.layers.layers[layer].parameters for layer in new if layer not in held)
+        yield admin.MovedNode(
+            peer_id=peers.get(name, ""),
+            name=name,
+            before=_words(held),
+            after=_words(new),
+            fetched_bytes=STATE_BYTES_PER_PARAMETER * parameters,
+        )
+
+
+def _spans(routes: tuple[NamedRoute, ...]) -> dict[str, range]:
+    return {name: range(first, last + 1) for route in routes for name, first, last in route}
+
+
+def _words(span: range) -> str:
+    return f"{span.start}-{span.stop - 1}" if span else ""
+
+
+def _name(state: State, peer: str) -> str:
+    node = state.nodes.get(peer)
+    return node.name if node else ""

@@ -1,0 +1,365 @@
+"""Runs whose model not every node can hold: when a plan with routes is asked for, issued, mended and kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from unit.coordinator.routed import LAYERS, QUICK, RoutedWorld, card, covers
+from unit.coordinator.world import FIT, RUN
+
+from atoll.coordinator.planner.drafting import most_round_tokens, routes_of
+from atoll.coordinator.planner.question import Answer
+from atoll.coordinator.state import admission, recovery
+from atoll.core.errors import InvalidTransition
+from atoll.v1 import membership_pb2 as mb
+
+
+@pytest.fixture
+def pair() -> RoutedWorld:
+    """Two halves make the only route."""
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    assert [len(route) for route in world.routes()] == [2]
+    return world
+
+
+def first_of(world: RoutedWorld) -> str:
+    return world.routes()[0][0]
+
+
+# --- plans --------------------------------------------------------------------------------------------
+
+
+def test_where_all_can_hold_everything_nobody_asks_the_planner() -> None:
+    world = RoutedWorld()
+    world.begin(ann=12, bob=12)
+    world.cards(cid=12)
+    world.wait(2)
+    assert world.asked == []
+    assert set(world.spans().values()) == {(0, LAYERS - 1)}
+    assert world.plan.version == 2
+
+
+def test_a_route_covers_all_layers_and_only_its_driver_has_samples(pair: RoutedWorld) -> None:
+    (route,) = routes_of(pair.plan)
+    assert covers(route)
+    assert pair.run.state == "TRAINING"
+    ranges = {item.peer_id: item.data_ranges for item in pair.plan.assignments}
+    assert [bool(ranges[part.peer_id]) for part in route] == [True, False]
+    caps = {item.max_round_tokens for item in pair.plan.assignments}
+    assert caps == {most_round_tokens(pair.state.memory[RUN].spec, 1, cuts=1)}
+    assert all(item.max_reduce_bytes_per_second > 0 for item in pair.plan.assignments)
+
+
+def test_a_large_card_is_a_replica_beside_a_route_of_small_ones() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6, whale=12)
+    assert sorted(map(len, world.routes())) == [1, 2]
+    assert world.spans()["whale"] == (0, LAYERS - 1)
+
+
+def test_who_has_no_part_is_told_why_once() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6, tiny=1)
+    world.wait(5)
+    tiny = world.identities["tiny"].peer_id
+    assert tiny not in world.plan.members
+    assert len([told for told in world.told("node.left-out") if told.startswith("tiny has no part")]) == 1
+    assert world.state.memory[RUN].left_out.keys() == {tiny}
+
+
+def test_two_newcomers_that_make_a_route_do_so_and_nobody_else_moves(pair: RoutedWorld) -> None:
+    before = pair.spans()
+    pair.cards(cid=6)
+    pair.wait(2)
+    assert pair.plan.version == 1
+    pair.cards(dan=6)
+    pair.wait(2)
+    assert {name: span for name, span in pair.spans().items() if name in before} == before
+    assert len(pair.routes()) == 2
+    assert "cid joins" in pair.plan.reason
+
+
+# --- questions ----------------------------------------------------------------------------------------
+
+
+def test_while_the_planner_thinks_the_plan_stands_and_one_question_is_enough(pair: RoutedWorld) -> None:
+    pair.answers = False
+    pair.cards(cid=6, dan=6)
+    pair.wait(10)
+    question = pair.state.memory[RUN].question
+    assert question is not None
+    assert (pair.plan.version, pair.state.memory[RUN].questions) == (1, 2)
+    pair.bring(question, pair.find(question))
+    assert pair.plan.version == 2
+
+
+def test_an_answer_that_uses_who_is_gone_is_dropped_and_asked_for_again(pair: RoutedWorld) -> None:
+    pair.answers = False
+    pair.cards(cid=6, dan=6)
+    pair.wait(2)
+    question = pair.state.memory[RUN].question
+    assert question is not None
+    found = pair.find(question)
+    pair.take(admission.leave(pair.state, pair.now, pair.identities["dan"].peer_id, ""))
+    pair.hang_up("dan")
+    pair.bring(question, found)
+    assert pair.plan.version == 1
+    pair.wait(2)
+    again = pair.state.memory[RUN].question
+    assert again is not None
+    assert again.number > question.number
+    assert {node.name for node in again.nodes} == {"ann", "bob", "cid"}
+
+
+@pytest.mark.parametrize("shrunk", [card(5), card(1)])
+def test_an_answer_for_a_card_that_shrank_meanwhile_is_dropped(pair: RoutedWorld, shrunk: mb.NodeProfile) -> None:
+    pair.answers = False
+    pair.cards(cid=6, dan=6)
+    pair.wait(2)
+    question = pair.state.memory[RUN].question
+    assert question is not None
+    found = pair.find(question)
+    pair.profiles["cid"] = shrunk
+    pair.say("cid", FIT)
+    pair.bring(question, found)
+    assert pair.plan.version == 1
+
+
+def test_newcomers_do_not_make_an_answer_void(pair: RoutedWorld) -> None:
+    pair.answers = False
+    pair.cards(cid=6, dan=6)
+    pair.wait(2)
+    question = pair.state.memory[RUN].question
+    assert question is not None
+    found = pair.find(question)
+    pair.cards(eve=6)
+    pair.bring(question, found)
+    assert pair.plan.version == 2
+    pair.wait(2)
+    again = pair.state.memory[RUN].question
+    assert again is not None
+    assert "eve" in {node.name for node in again.nodes}
+
+
+def test_an_answer_that_nobody_waits_for_is_ignored(pair: RoutedWorld) -> None:
+    question = pair.asked[0]
+    assert pair.state.memory[RUN].question is None
+    pair.bring(question, replace(pair.find(question), routes=()))
+    assert pair.plan.version == 1
+
+
+def test_a_planner_that_fails_leaves_the_plan_and_says_so(pair: RoutedWorld) -> None:
+    pair.answers = False
+    pair.cards(cid=6)
+    pair.wait(2)
+    question = pair.state.memory[RUN].question
+    assert question is not None
+    pair.bring(question, Answer(missing="the planner failed"))
+    assert pair.told("plan.impossible") == ["no plan is possible: the planner failed"]
+    pair.wait(QUICK.replan_seconds / 2)
+    assert pair.state.memory[RUN].questions == question.number
+
+
+# --- changes ------------------------------------------------------------------------------------------
+
+
+def test_a_spare_takes_the_layers_of_who_was_lost(pair: RoutedWorld) -> None:
+    pair.cards(cid=6)
+    pair.wait(2)
+    before, lost = pair.spans(), pair.routes()[0][1]
+    pair.hang_up(lost)
+    pair.wait(pair.policy.lost_after_seconds + 3)
+    after = pair.spans()
+    assert after["cid"] == before[lost]
+    assert {name: span for name, span in after.items() if name != "cid"} == {
+        name: span for name, span in before.items() if name != lost
+    }
+    assert f"{lost} was lost" in pair.plan.reason
+
+
+def test_a_neighbour_with_room_takes_the_layers_of_who_left() -> None:
+    world = RoutedWorld()
+    world.begin(ann=4, bob=4, cid=8)
+    middle = world.routes()[0][1]
+    world.wait(1)
+    if middle == "cid":  # then any of the two others may go
+        middle = world.routes()[0][2]
+    world.take(admission.leave(world.state, world.now, world.identities[middle].peer_id, ""))
+    world.hang_up(middle)
+    world.wait(3)
+    (route,) = routes_of(world.plan)
+    assert covers(route)
+    assert middle not in world.spans()
+
+
+def test_a_blink_of_a_stage_changes_nothing(pair: RoutedWorld) -> None:
+    name = first_of(pair)
+    pair.hang_up(name)
+    pair.wait(pair.policy.lost_after_seconds - 2)
+    pair.connect(name, mb.NODE_STATE_TRAINING)
+    pair.wait(5)
+    assert pair.plan.version == 1
+    assert len(pair.asked) == 1
+
+
+def test_a_draining_stage_stays_until_it_is_done_and_is_replaced_then(pair: RoutedWorld) -> None:
+    pair.cards(cid=6)
+    pair.wait(2)
+    going = first_of(pair)
+    span = pair.spans()[going]
+    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.wait(3)
+    assert going in pair.spans()
+    pair.say(going, mb.NODE_STATE_DRAINING)
+    pair.wait(3)
+    assert going not in pair.spans()
+    assert pair.spans()["cid"] == span
+
+
+def test_when_nobody_can_take_over_the_run_says_what_is_missing_and_the_plan_stands(pair: RoutedWorld) -> None:
+    lost = first_of(pair)
+    pair.hang_up(lost)
+    pair.wait(pair.policy.lost_after_seconds + 30)
+    assert pair.plan.version == 1
+    (told,) = pair.told("plan.impossible")
+    assert "more memory" in told
+    assert "6 of 12 layers" in told
+    pair.cards(cid=6)
+    pair.wait(3)
+    assert pair.plan.version == 2
+    assert pair.state.memory[RUN].missing == ""
+
+
+def test_when_the_small_ones_are_gone_the_others_hold_everything() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6, whale=12)
+    for name in ("ann", "bob"):
+        world.take(admission.leave(world.state, world.now, world.identities[name].peer_id, ""))
+        world.hang_up(name)
+    world.wait(3)
+    assert world.spans() == {"whale": (0, LAYERS - 1)}
+
+
+def test_a_card_that_grows_is_looked_at_again(pair: RoutedWorld) -> None:
+    for name in ("ann", "bob"):
+        pair.profiles[name] = card(12)
+        pair.say(name)
+    pair.wait(2)
+    assert set(pair.spans().values()) == {(0, LAYERS - 1)}
+    assert "all can hold everything now" in pair.plan.reason
+
+
+def test_a_restart_changes_no_plan(pair: RoutedWorld) -> None:
+    pair.restart()
+    pair.wait(3)
+    for name in ("ann", "bob"):
+        pair.connect(name, mb.NODE_STATE_TRAINING)
+        pair.wait(3)
+    pair.wait(5)
+    assert len(pair.plans) == 1
+
+
+def test_what_was_left_out_is_known_after_a_restart() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6, tiny=1)
+    before = world.state.memory[RUN].left_out
+    assert before
+    world.restart()
+    assert world.state.memory[RUN].left_out == before
+
+
+def test_links_that_drift_are_looked_at_again_and_a_small_gain_moves_nobody(pair: RoutedWorld) -> None:
+    pair.wait(2 * pair.policy.replan_seconds + 5)
+    assert len(pair.asked) == 3
+    assert pair.plan.version == 1
+
+
+def test_who_may_reduce_follows_links_and_the_routes_stay() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6, cid=6, dan=6, eve=6, fay=6)
+    assert len(world.routes()) == 3
+    before = world.routes()
+    world.uplinks = dict.fromkeys(world.spans(), 12.5e6) | {"fay": 2e6}
+    for name in world.spans():
+        world.say(name)
+    world.wait(world.policy.shares_seconds + 2)
+    assert world.routes() == before
+    rates = {world.name_of(item.peer_id): item.max_reduce_bytes_per_second for item in world.plan.assignments}
+    assert rates["fay"] < min(rate for name, rate in rates.items() if name != "fay")
+    version = world.plan.version
+    world.wait(2 * world.policy.shares_seconds)
+    assert world.plan.version == version
+
+
+def test_a_node_that_told_no_memory_is_left_out_until_it_does(pair: RoutedWorld) -> None:
+    pair.profiles["cid"] = mb.NodeProfile()
+    pair.join("cid")
+    pair.profiles["dan"] = card(6)
+    pair.join("dan")
+    pair.wait(2)
+    assert "has not told its memory" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
+    pair.profiles["cid"] = card(6)
+    pair.say("cid", FIT)
+    pair.wait(2)
+    assert len(pair.routes()) == 2
+
+
+# --- genesis ------------------------------------------------------------------------------------------
+
+
+def test_genesis_waits_for_memory_that_is_enough_and_says_how_much_is_missing() -> None:
+    world = RoutedWorld()
+    world.create_run(min_nodes=2)
+    for name in ("ann", "bob", "cid"):
+        world.profiles[name] = card(4)
+        world.enrol(name)
+        world.connect(name, mb.NODE_STATE_JOINING)
+        world.say(name, FIT if name != "cid" else mb.NODE_STATE_JOINING, layers=world.table)
+    world.wait(2)
+    assert world.run.state == "WAITING"
+    (told,) = world.told("plan.impossible")
+    assert "2 ready nodes hold 8 of 12 layers together" in told
+    world.say("cid", FIT)
+    world.wait(1)
+    assert world.run.state == "GENESIS"
+    assert world.state.memory[RUN].missing == ""
+
+
+def test_a_repeated_genesis_report_waits_for_the_first_plan_like_everybody() -> None:
+    world = RoutedWorld(answers=False)
+    world.begin(ann=6, bob=6)
+    assert (world.run.state, world.plans) == ("GENESIS", [])
+    world.say(world.name_of(world.state.memory[RUN].writer), FIT, genesis=world.genesis())
+    assert world.told("genesis.rejected") == []
+    world.answers = True
+    world.wait(1)
+    assert (world.run.state, world.plan.version) == ("TRAINING", 1)
+
+
+def test_the_first_plan_outlives_a_restart_before_it() -> None:
+    world = RoutedWorld(answers=False)
+    world.begin(ann=6, bob=6)
+    world.restart()
+    world.answers = True
+    for name in ("ann", "bob"):
+        world.connect(name)
+    world.wait(2)
+    assert (world.run.state, world.plan.version) == ("TRAINING", 1)
+
+
+# --- recovery -----------------------------------------------------------------------------------------
+
+
+def test_a_recovery_keeps_the_routes_and_sets_a_base(pair: RoutedWorld) -> None:
+    pair.heads = dict.fromkeys(("ann", "bob"), (0, pair.plan.base.manifest_hash))
+    for name in ("ann", "bob"):
+        pair.say(name)
+    with pytest.raises(InvalidTransition):
+        recovery.recover(pair.state, pair.now, RUN)
+    before = pair.spans()
+    pair.take(recovery.recover(pair.state, pair.now, RUN, force=True))
+    assert pair.spans() == before
+    assert pair.plan.base.since_version == pair.plan.version == 2
+    assert set(pair.plan.base.voters) == set(pair.plan.members)
