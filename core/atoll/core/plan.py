@@ -72,6 +72,10 @@ class Plan:
         assignment = self.assignment(peer_id)
         return range(assignment.first_layer, assignment.last_layer + 1) if assignment else range(0)
 
+    def is_replica(self, peer_id: str) -> bool:
+        """Whether it holds the whole model: a route of its own."""
+        return (peer_id,) in self.routes
+
     def holders(self, layers: range) -> frozenset[str]:
         """Members that hold all of these consecutive layers."""
         return frozenset(

@@ -60,6 +60,11 @@ class NodeConfig:
     device: str = _key("auto", "auto, cpu, cuda:0, mps")
     data: str = _key("", "the corpus on this machine, where it is not the spec's path")
     vram_fraction: float = _limit(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
+    memory_megabytes: float = _key(
+        0.0,
+        "main memory that training may take on a CPU, beside torch and the corpus; 0: no limit",
+        between=(0, 1e9),
+    )
     power_watts: float = _limit(0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000))
     cpu_threads: int = _limit(0, "threads for training; 0 uses every core", between=(0, 4096))
     minimum_step_seconds: float = _limit(0.0, "paces training: no inner step is shorter", between=(0, 3600))

@@ -90,6 +90,7 @@ class Daemon:
         self._host: SwarmHost | None = None
         self._session: TrainingSession | None = None
         self._prober: PathProber | None = None
+        self._layers_told = False
         self._paths_told = float("-inf")
         self._link = CoordinatorLink(
             credentials,
@@ -215,6 +216,7 @@ class Daemon:
             cpu_threads=config.cpu_threads or os.cpu_count() or 1,
             minimum_step_seconds=config.minimum_step_seconds,
             vram_fraction=config.vram_fraction,
+            memory_bytes=int(config.memory_megabytes * 1e6),
         )
 
     async def _limit_training(self, config: NodeConfig) -> None:
@@ -362,12 +364,17 @@ class Daemon:
                     tokens_per_second=facts.tokens_per_second,
                     layer_times=[mb.LayerTime(kind=kind, **times) for kind, times in _by_kind(facts.layer_times)],
                     price_per_hour=self._config.price_per_hour,
+                    whole_model_bytes=facts.whole_model_bytes,
                 )
             )
         if self._host is not None:
             request.multiaddrs.extend(self._host.multiaddrs())
             request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second
         request.paths.extend(self._new_paths(first))
+        self._layers_told = self._layers_told and not first
+        if facts is not None and not self._layers_told:
+            self._layers_told = True
+            request.layers.CopyFrom(facts.layers)
         if self._session is not None and self._session.genesis is not None:
             request.genesis.CopyFrom(self._session.genesis)
         if self._deny_shown_older:  # the coordinator was restored from a backup: it must learn of later bans

@@ -1,5 +1,8 @@
 """A run on one node, read top-down: load → restore or genesis → synchronise → train in rounds → finish.
 
+The plan says which layers the node holds; when it says others, the trainer is loaded anew with those, and what was held
+before is given out for as long as nobody else may have it.
+
 The session owns the trainer and the committed state. It follows the coordinator's directives but needs the
 coordinator for none of its steps once it has a plan. If the trainer dies, the session starts another one
 from the anchor; the membership does not notice.
@@ -10,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from atoll.core import log, protocol
 from atoll.core.clock import Clock, unix_ms
@@ -33,6 +38,7 @@ from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.round_policy import policies
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
+from atoll.node.on_route import OnRoute
 from atoll.node.state.anchor import AnchorState, Fetched, Staged
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import ANCHOR, CheckpointState
@@ -88,6 +94,8 @@ class TrainingSession:
         self._it = context
         self._head: Head | None = None
         self._state: AnchorState | None = None
+        self._lacks_layers = False  # of its span: they must be fetched
+        self._former: tuple[Head, AnchorState] | None = None  # what was held under another plan
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -95,7 +103,11 @@ class TrainingSession:
         self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive, self._lost)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
-        StateServer(context.network, context.spec.run.name, context.manifests, self._current, self._staged)
+        self._route = OnRoute(context.network, context.spec, context.identity.peer_id, context.clock)
+        context.status.route = self._route
+        StateServer(
+            context.network, context.spec.run.name, context.manifests, self._current, self._staged, lambda: self._former
+        )
 
     # --- the main path -------------------------------------------------------------------------------
 
@@ -118,26 +130,54 @@ class TrainingSession:
                         raise
                     await asyncio.sleep(_RETRY.total_seconds() * restarts)
         finally:
+            await self._route.leave()
             await self._links.close()
             await self.stop_trainer()
 
     async def _load(self) -> Trainer:
-        """A trainer with the model and corpus loaded; the anchor survives in our memory if it had one."""
+        """A trainer with its layers and the corpus loaded; the anchor survives in our memory if it had one."""
         it = self._it
         await self.stop_trainer()
         limits = self._limits
-        trainer = await Trainer.spawn(limits, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
+        config = replace(limits, span=self._span())
+        trainer = await Trainer.spawn(config, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
         self._trainer = trainer
         if self._limits is not limits:  # changed while it loaded
             await trainer.limit(self._limits)
         it.status.facts, it.status.trainer = trainer.facts, trainer
-        if self._state is not None:
-            trainer.anchor.copy_(self._state.anchor_E)
-            self._state.anchor_E = trainer.anchor
-        else:
-            self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
-            await self._restore(self._state, Layers.of(trainer.facts.layers))
+        if trainer.facts.span is not None:
+            first, last = trainer.facts.span
+            await self._hold(trainer, range(first, last + 1))
         return trainer
+
+    async def _hold(self, trainer: Trainer, layers: range) -> None:
+        """Committed state of these layers, in the trainer's memory: what we have of it, or a checkpoint's."""
+        before = self._state
+        if before is not None and before.layers == layers:
+            trainer.anchor.copy_(before.anchor_E)
+            before.anchor_E = trainer.anchor
+            return
+        self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
+        if before is not None and self._head is not None:
+            self._former = self._head, before
+            self._lacks_layers = not await asyncio.to_thread(self._state.take_over, before)
+        else:
+            await self._restore(self._state, Layers.of(trainer.facts.layers, layers))
+            self._lacks_layers = self._head is None
+
+    def _span(self) -> tuple[int, int] | None:
+        """The layers that the plan gives this node, both included; None: all, or no plan says anything."""
+        plan, me = self._it.directives.plan, self._it.identity.peer_id
+        if plan is None or me not in plan.members:
+            return None
+        span = plan.span(me)
+        return None if plan.is_replica(me) else (span.start, span.stop - 1)
+
+    def _holds_other_layers(self, trainer: Trainer) -> bool:
+        """Whether the plan gives this node another span than its trainer has."""
+        held, plan = trainer.facts.span, self._it.directives.plan
+        mine = plan.span(self._it.identity.peer_id) if plan is not None else range(0)
+        return len(mine) > 0 and held != (mine.start, mine.stop - 1)
 
     async def _restore(self, state: AnchorState, layers: Layers) -> None:
         """Begin where the last process of this node stopped; the others tell what happened since."""
@@ -157,6 +197,8 @@ class TrainingSession:
             if self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None:
                 await self._write_genesis(trainer)
             if self._in_plan() and not self._resting:
+                if self._holds_other_layers(trainer):
+                    return
                 await self._follow_plan(trainer)
 
     async def _follow_plan(self, trainer: Trainer) -> None:
@@ -176,6 +218,7 @@ class TrainingSession:
         if self._first_evaluation is not None:  # told after genesis, which it is an evaluation of
             self._evaluated(self._first_evaluation)
             self._first_evaluation = None
+        await self._or_trainer_death(trainer, self._route.follow(plan, trainer))
         engine = self._make_engine(trainer, head, plan)
         running = asyncio.create_task(engine.run(self._links))
         self._engine = engine
@@ -187,6 +230,7 @@ class TrainingSession:
             for task in (running, following):
                 task.cancel()
             await asyncio.gather(running, following, return_exceptions=True)
+            await self._route.leave()
         if engine.finished.is_set():
             await self._finish(trainer)
         else:
@@ -194,13 +238,16 @@ class TrainingSession:
             await trainer.discard()
 
     async def _steer(self, trainer: Trainer, engine: AveragingEngine) -> None:
-        """Pass on plans, pauses and resumes; returns when a plan goes on without this node."""
+        """Pass on plans, pauses and resumes; returns when a plan goes on without this node or gives it other layers."""
         it = self._it
         training: bool | None = None
-        while self._in_plan():
+        followed = engine.plan.version
+        while self._in_plan() and not self._holds_other_layers(trainer):
             plan = self._plan()
-            if plan.version > engine.plan.version:
+            if plan.version > followed:
                 engine.plan_received(plan)
+                await self._route.follow(plan, trainer)
+                followed = plan.version
             wanted = self._may_train()
             if wanted is not training:
                 await (trainer.train() if wanted else trainer.pause())
@@ -233,9 +280,7 @@ class TrainingSession:
         """Initialise the model here and sign round 0; the others fetch it by digest."""
         it, spec = self._it, self._it.spec
         it.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor")
-        await trainer.initialise()
-        assert self._state is not None
-        self._state.momentum_E.zero_()
+        self._state = await self._initial(trainer)
         manifest = manifest_pb2.Manifest(
             protocol=protocol.ours(),
             round=RoundId(spec.run.name, 0, 0, 0, 0).to_proto(),
@@ -249,10 +294,27 @@ class TrainingSession:
         )
         head = Head(committed)
         it.manifests.append(head)
+        self._lacks_layers = False
         self._moved(head)
-        self._first_evaluation = mb.EvaluationReport(round=0, loss=await trainer.evaluate(), committed_tokens=0)
+        if self._holds_all(trainer):
+            self._first_evaluation = mb.EvaluationReport(round=0, loss=await trainer.evaluate(), committed_tokens=0)
         self.genesis = mb.GenesisReport(layers=trainer.facts.layers, manifest=committed)
         it.link.hurry()
+
+    async def _initial(self, trainer: Trainer) -> AnchorState:
+        """The whole model as it begins: in the trainer's memory where that is large enough, else in a file."""
+        offsets = trainer.facts.layer_offsets
+        if self._holds_all(trainer):
+            await trainer.initialise()
+            return AnchorState(trainer.anchor, offsets)
+        path = self._it.run_dir / "genesis.f32"
+        await trainer.write_initial(path)
+        initial = torch.from_file(str(path), size=offsets[-1], dtype=torch.float32)
+        path.unlink()  # its bytes stay for as long as they are mapped
+        return AnchorState(initial, offsets)
+
+    def _holds_all(self, trainer: Trainer) -> bool:
+        return trainer.facts.span == (0, len(trainer.facts.layer_offsets) - 2)
 
     async def _synchronise(self, plan: Plan) -> Head:
         it = self._it
@@ -261,9 +323,16 @@ class TrainingSession:
             self._head = None  # a genesis that the coordinator did not choose
         it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         try:
-            fetched = await catch_up(it.network, plan, self._state, self._head, operator_key=it.operator_key)
+            fetched = await catch_up(
+                it.network,
+                plan,
+                self._state,
+                self._head,
+                operator_key=it.operator_key,
+                lacking=self._lacks_layers,
+            )
         except Unreachable:
-            if self._head is None or not plan.accepts(self._head):
+            if self._lacks_layers or self._head is None or not plan.accepts(self._head):
                 raise
             return self._head  # nobody else has any: we wrote genesis, or are alone
         if fetched is None:
@@ -271,6 +340,7 @@ class TrainingSession:
             return self._head
         await asyncio.to_thread(it.manifests.keep, fetched.head)
         await asyncio.to_thread(self._state.adopt, fetched)
+        self._lacks_layers = False
         return fetched.head
 
     def _make_engine(self, trainer: Trainer, head: Head, plan: Plan) -> AveragingEngine:
@@ -388,7 +458,7 @@ class TrainingSession:
             self._engine.lost(peer)
 
     def _current(self) -> tuple[Head, AnchorState] | None:
-        if self._engine is not None and self._engine.moving:
+        if self._lacks_layers or (self._engine is not None and self._engine.moving):
             return None
         head = self._engine.head if self._engine else self._head
         return (head, self._state) if head is not None and self._state is not None else None
@@ -416,16 +486,25 @@ class TrainingSession:
     def _moved(self, head: Head) -> None:
         status = self._it.status
         self._head = head
+        self._let_go_of_former(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
         state = self._checkpoint_state()
         if state is not None and head.round > 0:
             self._it.checkpoints.offer(state)
         self._it.directives.wake()
 
+    def _let_go_of_former(self, head: Head) -> None:
+        """Once every layer was averaged since by those who hold it now, nobody needs ours."""
+        if self._former is not None and self._state is not None:
+            then, former = self._former
+            others = set(former.layers) - set(self._state.layers)
+            if all(head.manifest.layers[layer] != then.manifest.layers[layer] for layer in others):
+                self._former = None
+
     def _checkpoint_state(self) -> CheckpointState | None:
-        if self._head is None or self._state is None or self._it.status.facts is None:
+        if self._head is None or self._state is None or self._it.status.facts is None or self._lacks_layers:
             return None
-        layers = Layers.of(self._it.status.facts.layers)
+        layers = Layers.of(self._it.status.facts.layers, self._state.layers)
         return CheckpointState(self._head, layers, self._state.anchor_E, self._state.momentum_E)
 
     def _evaluated(self, report: mb.EvaluationReport) -> None:
@@ -447,7 +526,9 @@ class TrainingSession:
         return not self._resting and self._it.directives.run_state != mb.RUN_STATE_PAUSED
 
     def _differs_from(self, plan_version: int, training: bool) -> bool:
-        return not self._in_plan() or (self._plan().version, self._may_train()) != (plan_version, training)
+        if not self._in_plan():
+            return True
+        return (self._plan().version, self._may_train()) != (plan_version, training)
 
     def _why_paused(self) -> str:
         return self._resting or "the operator paused the run"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.node.averaging.engine import RoundCounters
+from atoll.node.on_route import OnRoute
 from atoll.node.training.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
@@ -31,6 +32,7 @@ class LiveStatus:
     validation_loss: float | None = None
     anchor_path: str = ""
     trainer_restarts: int = 0
+    route: OnRoute | None = None
 
     def enter(self, state: mb.NodeState, detail: str) -> None:
         """Move on, and say why in one sentence."""
@@ -79,6 +81,7 @@ class LiveStatus:
             "members": self.members,
             "rounds_joined": self.counters.joined,
             "rounds_committed": self.counters.committed,
+            "rounds_witnessed": self.counters.witnessed,
             "rounds_abandoned": self.counters.abandoned,
             "rounds_left_out": self.counters.left_out,
             "averaging_bytes_sent": averaging_bytes,
@@ -86,4 +89,20 @@ class LiveStatus:
             "other_bytes_sent": other_bytes,
             "trainer_restarts": self.trainer_restarts,
             "anchor": self.anchor_path,
+            **self._on_route(),
+        }
+
+    def _on_route(self) -> dict[str, Any]:
+        """The layers that are held, and the route that they are a stage of."""
+        place = self.route.place if self.route is not None else None
+        training = self.trainer.status if self.trainer else None
+        return {
+            "layers": list(self.facts.span) if self.facts is not None and self.facts.span is not None else None,
+            "route": place.route if place is not None else None,
+            "stage": place.stage if place is not None else None,
+            "stages": place.stages if place is not None else None,
+            "route_ready": training.route_ready if training else False,
+            "route_trouble": training.route_trouble if training else "",
+            "route_incarnations": self.route.incarnations if self.route is not None else 0,
+            "flushes_aborted": training.flushes_aborted if training else 0,
         }

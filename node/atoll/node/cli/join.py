@@ -45,6 +45,9 @@ Pace = Annotated[
     float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
 ]
 Vram = Annotated[float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory to use, 0.01 to 1.")]
+Memory = Annotated[
+    float | None, typer.Option("--memory-megabytes", help="Main memory for training on a CPU; 0: no limit.")
+]
 Power = Annotated[float | None, typer.Option("--power-watts", help="Power cap of the GPU while this runs.")]
 Upload = Annotated[float | None, typer.Option("--upload-mbit-per-second", help="To peers; 0: no limit.")]
 Download = Annotated[float | None, typer.Option("--download-mbit-per-second", help="From peers; 0: no limit.")]
@@ -72,6 +75,7 @@ def join(
     data: Data = None,
     minimum_step_seconds: Pace = None,
     vram_fraction: Vram = None,
+    memory_megabytes: Memory = None,
     power_watts: Power = None,
     upload_mbit_per_second: Upload = None,
     download_mbit_per_second: Download = None,
@@ -96,6 +100,7 @@ def join(
         data=str(Path(data).absolute()) if data and Path(data).exists() else data,
         minimum_step_seconds=minimum_step_seconds,
         vram_fraction=vram_fraction,
+        memory_megabytes=memory_megabytes,
         power_watts=power_watts,
         upload_mbit_per_second=upload_mbit_per_second,
         download_mbit_per_second=download_mbit_per_second,

@@ -53,6 +53,8 @@ def limits_text(config: NodeConfig) -> str:
     parts.append(f"at most one step every {pace:g} s" if pace else "full pace")
     if config.vram_fraction < 1:
         parts.append(f"{config.vram_fraction:.0%} of the GPU's memory")
+    if config.memory_megabytes:
+        parts.append(f"{config.memory_megabytes:g} MB of main memory")
     if config.power_watts:
         parts.append(f"{config.power_watts:g} W")
     up, down = (f"{rate:g} Mbit/s" if rate else "no limit" for rate in _rates(config))

@@ -60,12 +60,14 @@ async def catch_up(
     *,
     operator_key: bytes,
     policy: FetchPolicy = _POLICY,
+    lacking: bool = False,
 ) -> Fetched | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
-    None when `held` is that head, or is newer and part of the history that counts. `state` is what this node holds;
-    it is not changed, and of what `held` has in common with the head nothing is fetched. Raises `Unreachable` when no
-    head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head is not of this model.
+    None when `held` is that head, or is newer and part of the history that counts, unless `state` is `lacking` some of
+    its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
+    nothing is fetched. Raises `Unreachable` when no head can be believed yet or nobody's bytes were true,
+    `CheckpointCorrupt` when the head is not of this model.
     """
     workspace: Workspace | None = None
     followed = held  # what grew out of ours need not be followed again
@@ -77,7 +79,10 @@ async def catch_up(
         head = best.head
         try:
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
-                return None
+                if not lacking:
+                    return None
+                if head.round < held.round:
+                    raise Unreachable(f"the others are at round {head.round}, before ours")
             followed = head if best.grown else followed
             wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets, state.layers))
             if workspace is None:

@@ -90,11 +90,12 @@ class CheckpointStore:
                 self._remove(path)
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
-        """What is here, newest first, by its manifest; the vectors are not read."""
+        """The whole models that are here, newest first, by their manifests; the vectors are not read."""
         found = []
         for path in self._newest_first():
             try:
-                found.append(_describe(path))
+                if len(tensor_file.read_layers(path / ANCHOR).names) == len(_head_of(path).manifest.layers):
+                    found.append(_describe(path))
             except (AtollError, DecodeError, OSError) as error:
                 _log.warning("a checkpoint cannot be described", path=str(path), reason=str(error))
         return tuple(found)
@@ -106,7 +107,7 @@ class CheckpointStore:
         are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
         """
         head = state.head
-        if not holds(head.manifest.layers, state.anchor_E, state.momentum_E, state.layers.offsets):
+        if not _is_true(head, state.layers, state.anchor_E, state.momentum_E):
             raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
         target = self.path(head.round)
         with self._writing:
@@ -120,15 +121,19 @@ class CheckpointStore:
         return target
 
     def newest(self, layers: Layers) -> Checkpoint | None:
-        """The newest that is whole and of this model; others newer than it are set aside, with a warning.
+        """The newest that is undamaged and of these layers; damaged ones that are newer are set aside, with a warning.
 
         Raises `DataDirUnusable` when the directory cannot be read.
         """
         for path in self._newest_first():
             try:
                 found = read_checkpoint(path)
-                if found.spec.run.name != self._spec.run.name or found.layers != layers:
+                held = min(len(found.layers.names), len(layers.names))
+                parts = held < len(found.head.manifest.layers)
+                if found.spec.run.name != self._spec.run.name or (found.layers != layers and not parts):
                     raise CheckpointCorrupt(f"{path} is of another run or model")
+                if found.layers != layers:
+                    continue  # of the layers that a node held under another plan
                 if path != self.path(found.head.round):
                     raise CheckpointCorrupt(f"{path} holds round {found.head.round}")
                 return found
@@ -140,7 +145,7 @@ class CheckpointStore:
     # --- writing -------------------------------------------------------------------------------------
 
     def _contents(self, state: CheckpointState) -> dict[str, Iterable[Bytes]]:
-        facts = _facts(state.head)
+        facts = _facts(state.head, state.layers)
         return {
             ANCHOR: tensor_file.chunks(state.layers, facts, state.anchor_E),
             MOMENTUM: tensor_file.chunks(state.layers, facts, state.momentum_E),
@@ -259,20 +264,36 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def _require_true(directory: Path, head: Head, anchor: TensorFile, momentum: TensorFile) -> None:
-    facts = _facts(head)
+    facts = _facts(head, anchor.layers)
     if anchor.facts != facts or momentum.facts != facts or anchor.layers != momentum.layers:
         raise CheckpointCorrupt(f"{directory}: the vectors are not of the manifest's round")
-    if not holds(head.manifest.layers, anchor.vector_E, momentum.vector_E, anchor.layers.offsets):
+    if not _is_true(head, anchor.layers, anchor.vector_E, momentum.vector_E):
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
 
 
-def _facts(head: Head) -> Facts:
-    return {"run": head.manifest.round.run_id, "round": head.round, "manifest": head.hash.hex()}
+def _is_true(head: Head, layers: Layers, anchor_E: Tensor, momentum_E: Tensor) -> bool:
+    """Whether the vectors are what the manifest says of these layers."""
+    states = head.manifest.layers[layers.numbers]
+    return holds(states, anchor_E, momentum_E, layers.offsets, layers.first)
+
+
+def _facts(head: Head, layers: Layers) -> Facts:
+    facts: dict[str, str | int] = {
+        "run": head.manifest.round.run_id,
+        "round": head.round,
+        "manifest": head.hash.hex(),
+    }
+    if len(layers.names) < len(head.manifest.layers):
+        facts[tensor_file.FIRST_LAYER] = layers.first
+    return facts
+
+
+def _head_of(path: Path) -> Head:
+    return Head(manifest_pb2.CommittedManifest.FromString(_bounded(path / MANIFEST)))
 
 
 def _describe(path: Path) -> mb.CheckpointInfo:
-    manifest_path = path / MANIFEST
-    head = Head(manifest_pb2.CommittedManifest.FromString(_bounded(manifest_path)))
+    manifest_path, head = path / MANIFEST, _head_of(path)
     return mb.CheckpointInfo(
         round=head.round,
         manifest_hash=head.hash,

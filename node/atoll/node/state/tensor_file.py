@@ -29,23 +29,32 @@ _MAX_HEADER_BYTES = 16 << 20
 _FP32_BYTES = 4
 _METADATA_KEY = "atoll"  # one key, because the format's library writes several in any order
 
+FIRST_LAYER = "first_layer"  # the fact that a file of some layers has, and one of all of them has not
+
 Facts = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Names of a model's layers, and where each lies in the flat vector (one offset more than names)."""
+    """Names of consecutive layers, and where each lies in their flat vector (one offset more than names)."""
 
     names: tuple[str, ...]
     offsets: tuple[int, ...]
+    first: int = 0  # the number of the first one in the model
 
     @classmethod
-    def of(cls, table: plan_pb2.LayerTable) -> Layers:
-        """Those of a layer table."""
+    def of(cls, table: plan_pb2.LayerTable, held: range | None = None) -> Layers:
+        """Those of a layer table, or those that are `held`."""
+        rows = table.layers if held is None else table.layers[held.start : held.stop]
         offsets = [0]
-        for row in table.layers:
+        for row in rows:
             offsets.append(offsets[-1] + row.parameters)
-        return cls(tuple(row.name for row in table.layers), tuple(offsets))
+        return cls(tuple(row.name for row in rows), tuple(offsets), held.start if held is not None else 0)
+
+    @property
+    def numbers(self) -> slice:
+        """Where they stand in the model."""
+        return slice(self.first, self.first + len(self.names))
 
     @property
     def elements(self) -> int:
@@ -92,6 +101,15 @@ def read(path: Path) -> TensorFile:
     return TensorFile(facts, layers, vector_E, hasher.hexdigest())
 
 
+def read_layers(path: Path) -> Layers:
+    """What a file says that it holds; its bytes are not looked at. Raises `CheckpointCorrupt`, `OSError`."""
+    with path.open("rb") as file:
+        try:
+            return _parse(_read_header(file, path))[0]
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
+
+
 def _read_header(file: BinaryIO, path: Path) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     if length > _MAX_HEADER_BYTES:
@@ -108,7 +126,7 @@ def _parse(raw: bytes) -> tuple[Layers, Facts]:
     offsets = [0]
     for entry in entries.values():
         offsets.append(offsets[-1] + int(entry["shape"][0]))
-    return Layers(tuple(entries), tuple(offsets)), facts
+    return Layers(tuple(entries), tuple(offsets), int(facts.get(FIRST_LAYER, 0))), facts
 
 
 def _header(layers: Layers, facts: Facts) -> bytes:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,7 +19,9 @@ from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text
 from atoll.node.training.shape import ModelShape
 
+THREADS_BYTES = 32 << 20  # of a limit on host memory: the stacks of threads, and what allocators keep
 FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
+_PROCESS = Path("/proc/self/status")
 _SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
 
 
@@ -51,8 +55,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def device_facts(device: torch.device, vram_fraction: float = 1.0) -> DeviceFacts:
-    """Name and memory of a device, of which `vram_fraction` may be used where it is memory of its own."""
+def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes: int = 0) -> DeviceFacts:
+    """Name and memory of a device, of which `vram_fraction` may be used where it is memory of its own.
+
+    `memory_bytes` may be used where it is the host's; 0: all of it.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory_bytes = int(properties.total_memory * vram_fraction)
@@ -60,11 +67,23 @@ def device_facts(device: torch.device, vram_fraction: float = 1.0) -> DeviceFact
         return DeviceFacts(str(device), str(properties.name), memory_bytes, uuid)
     if device.type == "mps":
         return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory() * vram_fraction))
-    return DeviceFacts("cpu", platform.processor() or platform.machine(), _host_memory_bytes())
+    most = _host_memory_bytes()
+    usable = min(most, max(0, memory_bytes - THREADS_BYTES)) if memory_bytes else most
+    return DeviceFacts("cpu", platform.processor() or platform.machine(), usable)
 
 
 def _host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def limit_host_memory(memory_bytes: int) -> None:
+    """From now on this process may allocate so many bytes more (Linux). What goes beyond fails."""
+    if not memory_bytes or not _PROCESS.exists():
+        return
+    lines = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
+    allocated = 1024 * int(lines["VmData"].split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (allocated + memory_bytes, hard))
 
 
 def limit_memory(facts: DeviceFacts, vram_fraction: float) -> None:

@@ -25,7 +25,14 @@ from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
 from atoll.node.training.corpus import Corpus, load_corpus
-from atoll.node.training.device import DeviceFacts, check_fits, too_large, working_precision
+from atoll.node.training.device import (
+    DeviceFacts,
+    check_fits,
+    limit_host_memory,
+    memory_needed_bytes,
+    too_large,
+    working_precision,
+)
 from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.shape import ModelShape, layer_table, resolve_shape
@@ -81,6 +88,7 @@ class Loaded:
             tokens_per_second=tokens_per_second,
             layer_times=times,
             span=self.span,
+            whole_model_bytes=memory_needed_bytes(self.spec, self.shape),
         )
 
     def _measured(self, minimum_step_seconds: float) -> tuple[float, LayerTimes]:
@@ -130,6 +138,8 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
         digest=corpus.digest,
     )
     torch.set_num_threads(config.cpu_threads)
+    if facts.device == "cpu":
+        limit_host_memory(config.memory_bytes)
     loop: InnerLoop | StageLoop | None = None
     if span is not None:
         assert cable is not None

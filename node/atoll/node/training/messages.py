@@ -25,6 +25,7 @@ class TrainerConfig:
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
     vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
+    memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
     span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
 
 
@@ -173,6 +174,7 @@ class Ready:
     tokens_per_second: float
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
     span: tuple[int, int] | None = None  # the layers that are held; None: none, they do not fit
+    whole_model_bytes: int = 0  # what all of them would take of the device
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ class Session:
         self._training = self._loaded = self._snapped = self._stopping = False
         self._pushed_at = 0.0
         self._orders: deque[ms.Envelope] = deque()
-        facts = device_facts(choose_device(config.device), config.vram_fraction)
+        self._memory_bytes = config.memory_bytes
+        facts = device_facts(choose_device(config.device), config.vram_fraction, config.memory_bytes)
         limit_memory(facts, config.vram_fraction)
         end = CableEnd(cable, channel.events.put) if cable is not None else None
         self._here = load(config, facts, end, self._clock)
@@ -184,7 +185,7 @@ class Session:
         return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
 
     def _limit(self, cpu_threads: int, minimum_step_seconds: float, vram_fraction: float) -> None:
-        facts = device_facts(torch.device(self._here.facts.device), vram_fraction)
+        facts = device_facts(torch.device(self._here.facts.device), vram_fraction, self._memory_bytes)
         self._here.check_fits(facts)
         limit_memory(facts, vram_fraction)
         self._here.facts = facts

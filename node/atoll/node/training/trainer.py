@@ -59,6 +59,7 @@ class TrainerFacts:
     tokens_per_second: float  # measured by a few real steps on scratch state
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
     span: tuple[int, int] | None  # the layers that are held, both included; None: none, the model is too large
+    whole_model_bytes: int  # what all of them would take of the device
 
     @property
     def held_elements(self) -> int:
@@ -87,6 +88,7 @@ class TrainerFacts:
             ready.tokens_per_second,
             ready.layer_times,
             ready.span,
+            ready.whole_model_bytes,
         )
 
 

@@ -1,0 +1,54 @@
+"""This node's stage of a route: joined to its neighbours under every plan that has one, until the session ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from atoll.core.clock import Clock
+from atoll.core.errors import ChildDied
+from atoll.core.plan import Plan
+from atoll.core.run_spec import RunSpec
+from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline.dispatcher import RouteDispatcher
+from atoll.node.pipeline.route import RoutePlace
+from atoll.node.training.trainer import Trainer
+from atoll.node.transport import Network
+
+
+class OnRoute:
+    """At most one bridge at a time; a route belongs to one plan, so each new plan begins another."""
+
+    def __init__(self, network: Network, spec: RunSpec, peer_id: str, clock: Clock) -> None:
+        self.place: RoutePlace | None = None
+        self._spec, self._me, self._clock = spec, peer_id, clock
+        self._dispatcher = RouteDispatcher(network)
+        self._bridge: RouteBridge | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def incarnations(self) -> int:
+        """How often the route began under this plan."""
+        return self._bridge.incarnations if self._bridge is not None else 0
+
+    async def follow(self, plan: Plan, trainer: Trainer) -> None:
+        """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""
+        await self.leave()
+        place, cable = RoutePlace.of(plan, self._me), trainer.cable
+        if place is None or cable is None:
+            return
+        await trainer.enter_route(place)
+        self.place = place
+        self._bridge = RouteBridge(self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock)
+        self._running = asyncio.create_task(self._run(self._bridge))
+
+    async def _run(self, bridge: RouteBridge) -> None:
+        with suppress(ChildDied):  # whoever has the trainer hears of it first
+            await bridge.run()
+
+    async def leave(self) -> None:
+        """Let go of the neighbours. What was under way counts nothing."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        self.place = self._bridge = self._running = None
