@@ -60,6 +60,13 @@ class ScriptedStage:
             self.added_gradient += self._gradient
         self._gradient = 0
 
+    def begin_evaluation(self, micro_batches: int) -> None:
+        self.begin(micro_batches)
+
+    def end_evaluation(self) -> int:
+        self._held.clear()
+        return 0
+
     def abort(self) -> None:
         self._held.clear()
         self._gradient = 0
@@ -92,6 +99,10 @@ class ScriptedRoute:
         if self.ledger.under_way:
             self.ledger.decide(self.ledger.flush)
         return flushed
+
+    def evaluate(self, anchor: int) -> Flushed:
+        """As many micro-batches as a flush of it may have; the stages' anchor is 0."""
+        return self.route.flush(self._tokens(self.runners[0].most_evaluated), anchor)
 
     def settle(self) -> None:
         """Until all stages are ready."""

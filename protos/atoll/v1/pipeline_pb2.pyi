@@ -30,10 +30,12 @@ class StageReady(_message.Message):
     def __init__(self) -> None: ...
 
 class FlushBegin(_message.Message):
-    __slots__ = ("micro_batches",)
+    __slots__ = ("micro_batches", "anchor_committed_tokens")
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     micro_batches: int
-    def __init__(self, micro_batches: _Optional[int] = ...) -> None: ...
+    anchor_committed_tokens: int
+    def __init__(self, micro_batches: _Optional[int] = ..., anchor_committed_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTensor(_message.Message):
     __slots__ = ("micro_batch", "shape", "codec", "not_finite")
@@ -48,12 +50,14 @@ class StageTensor(_message.Message):
     def __init__(self, micro_batch: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., not_finite: _Optional[bool] = ...) -> None: ...
 
 class StageReport(_message.Message):
-    __slots__ = ("norms", "loss")
+    __slots__ = ("norms", "loss", "other_anchor")
     NORMS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_ANCHOR_FIELD_NUMBER: _ClassVar[int]
     norms: _containers.RepeatedScalarFieldContainer[float]
     loss: float
-    def __init__(self, norms: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ...) -> None: ...
+    other_anchor: bool
+    def __init__(self, norms: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., other_anchor: _Optional[bool] = ...) -> None: ...
 
 class FlushVerdict(_message.Message):
     __slots__ = ("factor", "skipped")

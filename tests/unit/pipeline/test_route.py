@@ -314,6 +314,54 @@ async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every
         await route.stand_still()
 
 
+@pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])
+async def test_a_route_evaluates_its_anchor_between_flushes_and_leaves_no_trace(corpus: str, model: str) -> None:
+    async with route_on(MemoryHub(), corpus, model) as route:
+        expected = await route.whole.order(ms.Evaluate())
+        assert isinstance(expected, ms.Loss)
+        async with route.on():
+            await route.more(2)
+            found = await route.driver.order(ms.Evaluate())
+            assert isinstance(found, ms.Loss)
+            assert found.value == pytest.approx(expected.value, rel=1e-6)
+            await route.more(2)
+            with pytest.raises(InvalidTransition, match="driver of a route"):
+                await route.stages[1].order(ms.Evaluate())
+            await route.stand_still()
+            with pytest.raises(InvalidTransition, match="paused"):
+                await route.driver.order(ms.Evaluate())
+        await route.assert_equal_to_one_process()
+
+
+async def test_an_evaluation_ends_with_an_error_when_a_stage_is_elsewhere_or_the_route_breaks(corpus: str) -> None:
+    cut = False
+
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        report = kind_of(passage) == "report" and pb.StageMessage.FromString(passage.frame.header).report
+        return Unreachable("the cable is cut") if cut and report and not report.norms else passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route:
+        async with route.on():
+            await route.more(2)
+            cut = True
+            with pytest.raises(AtollError, match="cut"):
+                await route.driver.order(ms.Evaluate())
+            cut = False
+            await route.more(2)
+            await route.stand_still()
+            await route.assert_equal_to_one_process()
+            last = route.stages[2]
+            await last.order(ms.Rebase((), 7, (0, 0)))
+            await route.driver.order(ms.Discard())
+            await route.driver.order(ms.Train())
+            await route.more(1)
+            with pytest.raises(InvalidTransition, match="another anchor"):
+                await route.driver.order(ms.Evaluate())
+            await route.more(1)
+            await route.stand_still()
+        assert route.driver.status.flushes_aborted <= 1
+
+
 async def test_a_bridge_lets_go_of_a_trainer_that_stands_still(corpus: str) -> None:
     """Its socket is full, and nobody reads it."""
     near, far = socket.socketpair()
@@ -396,7 +444,6 @@ async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused
             again = await answer_to(route.networks[0], "lagoon", opening(header(now, join=join)))
             assert "second stream" in str(again)
             await route.more(1)
-        await route.stand_still()
 
 
 async def test_a_member_s_stream_of_an_incarnation_that_it_may_not_say_breaks_it_before_a_body_is_read(
@@ -412,7 +459,6 @@ async def test_a_member_s_stream_of_an_incarnation_that_it_may_not_say_breaks_it
             assert isinstance(told, PeerMisbehaved)
             assert "another one's to say" in str(told)
             await route.more(1)
-        await route.stand_still()
 
 
 async def test_a_body_of_another_length_and_a_header_of_another_incarnation_break_the_route(corpus: str) -> None:

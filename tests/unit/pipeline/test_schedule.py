@@ -113,6 +113,20 @@ def test_a_driver_that_is_replaced_leaves_the_other_stages_agreed(
     assert route.stages[0].steps == 1
 
 
+@given(SEEDS, ROUTES, COUNTS, st.integers(0, 3), st.booleans(), st.integers(0, 1))
+def test_an_evaluation_between_flushes_trains_nothing_and_says_whether_all_stand_at_its_anchor(
+    seed: int, stages: int, count: int, ahead: int, tied: bool, anchor: int
+) -> None:
+    route = ScriptedRoute(stages, tied, ahead, Random(seed).choice)
+    route.flush(count)
+    found = route.evaluate(anchor)
+    assert (found.loss, found.agreed) == (1.0, anchor == 0)
+    route.flush(count)
+    for stage in route.stages:
+        assert stage.steps == 2
+        assert stage.added_gradient == 2 * sum(range(1, count + 1))
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_stage() -> None:
     route = ScriptedRoute(3, tied=True)
     route.stages[1].own_norm = torch.inf

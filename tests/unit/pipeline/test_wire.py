@@ -46,6 +46,8 @@ def random(*shape: int) -> Tensor:
 
 MESSAGES: list[ms.Message] = [
     ms.Begin(7, 3),
+    ms.Begin(7, 3, 0),
+    ms.Report(7, (), 3.25, agreed=False),
     ms.Activation(7, 2, random(2, 5, 8), torch.arange(10).view(2, 5)),
     ms.Gradient(7, 1, random(1, 5, 8)),
     ms.Report(7, (0.1, 2.0), 3.25),
@@ -94,7 +96,7 @@ def test_what_is_not_finite_arrives_as_that(value: float) -> None:
 
 
 def changed(**fields: object) -> pb.StageMessage:
-    header, _ = pack(MESSAGES[1], CHANNEL)
+    header, _ = pack(MESSAGES[3], CHANNEL)
     for name, value in fields.items():
         part = header.activation if hasattr(header.activation, name) else header
         if name == "shape":
@@ -127,7 +129,7 @@ def test_a_header_that_does_not_fit_is_refused_before_its_body_is_read(fields: d
 
 
 def test_bodies_and_verdicts_that_are_none_are_refused() -> None:
-    header, body = pack(MESSAGES[1], CHANNEL)
+    header, body = pack(MESSAGES[3], CHANNEL)
     with pytest.raises(PeerMisbehaved, match="bytes came of"):
         unpack(header, body[:-1], CHANNEL)
     with pytest.raises(PeerMisbehaved, match="not finite"):

@@ -40,19 +40,19 @@ class InProcessRoute:
         self._incarnation = 0
         self.reconnect()
 
-    def flush(self, tokens: Sequence[Tensor]) -> Flushed:
-        """One optimiser step over micro-batches of tokens [B, T+1]. Raises what a stage raises."""
-        flush = self.begin(tokens)
+    def flush(self, tokens: Sequence[Tensor], anchor: int | None = None) -> Flushed:
+        """One optimiser step over micro-batches of tokens [B, T+1], or an evaluation. Raises what a stage raises."""
+        flush = self.begin(tokens, anchor)
         while any(runner.ended < flush for runner in self.runners):
             self._go_on(f"flush {flush}")
         flushed = self.runners[0].finished
         assert flushed is not None
         return flushed
 
-    def begin(self, tokens: Sequence[Tensor]) -> int:
+    def begin(self, tokens: Sequence[Tensor], anchor: int | None = None) -> int:
         """Feed the driver when all stages are ready; the flush's number."""
         self.settle()
-        flush = self.runners[0].feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens])
+        flush = self.runners[0].feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens], anchor)
         self._wake(0)
         return flush
 

@@ -112,7 +112,8 @@ class Inbox:
     def _problem(self, message: Message) -> str:
         begin = self.get(Begin)
         if isinstance(message, Begin):
-            return "" if 1 <= message.micro_batches <= MAX_MICRO_BATCHES else f"of {message.micro_batches}"
+            most = MAX_MICRO_BATCHES if message.anchor is None else self._place.credits_upstream(MAX_MICRO_BATCHES)
+            return "" if 1 <= message.micro_batches <= most else f"of {message.micro_batches}"
         if isinstance(message, TiedWeights):
             return ""  # it may overtake the beginning
         if begin is None:
@@ -120,6 +121,8 @@ class Inbox:
         if isinstance(message, Activation):
             most = self.backwarded + self._place.credits_upstream(begin.micro_batches)
             return "" if 0 <= message.micro_batch < min(most, begin.micro_batches) else "without credit"
+        if begin.anchor is not None and not isinstance(message, Report):
+            return "in an evaluation"
         if isinstance(message, Gradient):
             sent = self.backwarded <= message.micro_batch < self.forwarded
             return "" if sent else "for a micro-batch that is not there"

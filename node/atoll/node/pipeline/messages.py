@@ -42,6 +42,7 @@ class Begin:
 
     flush: int
     micro_batches: int
+    anchor: int | None = None  # evaluate, forward only, the anchor of so many committed tokens; None: train
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Report:
     flush: int
     norms: tuple[float, ...]  # one a layer, from the sender's first layer to the model's last
     loss: float  # nats per token, mean over the flush
+    agreed: bool = True  # of an evaluation: the sender and all after it stand at that anchor
 
 
 @dataclass(frozen=True)

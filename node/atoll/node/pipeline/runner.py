@@ -21,7 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
-from atoll.node.pipeline.inbox import Inbox, Place
+from atoll.node.pipeline.inbox import MAX_MICRO_BATCHES, Inbox, Place
 from atoll.node.pipeline.messages import (
     Activation,
     Begin,
@@ -35,7 +35,7 @@ from atoll.node.pipeline.messages import (
     TiedWeights,
     Verdict,
 )
-from atoll.node.pipeline.schedule import Action, Backward, Forward, Settle, Step, actions
+from atoll.node.pipeline.schedule import Action, Backward, Forward, Settle, Step, actions, credits_of, evaluation
 from atoll.node.training.optim import clip_factor
 
 
@@ -71,7 +71,15 @@ class Compute(Protocol):
         ...
 
     def abort(self) -> None:
-        """Forget the flush; gradients are zero."""
+        """Forget the flush; gradients are zero, and weights those that are trained."""
+        ...
+
+    def begin_evaluation(self, micro_batches: int) -> None:
+        """A flush without gradients begins, over the parameters of the anchor."""
+        ...
+
+    def end_evaluation(self) -> int:
+        """The weights are those that are trained again. The committed tokens of the anchor."""
         ...
 
     def tied_weights(self) -> Tensor:
@@ -101,6 +109,7 @@ class Flushed:
     verdict: Verdict
     loss: float = 0.0  # nats per token
     norms: tuple[float, ...] = ()  # one a layer of the whole model
+    agreed: bool = True  # of an evaluation: all stages stood at the anchor that it was of
 
 
 class Runner:
@@ -184,6 +193,11 @@ class Runner:
         """Micro-batches that were taken forward and not yet backward."""
         return self._inbox.forwarded - self._inbox.backwarded
 
+    @property
+    def most_evaluated(self) -> int:
+        """Micro-batches of an evaluation's flush: every stage may have as many before it."""
+        return credits_of(2, MAX_MICRO_BATCHES, self.place.ahead)[0]
+
     # --- what comes in ------------------------------------------------------------------------------
 
     def deliver(self, sender: int, message: Message) -> None:
@@ -222,13 +236,16 @@ class Runner:
             raise PeerMisbehaved(f"the tied matrix came twice, for flush {weights.flush}")
         self._lent = weights
 
-    def feed(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> int:
-        """Driver: begin the next flush with inputs and targets, int64 [B,T] each; its number."""
+    def feed(self, micro_batches: Sequence[tuple[Tensor, Tensor]], anchor: int | None = None) -> int:
+        """Driver: begin the next flush with inputs and targets, int64 [B,T] each; its number.
+
+        `anchor` makes it an evaluation, of `most_evaluated` micro-batches at most.
+        """
         flush = self.ended + 1
         if not self.place.first or not self.ready or self._inbox.has(Begin):
             raise InvalidTransition("a flush begins at the first stage of a route that is ready, one after another")
         self.finished = None
-        self._inbox.put(Begin(flush, len(micro_batches)))
+        self._inbox.put(Begin(flush, len(micro_batches), anchor))
         for number, (tokens_BT, targets_BT) in enumerate(micro_batches):
             self._inbox.put(Activation(flush, number, tokens_BT, targets_BT))
         return flush
@@ -265,7 +282,8 @@ class Runner:
             case Backward(number):
                 return place.last or inbox.has(Gradient, number)
             case Settle():
-                return (place.last or inbox.has(Report)) and (not place.lends or inbox.has(TiedGradient))
+                whole = not place.lends or self._evaluates or inbox.has(TiedGradient)
+                return whole and (place.last or inbox.has(Report))
             case Step():
                 return inbox.has(Verdict)
 
@@ -277,8 +295,12 @@ class Runner:
         begin = self._inbox.get(Begin)
         if begin is None:
             return None
-        self._compute.begin(begin.micro_batches)
-        self._actions.extend(actions(begin.micro_batches, place.credits(begin.micro_batches)))
+        if begin.anchor is None:
+            self._compute.begin(begin.micro_batches)
+            self._actions.extend(actions(begin.micro_batches, place.credits(begin.micro_batches)))
+        else:
+            self._compute.begin_evaluation(begin.micro_batches)
+            self._actions.extend(evaluation(begin.micro_batches))
         lent = [(place.stages - 1, TiedWeights(begin.flush, self._compute.tied_weights()))] if place.lends else []
         return [*self._downstream(begin), *lent]
 
@@ -296,7 +318,14 @@ class Runner:
         self._inbox.backwarded += 1
         return [] if gradient is None else self._upstream(Gradient(self.ended + 1, number, gradient))
 
+    @property
+    def _evaluates(self) -> bool:
+        begin = self._inbox.get(Begin)
+        return begin is not None and begin.anchor is not None
+
     def _settle(self) -> list[Outgoing]:
+        if self._evaluates:
+            return self._settle_evaluation()
         place, flush = self.place, self.ended + 1
         returned = TiedGradient(flush, self._compute.tied_gradient()) if place.tied and place.last else None
         if place.lends:
@@ -315,14 +344,29 @@ class Runner:
         lent = [(0, returned)] if returned is not None and place.borrows else []
         return [*lent, *self._upstream(report)]
 
+    def _settle_evaluation(self) -> list[Outgoing]:
+        begin = self._inbox.pop(Begin)
+        loss = self._compute.loss() if self.place.last else 0.0
+        report = Report(begin.flush, (), loss, self._compute.end_evaluation() == begin.anchor)
+        if not self.place.last:
+            after = self._inbox.pop(Report)
+            report = Report(begin.flush, (), after.loss, report.agreed and after.agreed)
+        if self.place.first:
+            self.finished = Flushed(Verdict(begin.flush, None), report.loss, (), report.agreed)
+        self._end(begin.flush)
+        return self._upstream(report)
+
     def _step(self, verdict: Verdict, report: Report | None = None) -> list[Outgoing]:
         self._step_by(verdict.factor)
         self.decided = Decision(self._incarnation, verdict.flush, verdict.factor)
         if report is not None:
             self.finished = Flushed(verdict, report.loss, report.norms)
-        self.ended = verdict.flush
-        self._inboxes = {flush: inbox for flush, inbox in self._inboxes.items() if flush > self.ended}
+        self._end(verdict.flush)
         return self._downstream(verdict)
+
+    def _end(self, flush: int) -> None:
+        self.ended = flush
+        self._inboxes = {number: inbox for number, inbox in self._inboxes.items() if number > flush}
 
     def _step_by(self, factor: float | None) -> None:
         self._limbo = None

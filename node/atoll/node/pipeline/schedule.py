@@ -56,3 +56,8 @@ def actions(micro_batches: int, credits: int) -> tuple[Action, ...]:
         if number + credits < micro_batches:
             order.append(Forward(number + credits))
     return (*order, Settle(), Step())
+
+
+def evaluation(micro_batches: int) -> tuple[Action, ...]:
+    """One stage's part in a flush that only goes forward; it has no more micro-batches than there are credits."""
+    return (*(Forward(number) for number in range(micro_batches)), Settle())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ class Stage:
         hidden = hidden_matrices(model.trained, model.cut.module, model.cut.layers)
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, hidden)
         self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
+        self.anchor_E: Tensor | None = None  # what evaluations are of; its owner is the trainer's loop
+        self.anchor_tokens = 0  # committed when it was made
+        self._evaluates = False
         self._flush_tokens = 0
         self._micro_batches = 1
         self._inputs: dict[int, Tensor] = {}
@@ -62,11 +66,17 @@ class Stage:
         x = x.to(self.model.device, non_blocking=True)
         if self.model.cut.last:
             return self._lose(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
-        self._inputs[micro_batch] = x
+        if not self._evaluates:
+            self._inputs[micro_batch] = x
         with torch.no_grad():
             return self._run(x)
 
     def _lose(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+        if self._evaluates:
+            with torch.no_grad():
+                loss = cross_entropy(self._run(x), targets_BT) / self._micro_batches
+            self._loss_sum += loss
+            return loss
         x = _leaf(x)
         loss = cross_entropy(self._run(x), targets_BT) / self._micro_batches
         self._inputs[micro_batch], self._losses[micro_batch] = x, loss
@@ -107,11 +117,36 @@ class Stage:
 
     def abort(self) -> None:
         """As if the flush had not been."""
+        if self._evaluates:
+            self.end_evaluation()
         self._inputs.clear()
         self._losses.clear()
         self.model.gradients_E.zero_()
         if self.model.cut.tie is not None and self.model.cut.last:
             self._borrowed_gradient().zero_()
+
+    # --- an evaluation ------------------------------------------------------------------------------
+
+    def begin_evaluation(self, micro_batches: int) -> None:
+        """Forward only, over the anchor's parameters."""
+        self.begin(micro_batches)
+        self._exchange()
+        self._evaluates = True
+
+    def end_evaluation(self) -> int:
+        """The committed tokens of the anchor; weights are the stage's own again."""
+        self._exchange()
+        self._evaluates = False
+        return self.anchor_tokens
+
+    def _exchange(self) -> None:
+        """Weights for anchor, with room for a layer."""
+        assert self.anchor_E is not None
+        for start, end in pairwise(self.model.trained.layer_offsets):
+            weights_E, anchor_E = self.model.weights_E[start:end], self.anchor_E[start:end]
+            kept_E = weights_E.clone()
+            weights_E.copy_(anchor_E)
+            anchor_E.copy_(kept_E)
 
     # --- a tied matrix ------------------------------------------------------------------------------
 
@@ -153,7 +188,7 @@ class Stage:
             case Gradient(micro_batch=number, gradient_BTD=gradient):
                 held = self._inputs.get(number)
                 problem = self._misfit(gradient) or _unlike(gradient, held)
-            case Report(norms=norms) if len(norms) != cut.layers - 1 - cut.span.last:
+            case Report(norms=norms) if len(norms) != (0 if self._evaluates else cut.layers - 1 - cut.span.last):
                 problem = f"has {len(norms)} norms"
             case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.owned):
                 problem = f"is {_described(tied)}"

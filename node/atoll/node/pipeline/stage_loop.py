@@ -8,7 +8,7 @@ it has, and goes on when the route is attached again, with whomever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
+from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.runner import Runner
@@ -79,9 +80,11 @@ class StageLoop(Replica):
         self._patience = Pace(PATIENCE_FLOOR_SECONDS, PATIENCE_CEILING_SECONDS)
         self._batch: Batch | None = None  # of the flush under way, or of one that was aborted
         self._fed_at: float | None = None  # when the flush under way began; None: none is, here
+        self._evaluation: Evaluation | None = None
         self._counted = 0  # tokens of the stage that are progress
         loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
         super().__init__(spec, model.weights_E, loader)
+        self.stage.anchor_E = self._anchor_E
 
     # --- rounds -------------------------------------------------------------------------------------
 
@@ -104,6 +107,9 @@ class StageLoop(Replica):
     def set_committed_tokens(self, committed_tokens: int) -> None:
         super().set_committed_tokens(committed_tokens)
         self.stage.set_learning_rate(learning_rate(self.spec, committed_tokens))
+        self.stage.anchor_tokens = committed_tokens
+        if self._evaluation is not None and self._evaluation.anchor != committed_tokens:
+            self._give_up_evaluation(InvalidTransition("the anchor changed while it was evaluated"))
 
     @property
     def has_data(self) -> bool:
@@ -128,8 +134,20 @@ class StageLoop(Replica):
 
     def pause(self) -> None:
         """Let go of the route, so that nobody begins a flush that would wait here; the driver just begins none."""
+        self._give_up_evaluation(InvalidTransition("the driver was paused"))
         if self._attached and not self._runner.place.first:
             self._break(InvalidTransition(f"stage {self._runner.place.stage} is paused"))
+
+    def evaluate(self, done: Callable[[Outcome], None]) -> None:
+        """The held-out loss of the anchor, when its flushes are over.
+
+        `done` gets `InvalidTransition` when a stage stands at another anchor or this one moves on, or why the route
+        broke. Raises `InvalidTransition` where it cannot begin.
+        """
+        if not self._runner.place.first or not self.ready or self._evaluation is not None:
+            raise InvalidTransition("only the driver of a route that is ready evaluates, one anchor at a time")
+        samples = self.spec.optimizer.micro_batch_samples
+        self._evaluation = Evaluation(self.corpus, samples, self.committed_tokens, done)
 
     @property
     def ready(self) -> bool:
@@ -157,6 +175,7 @@ class StageLoop(Replica):
             self._feed()
         sent = self._runner.advance()
         self._waiting = sent is None
+        self._evaluated()
         for receiver, message in sent or ():
             self._cable.send(receiver, message)
         return self._count()
@@ -189,17 +208,38 @@ class StageLoop(Replica):
 
     @property
     def _may_feed(self) -> bool:
-        return self._runner.place.first and self.ready and self.between_steps and self.has_data
+        wanted = self.has_data or self._evaluation is not None
+        return self._runner.place.first and self.ready and self.between_steps and wanted
 
     @property
     def _overdue(self) -> bool:
         return self._fed_at is not None and self.clock.monotonic() - self._fed_at > self._patience.patience
 
     def _feed(self) -> None:
+        self._fed_at = self.clock.monotonic()
+        if self._evaluation is not None:
+            windows = self._evaluation.next(self._runner.most_evaluated)
+            self._runner.feed(_pairs(windows), self._evaluation.anchor)
+            return
         self._batch = self._batch or self._loader.next()
         tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
-        self._runner.feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens])
-        self._fed_at = self.clock.monotonic()
+        self._runner.feed(_pairs(tokens))
+
+    def _evaluated(self) -> None:
+        """Take what a flush of an evaluation found."""
+        evaluation, found = self._evaluation, self._runner.finished
+        if evaluation is None or self._fed_at is None or found is None:
+            return
+        self._fed_at = None
+        if not found.agreed:
+            self._give_up_evaluation(InvalidTransition("a stage of the route stands at another anchor"))
+        elif evaluation.add(found.loss):
+            self._evaluation = None
+
+    def _give_up_evaluation(self, error: AtollError) -> None:
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
+            evaluation.give_up(error)
 
     def _count(self) -> StepResult | None:
         """Make progress of what was stepped since the last time."""
@@ -224,6 +264,12 @@ class StageLoop(Replica):
         """The route broke: what was under way counts nothing, or will, if it was decided and we did not hear."""
         if self._attached:
             self.trouble = str(error)
-        self.flushes_aborted += self._fed_at is not None
+        self.flushes_aborted += self._fed_at is not None and self._evaluation is None
+        self._give_up_evaluation(error)
         self._attached, self._fed_at = 0, None
         self._runner.cut_off()
+
+
+def _pairs(tokens: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets [B,T] of tokens [B,T+1]."""
+    return [(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens]

@@ -95,14 +95,14 @@ def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> t
             header.join.CopyFrom(pb.StageJoin(decided=_decision(decided) if decided is not None else None))
         case Ready():
             header.ready.SetInParent()
-        case Begin(micro_batches=count):
-            header.begin.micro_batches = count
+        case Begin(micro_batches=count, anchor=anchor):
+            header.begin.CopyFrom(pb.FlushBegin(micro_batches=count, anchor_committed_tokens=anchor))
         case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT):
             body = _put(header.activation, x_BTD, codec, number) + targets_BT.cpu().numpy().astype("<i4").tobytes()
         case Gradient(micro_batch=number, gradient_BTD=gradient_BTD):
             body = _put(header.gradient, gradient_BTD, codec, number)
-        case Report(norms=norms, loss=loss):
-            header.report.CopyFrom(pb.StageReport(norms=norms, loss=loss))
+        case Report(norms=norms, loss=loss, agreed=agreed):
+            header.report.CopyFrom(pb.StageReport(norms=norms, loss=loss, other_anchor=not agreed))
         case Verdict(factor=None):
             header.verdict.skipped = True
         case Verdict(factor=float(factor)):
@@ -195,9 +195,10 @@ def unpack(header: pb.StageMessage, body: Buffer, channel: Channel) -> Message:
     if kind == "ready":
         return Ready()
     if kind == "begin":
-        return Begin(flush, header.begin.micro_batches)
+        evaluates = header.begin.HasField("anchor_committed_tokens")
+        return Begin(flush, header.begin.micro_batches, header.begin.anchor_committed_tokens if evaluates else None)
     if kind == "report":
-        return Report(flush, tuple(header.report.norms), header.report.loss)
+        return Report(flush, tuple(header.report.norms), header.report.loss, not header.report.other_anchor)
     if kind == "verdict":
         return _verdict(header)
     tensor: pb.StageTensor = getattr(header, kind)

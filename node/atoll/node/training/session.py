@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import socket
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import torch
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition, ModelTooLarge
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
+from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
 from atoll.node.training.device import choose_device, device_facts, limit_memory
@@ -114,16 +116,23 @@ class Session:
 
     def _obey(self, order: ms.Envelope) -> None:
         try:
+            if isinstance(order.body, ms.Evaluate) and isinstance(self._loop, StageLoop):
+                self._require(self._training, "evaluate over a route while it is paused")
+                self._loop.evaluate(partial(self._answer, order.number))
+                return  # the answer comes when the route has found it
             answer = self._carry_out(order.body)
         except AtollError as error:
-            answer = ms.Refused(error.reason, str(error), error.remedy)
+            answer = _refusal(error)
         self._push()  # first, so that who gets the answer sees the status after it
         self._channel.answer(order.number, answer)
+
+    def _answer(self, number: int, outcome: Outcome) -> None:
+        self._channel.answer(number, _refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
 
     def _carry_out(self, order: ms.Message) -> ms.Answer:
         match order:
             case ms.Evaluate():
-                return ms.Loss(self._whole_model("evaluates").evaluate(self._anchor_E))
+                return ms.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self._anchor_E))
             case ms.Generate(prompt, tokens, seed):
                 return ms.Text(
                     self._whole_model("generates text").generate(self._anchor_E, prompt.encode(), tokens, seed)
@@ -241,3 +250,7 @@ class Session:
                 flushes_aborted=stage.flushes_aborted if stage is not None else 0,
             ),
         )
+
+
+def _refusal(error: AtollError) -> ms.Refused:
+    return ms.Refused(error.reason, str(error), error.remedy)
