@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
-from atoll.coordinator.state import admission, checkpoints, find, lifecycle, paths, recovery, reports
+from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.state import admission, checkpoints, find, lifecycle, pace, paths, recovery, reports, routing
 from atoll.coordinator.state.allowance import STORED
 from atoll.coordinator.state.fitness import corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
@@ -179,6 +181,13 @@ def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[Non
     return draft.done(None)
 
 
+def take_answer(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Any]:
+    """The planner answered what a run wanted to know."""
+    if question.wanted:
+        return pace.take_prediction(state, now, run_id, question, answer)
+    return routing.take(state, now, run_id, question, answer)
+
+
 def _watch_streams(draft: Draft, policy: Policy) -> None:
     now = draft.now
     reports.tell_dropped(draft)
@@ -195,6 +204,8 @@ def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)
+        pace.measure(draft, run_id)
+        pace.ask_prediction(draft, run_id, policy)
 
 
 def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: Moment) -> RunMemory:

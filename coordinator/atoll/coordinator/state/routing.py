@@ -8,8 +8,10 @@ the question asked anew; nodes that came meanwhile wait for the next one. One qu
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
@@ -80,7 +82,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,
         pins=pins_of(state, usable),
-        current=_named(state, memory.plan),
+        current=named(state, memory.plan),
         seconds=policy.solve_seconds,
         steps=policy.solve_steps,
     )
@@ -208,7 +210,8 @@ def _measured(state: State, plan: Plan | None, peer: str, now: Moment) -> Measur
     )
 
 
-def _named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
+def named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
+    """The routes of a plan by names of nodes."""
     return tuple(
         tuple((state.nodes[part.peer_id].name, part.first, part.last) for part in route)
         for route in (routes_of(plan) if plan else ())
@@ -228,7 +231,7 @@ def _still_holds(state: State, run_id: str, question: Question, answer: Answer, 
     used = {name for route in answer.routes for name, _, _ in route} or names.keys()
     peers = [names[name].peer_id for name in used]
     about, able = dict(_keyed(question)), {*here.fit, *here.silent}
-    return _named(state, state.memory[run_id].plan) == question.current and all(
+    return named(state, state.memory[run_id].plan) == question.current and all(
         peer in able
         and about[peer] == _memory_of(_live(state, peer).profile)
         and span_of(state.nodes[peer]) == question.pins.get(state.nodes[peer].name)
@@ -283,6 +286,8 @@ def _tell_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
         name = draft.state.nodes[peer].name
         draft.event("node.left-out", run_id, peer, f"{name} has no part in the plan: {left_out[peer]}")
     draft.remember(run_id, left_out=left_out)
+    if memory.figures is not None and left_out != memory.left_out:
+        draft.set_figures(replace(memory.figures, left_out=json.dumps(left_out, sort_keys=True)))
 
 
 def _tell_missing(draft: Draft, run_id: str, missing: str) -> None:

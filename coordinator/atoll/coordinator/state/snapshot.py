@@ -158,6 +158,8 @@ class RunMemory:
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
     missing: str = ""  # why there is no plan that could be followed now
     figures: PlanFigures | None = None  # of the newest plan
+    sampled_at: float | None = None  # monotonic, when its pace was looked at last
+    predicted_version: int = 0  # the plan of which a prediction was asked for last
 
 
 @dataclass(frozen=True)
