@@ -284,7 +284,7 @@ def test_who_may_reduce_follows_links_and_the_routes_stay() -> None:
     world.uplinks = dict.fromkeys(world.spans(), 12.5e6) | {"fay": 2e6}
     for name in world.spans():
         world.say(name)
-    world.wait(world.policy.shares_seconds + 2)
+    world.wait(world.policy.shares_seconds + 15)
     assert world.routes() == before
     rates = {world.name_of(item.peer_id): item.max_reduce_bytes_per_second for item in world.plan.assignments}
     assert rates["fay"] < min(rate for name, rate in rates.items() if name != "fay")

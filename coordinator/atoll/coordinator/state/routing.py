@@ -33,6 +33,8 @@ from atoll.v1 import plan_pb2
 if TYPE_CHECKING:
     from atoll.coordinator.planner.capacity import Room
 
+_LINKS_SECONDS = 10.0  # between looks at whether other shares of reducing would pay
+
 
 def needs_routes(state: State, run_id: str, here: Present) -> bool:
     """Whether somebody cannot hold everything, or is pinned to layers."""
@@ -50,6 +52,8 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.question is not None or _unsettled(draft.state, run_id, here):
         return
+    _look_at_links(draft, run_id)
+    memory = draft.state.memory[run_id]
     why = _why(draft.state, run_id, policy, here, now)
     if not why:
         if memory.changed_since is not None:
@@ -132,9 +136,7 @@ def _why(state: State, run_id: str, policy: Policy, here: Present, now: float) -
         return "first" if memory.plan is None else "members"
     if now - considered.at >= policy.replan_seconds:
         return "drift"
-    if memory.plan is not None and not memory.missing and _pays_to_share_anew(state, memory.plan):
-        return "links"
-    return ""
+    return "links" if memory.links_pay and not memory.missing else ""
 
 
 def _about(state: State, run_id: str, here: Present) -> tuple[tuple[object, ...], ...]:
@@ -167,6 +169,15 @@ def _forgotten(state: State, run_id: str) -> bool:
     return plan is not None and run.plan_floor >= plan.version
 
 
+def _look_at_links(draft: Draft, run_id: str) -> None:
+    """Now and then: it takes a while where members are many, and shares follow slowly anyway."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    looked = memory.links_looked_at
+    if memory.plan is not None and (looked is None or now - looked >= _LINKS_SECONDS):
+        pays = _pays_to_share_anew(draft.state, memory.plan)
+        draft.remember(run_id, links_looked_at=now, links_pay=pays)
+
+
 def _pays_to_share_anew(state: State, plan: Plan) -> bool:
     told, spans, planned = issuing.links(state, plan.members), issuing.spans_of(plan), issuing.reduce_rates(plan)
     now = span_gain(told, spans, planned)
@@ -182,6 +193,7 @@ def _share_anew(draft: Draft, run_id: str) -> None:
     notes = Notes(predicted, 0.0, memory.left_out)
     reason = "who reduces how much follows what nodes say of their links"
     issue_routes(draft, run_id, routes_of(memory.plan), reason, notes)
+    draft.remember(run_id, links_pay=False)
 
 
 # --- what is asked -----------------------------------------------------------------------------------

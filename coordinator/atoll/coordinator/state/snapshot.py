@@ -155,6 +155,8 @@ class RunMemory:
     questions: int = 0  # that were asked
     asked_about: tuple[tuple[object, ...], ...] = ()  # by that question: see `Considered`
     considered: Considered | None = None
+    links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
+    links_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
     missing: str = ""  # why there is no plan that could be followed now
     figures: PlanFigures | None = None  # of the newest plan
