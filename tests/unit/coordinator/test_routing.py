@@ -306,6 +306,22 @@ def test_a_node_that_told_no_memory_is_left_out_until_it_does(pair: RoutedWorld)
     assert len(pair.routes()) == 2
 
 
+def test_a_node_that_changes_its_word_about_its_memory_all_the_time_does_not_keep_the_planner_busy(
+    pair: RoutedWorld,
+) -> None:
+    pair.cards(cid=4)
+    for number in range(100):
+        pair.profiles["cid"] = card(4 + number % 2)
+        pair.say("cid", FIT)
+        pair.wait(1.4)
+    assert len(pair.asked) < 15
+    pair.wait(120)
+    pair.profiles["cid"] = card(6)
+    pair.say("cid", FIT)
+    pair.wait(2)
+    assert {node.name: node.profile for node in pair.asked[-1].nodes}["cid"] == card(6)
+
+
 # --- genesis ------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.planner.question import Answer, Question, memory_of
 from atoll.coordinator.state import admission, checkpoints, find, lifecycle, pace, paths, recovery, reports, routing
-from atoll.coordinator.state.allowance import STORED
+from atoll.coordinator.state.allowance import RESIZED, STORED
 from atoll.coordinator.state.fitness import corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.round_checks import check_table
@@ -97,6 +97,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
             profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
             stored=old.stored,
             refused=old.refused,
+            resized=old.resized,
             dropped=old.dropped,
             dropped_since=old.dropped_since,
         )
@@ -121,7 +122,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         live,
         seen=now.monotonic,
         status=tidied(request.status, MAX_SENTENCE_CHARACTERS),
-        profile=paths.tidied_profile(request.profile) if request.HasField("profile") else live.profile,
+        **_told_profile(live, request, now.monotonic),
         paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_told_layers(state, node, live, request),
@@ -262,6 +263,17 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             or clean(address) != address
         ):
             raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+
+
+def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:
+    """What a node says of itself from now on. Who changes its memory too often is believed again after a while."""
+    if not request.HasField("profile"):
+        return {}
+    profile = paths.tidied_profile(request.profile)
+    if memory_of(profile) == memory_of(live.profile):
+        return {"profile": profile}
+    left = live.resized.spend(RESIZED, now)
+    return {} if left is None else {"profile": profile, "resized": left}
 
 
 def _told_layers(state: State, node: Node, live: Live, request: mb.HeartbeatRequest) -> bytes:

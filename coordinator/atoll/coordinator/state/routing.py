@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
-from atoll.coordinator.planner.question import Answer, Measured, NamedRoute, Question, is_known, shares_memory
+from atoll.coordinator.planner.question import Answer, Measured, NamedRoute, Question, is_known, memory_of
 from atoll.coordinator.planner.shares import WORTH, span_gain, span_rates
 from atoll.coordinator.state import issuing
 from atoll.coordinator.state.edges import move
@@ -27,7 +26,6 @@ from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Considered, Draft, Live, Moment, Policy, State, Step
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
-from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
 if TYPE_CHECKING:
@@ -104,9 +102,8 @@ def take(
     if waits:
         draft.remember(run_id, question=None)
     here = present(state, run_id, now.monotonic)
-    if state.runs[run_id].state not in ("GENESIS", "TRAINING") or not _still_holds(
-        state, run_id, question, answer, here
-    ):
+    goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
+    if not goes_on or not _still_holds(state, run_id, question, answer, here):
         return draft.done(None)
     about = memory.asked_about if waits else _about(state, run_id, here)
     draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
@@ -141,21 +138,8 @@ def _why(state: State, run_id: str, policy: Policy, here: Present, now: float) -
 
 def _about(state: State, run_id: str, here: Present) -> tuple[tuple[object, ...], ...]:
     """Who may have a part, with what decides which spans it may hold. Whoever is silent for a moment still counts."""
-    found: list[tuple[object, ...]] = []
-    for peer in here.members:
-        profile = _live(state, peer).profile
-        found.append(
-            (
-                peer,
-                profile.device_memory_bytes,
-                profile.host_memory_bytes,
-                shares_memory(profile),
-                profile.whole_model_bytes,
-                is_known(profile),
-                state.nodes[peer].pin,
-            )
-        )
-    return tuple(found)
+    profiles = ((peer, _live(state, peer).profile) for peer in here.members)
+    return tuple((peer, memory_of(profile), is_known(profile), state.nodes[peer].pin) for peer, profile in profiles)
 
 
 def _unsettled(state: State, run_id: str, here: Present) -> bool:
@@ -242,25 +226,12 @@ def _still_holds(state: State, run_id: str, question: Question, answer: Answer, 
     names = {node.name: node for node in question.nodes}
     used = {name for route in answer.routes for name, _, _ in route} or names.keys()
     peers = [names[name].peer_id for name in used]
-    about, able = dict(_keyed(question)), {*here.fit, *here.silent}
+    about, able = {node.peer_id: memory_of(node.profile) for node in question.nodes}, {*here.fit, *here.silent}
     return named(state, state.memory[run_id].plan) == question.current and all(
         peer in able
-        and about[peer] == _memory_of(_live(state, peer).profile)
+        and about[peer] == memory_of(_live(state, peer).profile)
         and span_of(state.nodes[peer]) == question.pins.get(state.nodes[peer].name)
         for peer in peers
-    )
-
-
-def _keyed(question: Question) -> Iterable[tuple[str, tuple[object, ...]]]:
-    return ((node.peer_id, _memory_of(node.profile)) for node in question.nodes)
-
-
-def _memory_of(profile: mb.NodeProfile) -> tuple[object, ...]:
-    return (
-        profile.device_memory_bytes,
-        profile.host_memory_bytes,
-        shares_memory(profile),
-        profile.whole_model_bytes,
     )
 
 

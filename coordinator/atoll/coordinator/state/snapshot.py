@@ -84,6 +84,7 @@ class Live:
     drain_since: float | None = None  # monotonic; when the operator asked the node to leave
     stored: Allowance = field(default_factory=Allowance)
     refused: Allowance = field(default_factory=Allowance)
+    resized: Allowance = field(default_factory=Allowance)
     dropped: int = 0  # reports beyond those, not told yet
     dropped_since: float = 0.0  # monotonic
 
