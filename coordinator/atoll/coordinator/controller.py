@@ -18,7 +18,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state import machine, routing
+from atoll.coordinator.state import machine
 from atoll.coordinator.state.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
 from atoll.coordinator.state.store import Store
@@ -139,7 +139,7 @@ class Controller:
             self.tick_failures += 1
             self._log.error("planning failed", run=run_id, error=str(error), error_type=type(error).__name__)
             found = Answer(missing="the planner failed on this problem; the coordinator's log says how")
-        await self._attempt(lambda state, now: routing.take(state, now, run_id, question, found))
+        await self._attempt(lambda state, now: machine.take_answer(state, now, run_id, question, found))
 
     def _announce(self, records: Sequence[Change]) -> None:
         """Wake first: a log that cannot be written must not keep news from anyone."""

@@ -11,7 +11,7 @@ from atoll.coordinator.planner.capacity import Room, room
 from atoll.coordinator.planner.drafting import Part, routes_of
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state import routing
+from atoll.coordinator.state import machine
 from atoll.coordinator.state.records import Event
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.clock import ManualClock
@@ -87,7 +87,7 @@ class RoutedWorld(World):
 
     def bring(self, question: Question, found: Answer) -> None:
         """The answer arrives."""
-        self.take(routing.take(self.state, self.now, RUN, question, found))
+        self.take(machine.take_answer(self.state, self.now, RUN, question, found))
 
     def cards(self, **layers: int) -> None:
         """Nodes come, each with a card for so many layers."""

@@ -150,6 +150,7 @@ class World:
     sessions: dict[str, int] = field(default_factory=dict)
     heads: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # by name: what a node says it holds
     uplinks: dict[str, float] = field(default_factory=dict)  # by name: bytes per second that a node says it measured
+    paces: dict[str, float] = field(default_factory=dict)  # by name: tokens per second under the newest plan
     profiles: dict[str, mb.NodeProfile] = field(default_factory=dict)  # by name; nodes without one tell none
     table: plan_pb2.LayerTable = field(default_factory=layer_table)
 
@@ -236,6 +237,8 @@ class World:
         number, digest = self.heads.get(name, (0, b""))
         uplink = self.uplinks.get(name, 0.0)
         status = mb.NodeStatus(state=state, head_round=number, head_hash=digest, uplink_bytes_per_second=uplink)
+        if name in self.paces:
+            status.tokens_per_second, status.plan_version = self.paces[name], self.plans[-1].version
         told = {"profile": self.profiles.get(name), **request}
         message = mb.HeartbeatRequest(status=status, **told)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))

@@ -81,15 +81,16 @@ def live_plan(
             "ask again when it is connected",
         )
     spec = parse_run_spec(run.spec_toml)
-    seen = problem_of(
-        [_measured(node, name) for node, name in _named(members)], read_layers(run.layers), spec, Wishes()
-    )
+    alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
+    known = [_measured(node, name, alone=node.peer_id in alone) for node, name in _named(members)]
+    seen = problem_of(known, read_layers(run.layers), spec, Wishes())
     check_problem(seen.problem)
     place = {node.peer_id: index for index, node in enumerate(members)}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
     layout = Layout(tuple(tuple(Stage(place[peer], *spans[peer]) for peer in route.peer_ids) for route in plan.routes))
     check_layout(seen.problem, layout)
-    trained = sum(node.status.tokens_per_second for node in members if node.connected)
+    drivers = {route.peer_ids[0] for route in plan.routes}
+    trained = sum(node.status.tokens_per_second for node in members if node.connected and node.peer_id in drivers)
     return Live(seen.problem, layout, seen.doubts, trained, _between(rounds))
 
 
@@ -112,7 +113,7 @@ def advice(now: Solution, best: Solution) -> Iterator[str]:
         return
     stages = Counter(len(route) for route in best.evaluation.layout.routes)
     shapes = ", ".join(f"{count} × {length}" for length, count in sorted(stages.items()))
-    yield f"another layout would reach {100 * gain:+.0f} %: routes × stages {shapes}; no node runs routes yet"
+    yield f"another layout would reach {100 * gain:+.0f} %: routes × stages {shapes}"
 
 
 def best_of(best: Solution) -> dict[str, object]:
@@ -127,9 +128,9 @@ def best_of(best: Solution) -> dict[str, object]:
     }
 
 
-def _measured(node: wire.NodeView, name: str) -> Measured:
+def _measured(node: wire.NodeView, name: str, *, alone: bool) -> Measured:
     paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
-    return Measured(node.peer_id, name, node.profile, node.status, tuple(node.multiaddrs), paths)
+    return Measured(node.peer_id, name, node.profile, node.status, tuple(node.multiaddrs), paths, alone)
 
 
 def _named(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:

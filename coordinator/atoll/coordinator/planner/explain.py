@@ -26,7 +26,7 @@ from atoll.core.clock import Clock
 DAY = 86400.0
 _SAME_PLACE_SECONDS = 0.001  # of a new machine to the one beside which it is put
 _NOT_A_LOSS = 1e-6  # relative
-_MOST_LEFT_OUT = 200  # machines whose reason is looked for: each takes some layouts
+_MOST_LEFT_OUT = 200  # machines whose reason is looked for: each takes some layouts to evaluate
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def explain(found: Solution, *, clock: Clock, rng: random.Random, seconds: float
     curve = tuple(_curve(tables, value))
     return Explanation(
         places=tuple(_places(tables, value, label.tolist())),
-        left_out=left_out(tables, value),
+        left_out=left_out(tables, value, _MOST_LEFT_OUT),
         bottleneck=bottleneck(tables, value),
         help=tuple(_helps(found, clock, rng, seconds)),
         curve=curve,
@@ -158,13 +158,13 @@ def _places(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator
             )
 
 
-def left_out(tables: Tables, value: Evaluation) -> tuple[LeftOut, ...]:
-    """Who has no part in a layout (of one route at least), and why; the first `_MOST_LEFT_OUT` are looked at."""
+def left_out(tables: Tables, value: Evaluation, most: int) -> tuple[LeftOut, ...]:
+    """Who has no part in a layout (of one route at least), and why; no more than so many are looked at."""
     placed, label = set(value.layout.machines), regions(tables.problem).tolist()
     home = next((set(island) for island in islands(tables.usable) if placed & set(island)), placed)
     outside = [index for index in range(tables.count) if index not in placed]
-    reasons = [_reason(tables, value, index, home) for index in outside[:_MOST_LEFT_OUT]]
-    reasons += ["others are left out before it"] * (len(outside) - len(reasons))
+    reasons = [_reason(tables, value, index, home) for index in outside[:most]]
+    reasons += ["the search found no place for it"] * (len(outside) - len(reasons))
     return tuple(
         LeftOut(tables.problem.machines[index].name, label[index], reason)
         for index, reason in zip(outside, reasons, strict=True)

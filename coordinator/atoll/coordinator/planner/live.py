@@ -12,6 +12,8 @@ from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError
 
+_LOOKS = 2000  # at why machines are left out, times machines: each look evaluates layouts of them all
+
 
 def answer(question: Question, clock: Clock) -> Answer:
     """Search for as long as the question allows."""
@@ -36,7 +38,7 @@ def answer(question: Question, clock: Clock) -> Answer:
 
 def _told(change: Change, doubts: tuple[str, ...]) -> Answer:
     problem = change.tables.problem
-    reasons = left_out(change.tables, change.evaluation)
+    reasons = left_out(change.tables, change.evaluation, max(2, _LOOKS // change.tables.count))
     return Answer(
         routes=named_routes(problem, change.evaluation.layout),
         reason=change.reason,

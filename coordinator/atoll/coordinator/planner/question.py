@@ -64,6 +64,16 @@ def shares_memory(profile: mb.NodeProfile) -> bool:
     return profile.device == "cpu"
 
 
+def memory_of(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
+    """What a node says of its memory: it decides which spans fit."""
+    return (
+        profile.device_memory_bytes,
+        profile.host_memory_bytes,
+        shares_memory(profile),
+        profile.whole_model_bytes,
+    )
+
+
 def is_known(profile: mb.NodeProfile) -> bool:
     """Whether a node told what a planner needs: its memory, and how fast it computes."""
     computes = profile.layer_times or profile.tokens_per_second

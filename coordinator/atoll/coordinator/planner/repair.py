@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from atoll.coordinator.planner.around_pins import routes_around_pins
 from atoll.coordinator.planner.build import Builder
 from atoll.coordinator.planner.cost import route_cost
 from atoll.coordinator.planner.problem import Layout, Problem, Route, Stage
@@ -50,9 +51,11 @@ def repaired(tables: Tables, current: Sequence[NamedRoute]) -> Layout:
 
 def extended(tables: Tables, layout: Layout) -> Layout:
     """With routes of those that have no place, where they can make any."""
-    free = sorted(set(range(tables.count)) - set(layout.machines))
-    fresh = Builder(tables).first_routes(free) if free else []
-    return Layout((*layout.routes, *(split.route for split in fresh)))
+    free = set(range(tables.count)) - set(layout.machines)
+    pinned = routes_around_pins(tables, free) if any(tables.pins.values()) else []
+    free -= {stage.machine for route in pinned for stage in route}
+    fresh = Builder(tables).first_routes(sorted(free)) if free else []
+    return Layout((*layout.routes, *pinned, *(split.route for split in fresh)))
 
 
 def _places(problem: Problem) -> dict[str, int]:

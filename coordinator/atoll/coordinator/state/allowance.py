@@ -32,4 +32,5 @@ class Allowance:
 
 STORED = Rate(256, 1.0)  # rows that no other member vouches for: abandoned attempts, rounds that wait, losses again
 REFUSED = Rate(32, 0.2)  # reports that are refused, an event each
+RESIZED = Rate(8, 1 / 60)  # changes of what a node says of its memory: each may have the planner search anew
 ATTEMPTS = Rate(1000, 1.0)  # by how much an opener may raise the attempt promised at a round

@@ -39,7 +39,7 @@ class Present:
 def present(state: State, run_id: str, now: float) -> Present:
     """As of now (monotonic)."""
     memory, digest = state.memory[run_id], corpus_expected(state, run_id)
-    planned = memory.plan.members if memory.plan else ()
+    planned = frozenset(memory.plan.members if memory.plan else ())
     nodes = state.members_of(run_id)
     fit = {
         node.peer_id

@@ -111,6 +111,8 @@ def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
     joins = {peer: joined(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
     draft.put(replace(run, plan_version=plan.version))
     draft.remember(plan.run_id, joins={**memory.joins, **joins})
+    if memory.figures is not None and memory.figures.measured_seconds:
+        draft.set_figures(memory.figures)  # as they are at its end
     draft.issue_plan(plan, _figures(plan, notes))
     nodes = "1 node" if len(plan.members) == 1 else f"{len(plan.members)} nodes"
     shape = "" if len(plan.routes) == len(plan.members) else f" in {_count(len(plan.routes), 'route')}"

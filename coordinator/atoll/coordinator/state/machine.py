@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
-from atoll.coordinator.state import admission, checkpoints, find, lifecycle, paths, recovery, reports
-from atoll.coordinator.state.allowance import STORED
+from atoll.coordinator.planner.question import Answer, Question, memory_of
+from atoll.coordinator.state import admission, checkpoints, find, lifecycle, pace, paths, recovery, reports, routing
+from atoll.coordinator.state.allowance import RESIZED, STORED
 from atoll.coordinator.state.fitness import corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.round_checks import check_table
@@ -95,6 +97,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
             profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
             stored=old.stored,
             refused=old.refused,
+            resized=old.resized,
             dropped=old.dropped,
             dropped_since=old.dropped_since,
         )
@@ -119,7 +122,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         live,
         seen=now.monotonic,
         status=tidied(request.status, MAX_SENTENCE_CHARACTERS),
-        profile=paths.tidied_profile(request.profile) if request.HasField("profile") else live.profile,
+        **_told_profile(live, request, now.monotonic),
         paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_told_layers(state, node, live, request),
@@ -179,6 +182,13 @@ def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[Non
     return draft.done(None)
 
 
+def take_answer(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Any]:
+    """The planner answered what a run wanted to know."""
+    if question.wanted:
+        return pace.take_prediction(state, now, run_id, question, answer)
+    return routing.take(state, now, run_id, question, answer)
+
+
 def _watch_streams(draft: Draft, policy: Policy) -> None:
     now = draft.now
     reports.tell_dropped(draft)
@@ -195,6 +205,8 @@ def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)
+        pace.measure(draft, run_id)
+        pace.ask_prediction(draft, run_id, policy)
 
 
 def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: Moment) -> RunMemory:
@@ -252,6 +264,17 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             or clean(address) != address
         ):
             raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+
+
+def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:
+    """What a node says of itself from now on. Who changes its memory too often is believed again after a while."""
+    if not request.HasField("profile"):
+        return {}
+    profile = paths.tidied_profile(request.profile)
+    if memory_of(profile) == memory_of(live.profile):
+        return {"profile": profile}
+    left = live.resized.spend(RESIZED, now)
+    return {} if left is None else {"profile": profile, "resized": left}
 
 
 def _told_layers(state: State, node: Node, live: Live, request: mb.HeartbeatRequest) -> bytes:

@@ -8,12 +8,13 @@ the question asked anew; nodes that came meanwhile wait for the next one. One qu
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
-from atoll.coordinator.planner.question import Answer, Measured, NamedRoute, Question, is_known, shares_memory
+from atoll.coordinator.planner.question import Answer, Measured, NamedRoute, Question, is_known, memory_of
 from atoll.coordinator.planner.shares import WORTH, span_gain, span_rates
 from atoll.coordinator.state import issuing
 from atoll.coordinator.state.edges import move
@@ -25,11 +26,12 @@ from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Considered, Draft, Live, Moment, Policy, State, Step
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
-from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
 if TYPE_CHECKING:
     from atoll.coordinator.planner.capacity import Room
+
+_LINKS_SECONDS = 10.0  # between looks at whether other shares of reducing would pay
 
 
 def needs_routes(state: State, run_id: str, here: Present) -> bool:
@@ -48,6 +50,8 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.question is not None or _unsettled(draft.state, run_id, here):
         return
+    _look_at_links(draft, run_id)
+    memory = draft.state.memory[run_id]
     why = _why(draft.state, run_id, policy, here, now)
     if not why:
         if memory.changed_since is not None:
@@ -80,7 +84,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,
         pins=pins_of(state, usable),
-        current=_named(state, memory.plan),
+        current=named(state, memory.plan),
         seconds=policy.solve_seconds,
         steps=policy.solve_steps,
     )
@@ -98,9 +102,8 @@ def take(
     if waits:
         draft.remember(run_id, question=None)
     here = present(state, run_id, now.monotonic)
-    if state.runs[run_id].state not in ("GENESIS", "TRAINING") or not _still_holds(
-        state, run_id, question, answer, here
-    ):
+    goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
+    if not goes_on or not _still_holds(state, run_id, question, answer, here):
         return draft.done(None)
     about = memory.asked_about if waits else _about(state, run_id, here)
     draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
@@ -130,28 +133,13 @@ def _why(state: State, run_id: str, policy: Policy, here: Present, now: float) -
         return "first" if memory.plan is None else "members"
     if now - considered.at >= policy.replan_seconds:
         return "drift"
-    if memory.plan is not None and not memory.missing and _pays_to_share_anew(state, memory.plan):
-        return "links"
-    return ""
+    return "links" if memory.links_pay and not memory.missing else ""
 
 
 def _about(state: State, run_id: str, here: Present) -> tuple[tuple[object, ...], ...]:
     """Who may have a part, with what decides which spans it may hold. Whoever is silent for a moment still counts."""
-    found: list[tuple[object, ...]] = []
-    for peer in here.members:
-        profile = _live(state, peer).profile
-        found.append(
-            (
-                peer,
-                profile.device_memory_bytes,
-                profile.host_memory_bytes,
-                shares_memory(profile),
-                profile.whole_model_bytes,
-                is_known(profile),
-                state.nodes[peer].pin,
-            )
-        )
-    return tuple(found)
+    profiles = ((peer, _live(state, peer).profile) for peer in here.members)
+    return tuple((peer, memory_of(profile), is_known(profile), state.nodes[peer].pin) for peer, profile in profiles)
 
 
 def _unsettled(state: State, run_id: str, here: Present) -> bool:
@@ -163,6 +151,15 @@ def _forgotten(state: State, run_id: str) -> bool:
     """Whether a restore made nodes follow a newer plan than ours."""
     run, plan = state.runs[run_id], state.memory[run_id].plan
     return plan is not None and run.plan_floor >= plan.version
+
+
+def _look_at_links(draft: Draft, run_id: str) -> None:
+    """Now and then: it takes a while where members are many, and shares follow slowly anyway."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    looked = memory.links_looked_at
+    if memory.plan is not None and (looked is None or now - looked >= _LINKS_SECONDS):
+        pays = _pays_to_share_anew(draft.state, memory.plan)
+        draft.remember(run_id, links_looked_at=now, links_pay=pays)
 
 
 def _pays_to_share_anew(state: State, plan: Plan) -> bool:
@@ -180,6 +177,7 @@ def _share_anew(draft: Draft, run_id: str) -> None:
     notes = Notes(predicted, 0.0, memory.left_out)
     reason = "who reduces how much follows what nodes say of their links"
     issue_routes(draft, run_id, routes_of(memory.plan), reason, notes)
+    draft.remember(run_id, links_pay=False)
 
 
 # --- what is asked -----------------------------------------------------------------------------------
@@ -208,7 +206,8 @@ def _measured(state: State, plan: Plan | None, peer: str, now: Moment) -> Measur
     )
 
 
-def _named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
+def named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
+    """The routes of a plan by names of nodes."""
     return tuple(
         tuple((state.nodes[part.peer_id].name, part.first, part.last) for part in route)
         for route in (routes_of(plan) if plan else ())
@@ -227,25 +226,12 @@ def _still_holds(state: State, run_id: str, question: Question, answer: Answer, 
     names = {node.name: node for node in question.nodes}
     used = {name for route in answer.routes for name, _, _ in route} or names.keys()
     peers = [names[name].peer_id for name in used]
-    about, able = dict(_keyed(question)), {*here.fit, *here.silent}
-    return _named(state, state.memory[run_id].plan) == question.current and all(
+    about, able = {node.peer_id: memory_of(node.profile) for node in question.nodes}, {*here.fit, *here.silent}
+    return named(state, state.memory[run_id].plan) == question.current and all(
         peer in able
-        and about[peer] == _memory_of(_live(state, peer).profile)
+        and about[peer] == memory_of(_live(state, peer).profile)
         and span_of(state.nodes[peer]) == question.pins.get(state.nodes[peer].name)
         for peer in peers
-    )
-
-
-def _keyed(question: Question) -> Iterable[tuple[str, tuple[object, ...]]]:
-    return ((node.peer_id, _memory_of(node.profile)) for node in question.nodes)
-
-
-def _memory_of(profile: mb.NodeProfile) -> tuple[object, ...]:
-    return (
-        profile.device_memory_bytes,
-        profile.host_memory_bytes,
-        shares_memory(profile),
-        profile.whole_model_bytes,
     )
 
 
@@ -283,6 +269,8 @@ def _tell_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
         name = draft.state.nodes[peer].name
         draft.event("node.left-out", run_id, peer, f"{name} has no part in the plan: {left_out[peer]}")
     draft.remember(run_id, left_out=left_out)
+    if memory.figures is not None and left_out != memory.left_out:
+        draft.set_figures(replace(memory.figures, left_out=json.dumps(left_out, sort_keys=True)))
 
 
 def _tell_missing(draft: Draft, run_id: str, missing: str) -> None:

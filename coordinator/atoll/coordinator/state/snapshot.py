@@ -84,6 +84,7 @@ class Live:
     drain_since: float | None = None  # monotonic; when the operator asked the node to leave
     stored: Allowance = field(default_factory=Allowance)
     refused: Allowance = field(default_factory=Allowance)
+    resized: Allowance = field(default_factory=Allowance)
     dropped: int = 0  # reports beyond those, not told yet
     dropped_since: float = 0.0  # monotonic
 
@@ -156,9 +157,13 @@ class RunMemory:
     questions: int = 0  # that were asked
     asked_about: tuple[tuple[object, ...], ...] = ()  # by that question: see `Considered`
     considered: Considered | None = None
+    links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
+    links_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
     missing: str = ""  # why there is no plan that could be followed now
     figures: PlanFigures | None = None  # of the newest plan
+    sampled_at: float | None = None  # monotonic, when its pace was looked at last
+    predicted_version: int = 0  # the plan of which a prediction was asked for last
 
 
 @dataclass(frozen=True)

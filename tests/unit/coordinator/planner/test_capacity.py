@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import LAYERS, TRAINING, machine, swarm
 
@@ -21,6 +21,7 @@ def profile(device_bytes: int, host_bytes: int = 1 << 40, device: str = "cuda:0"
     )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60 << 30), st.integers(1, 60 << 30), st.sampled_from(["cpu", "cuda:0"]))
 def test_what_fits_is_what_the_planner_may_place(device_bytes: int, host_bytes: int, device: str) -> None:
     told = profile(device_bytes, host_bytes, device)

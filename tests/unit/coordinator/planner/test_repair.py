@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import GB, LAYERS, machine, swarm
 
@@ -75,6 +75,7 @@ def test_newcomers_make_routes_of_their_own() -> None:
     assert sorted(len(route) for route in extended(tables, kept).routes) == [1, 2, 3]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_whatever_happens_what_is_repaired_can_be(seed: int) -> None:
     rng = random.Random(seed)
@@ -90,3 +91,24 @@ def test_whatever_happens_what_is_repaired_can_be(seed: int) -> None:
     assert all(cost.score_rate > 0 for cost in evaluate(tables, layout).routes)
     whole = named_routes(problem, able_routes(tables, current))
     assert set(whole) <= set(named_routes(problem, layout))
+
+
+@pytest.mark.parametrize(
+    ("pins", "free", "stages"),
+    [
+        ({"ann": (0, 3), "ben": (0, 7), "cleo": (8, LAST)}, {}, ["ben", "cleo"]),
+        ({"ann": (4, 7)}, {"dora": 8, "emil": 8}, None),
+        ({"ann": (2, 5), "ben": (6, 7)}, {"dora": 8, "emil": 8, "fay": 8}, None),
+        ({"ann": (0, LAST)}, {}, ["ann"]),
+    ],
+)
+def test_pinned_machines_get_routes_through_their_spans(
+    pins: dict[str, tuple[int, int]], free: dict[str, float], stages: list[str] | None
+) -> None:
+    wishes = Wishes(pins=tuple(Pin(name, span) for name, span in pins.items()))
+    tables = of(wishes, **dict.fromkeys(pins, 24.0), **free)
+    routes = named_routes(tables.problem, extended(tables, Layout(())))
+    assert routes
+    check_layout(tables.problem, extended(tables, Layout(())))
+    assert all((first, last) == pins[name] for route in routes for name, first, last in route if name in pins)
+    assert stages is None or [name for name, _, _ in routes[0]] == stages

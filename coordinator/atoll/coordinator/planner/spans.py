@@ -1,0 +1,67 @@
+"""What spans cost whoever holds them: memory, and bytes over their ends. NumPy only, and quick to load.
+
+Spans are half-open, as in `tables.py`: `[a, b]` of an (L + 1) × (L + 1) array is layers a … b − 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atoll.coordinator.planner.problem import BoolArray, FloatArray, Problem
+
+
+class SpanTables:
+    """What spans cost whoever holds them, [a, b], in bytes per whatever the name says."""
+
+    def __init__(self, problem: Problem) -> None:
+        training, layers = problem.training, problem.layers
+        count = len(layers)
+        start, end = np.meshgrid(np.arange(count + 1), np.arange(count + 1), indexing="ij")
+        self.is_span: BoolArray = end > start
+        self.is_whole: BoolArray = (start == 0) & (end == count)
+        self.parameters = self._sums([layer.parameters for layer in layers])
+        self.borrowed, self.lent = self._ties(problem)
+        leaves = np.array([0.0, *(layer.activation_bytes_per_token for layer in layers)])
+        leaves[count] = 0.0  # nothing leaves the head but the loss
+        self.cut_bytes_per_token: FloatArray = leaves  # [L + 1], fp32, over the cut before layer b
+        sent = leaves[end] * training.activation_ratio + leaves[start] * training.gradient_ratio
+        received = leaves[start] * training.activation_ratio + leaves[end] * training.gradient_ratio
+        self.sent_per_token, self.received_per_token = sent, received
+        self.recomputes: BoolArray = ~self.is_whole | training.activation_checkpointing
+        self.device_bytes = self._device_bytes(problem, leaves[start])
+        self.host_bytes = self.parameters * training.host_bytes_per_parameter
+
+    def _device_bytes(self, problem: Problem, enters: FloatArray) -> FloatArray:
+        training, layers = problem.training, problem.layers
+        held = self.parameters + self.borrowed / 2  # a borrowed matrix has a gradient here and its moments elsewhere
+        workspace = [float(layer.workspace_bytes_per_token) for layer in layers]
+        kept = self._sums([layer.activation_bytes_per_token for layer in layers[:-1]] + [0])
+        waiting = enters * np.where(self.is_whole, 1, min(training.in_flight, training.micro_batches))
+        recomputed = waiting + kept + self._maxima(workspace)
+        per_token = np.where(self.recomputes, recomputed, self._sums(workspace))
+        return np.asarray(held * training.device_bytes_per_parameter + per_token * training.micro_batch_tokens)
+
+    def _sums(self, values: list[float] | list[int]) -> FloatArray:
+        ends = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+        return np.where(self.is_span, ends[None, :] - ends[:, None], 0.0)
+
+    def _maxima(self, values: list[float]) -> FloatArray:
+        found = np.zeros(self.is_span.shape)
+        for start in range(len(values)):
+            found[start, start + 1 :] = np.maximum.accumulate(values[start:])
+        return found
+
+    def _ties(self, problem: Problem) -> tuple[FloatArray, FloatArray]:
+        """Parameters that a span borrows from layers outside it, and lends to such; each owner's once."""
+        places = {layer.name: index for index, layer in enumerate(problem.layers)}
+        borrowed, lent = np.zeros(self.is_span.shape), np.zeros(self.is_span.shape)
+        pairs = {(places[name], index) for index, layer in enumerate(problem.layers) for name in layer.tied_to}
+        for owner, borrower in pairs:
+            has_owner, has_borrower = self._holds(owner), self._holds(borrower)
+            borrowed += (has_borrower & ~has_owner) * float(problem.layers[owner].parameters)
+            lent += (has_owner & ~has_borrower) * float(problem.layers[owner].parameters)
+        return borrowed, lent
+
+    def _holds(self, layer: int) -> BoolArray:
+        index = np.arange(self.is_span.shape[0])
+        return (index[:, None] <= layer) & (index[None, :] > layer)

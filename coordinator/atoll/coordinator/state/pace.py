@@ -1,0 +1,87 @@
+"""What a plan was predicted to train beside what it does: the mean over its time, kept with the plan. Pure.
+
+The tokens of a route are those of its driver. Time counts once every driver follows the plan and is connected, so that
+neither the change of plans nor a restart of the coordinator is taken for slow training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.planner.question import Answer, Question, is_known
+from atoll.coordinator.state import routing
+from atoll.coordinator.state.records import PlanFigures
+from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.core.plan import Plan
+
+SAMPLE_SECONDS = 5.0
+KEPT_SECONDS = 60.0  # between rows of the mean so far
+MOST_PREDICTED = 256  # members of a plan of replicas: more are not worth a search of its figures
+
+
+def measure(draft: Draft, run_id: str) -> None:
+    """Take a sample when one is due, and make the mean durable now and then."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    plan, figures = memory.plan, memory.figures
+    if plan is None or figures is None or figures.version != plan.version:
+        return
+    since = memory.sampled_at
+    if since is not None and now - since < SAMPLE_SECONDS:
+        return
+    draft.remember(run_id, sampled_at=now)
+    rate = trained(draft.state, plan)
+    if since is not None and rate:
+        after = _with_sample(figures, rate, min(now - since, 2 * SAMPLE_SECONDS))
+        due = after.measured_seconds // KEPT_SECONDS > figures.measured_seconds // KEPT_SECONDS
+        draft.set_figures(after) if due else draft.remember(run_id, figures=after)
+
+
+def trained(state: State, plan: Plan) -> float:
+    """Tokens per second of all drivers; 0 unless all of them follow this plan now."""
+    rates = []
+    for route in plan.routes:
+        live = state.live.get(route[0])
+        if live is None or not live.connected or live.status.plan_version != plan.version:
+            return 0.0
+        rates.append(live.status.tokens_per_second)
+    return sum(rates)
+
+
+def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
+    """Once for a plan of replicas, which nobody searched for, as soon as all its members told what they are."""
+    memory, state = draft.state.memory[run_id], draft.state
+    plan, figures = memory.plan, memory.figures
+    if plan is None or figures is None or memory.question is not None or memory.predicted_version == plan.version:
+        return
+    if figures.predicted_tokens_per_second or len(plan.members) > MOST_PREDICTED:
+        return
+    lives = [state.live.get(peer) for peer in plan.members]
+    if not all(live is not None and is_known(live.profile) for live in lives):
+        return
+    question = routing.ask(state, draft.now, run_id, policy)
+    nodes = tuple(node for node in question.nodes if node.peer_id in plan.members)
+    if len(nodes) == len(plan.members):
+        draft.remember(
+            run_id,
+            question=replace(question, nodes=nodes, wanted=question.current),
+            questions=question.number,
+            predicted_version=plan.version,
+        )
+
+
+def take_prediction(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[None]:
+    """The figure for the plan, if that still stands."""
+    draft, memory = Draft(state, now), state.memory[run_id]
+    if memory.question is None or memory.question.number != question.number:
+        return draft.done(None)
+    draft.remember(run_id, question=None)
+    standing = routing.named(state, memory.plan) == question.wanted
+    if standing and memory.figures is not None and answer.tokens_per_second:
+        draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))
+    return draft.done(None)
+
+
+def _with_sample(figures: PlanFigures, rate: float, seconds: float) -> PlanFigures:
+    total = figures.measured_seconds + seconds
+    mean = figures.measured_tokens_per_second + (rate - figures.measured_tokens_per_second) * seconds / total
+    return replace(figures, measured_tokens_per_second=mean, measured_seconds=total)
