@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from datetime import timedelta
 
 from atoll.core.clock import Clock
 from atoll.core.errors import ChildDied
@@ -45,6 +46,14 @@ class OnRoute:
     async def _run(self, bridge: RouteBridge) -> None:
         with suppress(ChildDied):  # whoever has the trainer hears of it first
             await bridge.run()
+
+    async def until_driver_leaves(self, timeout: timedelta) -> None:
+        """Where this is a later stage of a route: wait until it breaks, because the first one may still need it."""
+        if self.place is None or self.place.stage == 0 or self._bridge is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout.total_seconds()):
+                await self._bridge.until_broken()
 
     async def leave(self) -> None:
         """Let go of the neighbours. What was under way counts nothing."""

@@ -56,6 +56,7 @@ from atoll.v1 import membership_pb2 as mb
 
 LOAD_TIMEOUT = timedelta(minutes=10)
 STOP_TIMEOUT = timedelta(seconds=5)
+LAST_EVALUATION = timedelta(seconds=60)  # of the driver, in which its route must stand
 FINISH_TIMEOUT = timedelta(minutes=10)  # to write the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
@@ -230,6 +231,8 @@ class TrainingSession:
             for task in (running, following):
                 task.cancel()
             await asyncio.gather(running, following, return_exceptions=True)
+            if engine.finished.is_set():
+                await self._route.until_driver_leaves(LAST_EVALUATION)
             await self._route.leave()
         if engine.finished.is_set():
             await self._finish(trainer)

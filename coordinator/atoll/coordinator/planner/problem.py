@@ -122,7 +122,7 @@ class Wishes:
     rtt_cap_seconds: float = 0.08  # inside a route
     rtt_weight: float = 2.0  # times that what is above the cap counts beside what it costs
     sole_holder_discount: float = 0.05  # of the score where every layer has only one holder
-    unused_pin_discount: float = 0.5  # of the score for each pinned machine without a place
+    unused_pin_discount: float = 1e-6  # of the score for each pinned machine without a place: only where it must be
     recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
     hysteresis: float = 0.05  # a new plan must be better by this share
     horizon_seconds: float = 6 * 3600.0  # over which it must pay for its moves

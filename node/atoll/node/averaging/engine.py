@@ -21,7 +21,7 @@ import torch
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, RoundAbandoned, first_error
+from atoll.core.errors import AtollError, ChildDied, RoundAbandoned, first_error
 from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, manifest_hash
@@ -54,6 +54,9 @@ _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given
 _MOST_THREADS = 8
 _PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
 _LOOK_PAUSE_SECONDS = 1.0
+_EVALUATION = timedelta(seconds=10)  # over a route, until all its stages stand at the same round
+_LAST_EVALUATION = timedelta(seconds=60)
+_EVALUATE_AGAIN_SECONDS = 0.5
 
 _log = log.get("rounds")
 
@@ -303,7 +306,7 @@ class AveragingEngine:
 
     async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
         if is_witness(self._machine.plan, self._me, head.committed.payload):
-            await self._witness(head)
+            await self._witness(head, opened_here)
             return
         staged = self._staged.get(_key_of(head.manifest.layers))
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
@@ -321,12 +324,9 @@ class AveragingEngine:
         await take(ranges=self._ranges(head), committed_tokens=head.committed_tokens, moved=moved)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
-        last_of_turn = head.manifest.round.fragment == head.manifest.fragments - 1
-        if opened_here and self._state.is_whole and (last_of_turn or self._machine.finished):
-            await self._evaluate(head)
-        self._finish_with(head)
+        await self._end_turn(head, opened_here)
 
-    async def _witness(self, head: Head) -> None:
+    async def _witness(self, head: Head, opened_here: bool) -> None:
         """A round of layers that are not held here: what we trained of ours goes on."""
         if head.manifest.previous_hash != self.head.hash:
             self._begin_catch_up(f"round {head.round} does not follow our state")
@@ -339,11 +339,46 @@ class AveragingEngine:
         ranges = self._ranges(head)
         await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens, moved=(0, 0))
         _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)
-        self._finish_with(head)
+        await self._end_turn(head, opened_here)
 
-    def _finish_with(self, head: Head) -> None:
-        if self._machine.finished and head is self._machine.head:
+    async def _end_turn(self, head: Head, opened_here: bool) -> None:
+        """Every layer had its round: one member evaluates. And perhaps it was the run's last."""
+        over = self._machine.finished and head is self._machine.head
+        last_of_turn = head.manifest.round.fragment == head.manifest.fragments - 1
+        if (last_of_turn or over) and self._evaluates(head, opened_here):
+            if self._state.is_whole:
+                await self._evaluate(head)
+            elif over:
+                await self._evaluate_route(head, _LAST_EVALUATION)
+            else:
+                self._aside(self._evaluate_route(head, _EVALUATION))
+        if over:
             self.finished.set()
+
+    def _evaluates(self, head: Head, opened_here: bool) -> bool:
+        """Whether it is for us: the opener where all hold the model, else a member that does, or a route's driver."""
+        plan = self._machine.plan
+        if not plan.cuts:
+            return opened_here
+        there = RoundId.from_proto(head.manifest.round).order(sorted(head.electorate.members))
+        whole = [peer for peer in there if plan.is_replica(peer)]
+        able = whole or [peer for peer in there if peer in plan.drivers]
+        return able[:1] == [self._me]
+
+    async def _evaluate_route(self, head: Head, patience: timedelta) -> None:
+        """Stages hear of a round at different times, and a newer one ends it: then the next turn's has to do."""
+        deadline = self._clock.monotonic() + patience.total_seconds()
+        while self.head is head:
+            try:
+                await self._evaluate(head)
+                return
+            except ChildDied:
+                raise
+            except AtollError as error:
+                if self._clock.monotonic() >= deadline:
+                    _log.info("not evaluated", round=head.round, reason=str(error))
+                    return
+            await asyncio.sleep(_EVALUATE_AGAIN_SECONDS)
 
     def _look_at_verdicts(self, manifest: manifest_pb2.Manifest) -> None:
         """The owner of a node whose update others do not take should hear of it: its hardware may compute wrongly."""

@@ -61,6 +61,11 @@ class RouteBridge:
         """The number of the one under way; 0: none is."""
         return self._links.number if self._links is not None else 0
 
+    async def until_broken(self) -> None:
+        """Return when the incarnation under way is over; at once where none is."""
+        if self._links is not None:
+            await self._links.until_broken()
+
     async def run(self) -> NoReturn:
         """Until cancelled. Raises `ChildDied` when the trainer is gone."""
         await self._dispatcher.add(self._route.name, self)

@@ -64,6 +64,10 @@ class Links:
             self.break_off(FlushAborted("this stage has left its route"))
             self._cable.post(Word.DETACH, 0, self.number, said(self._broken.result()))
 
+    async def until_broken(self) -> None:
+        """Return when it has ended, for whatever reason."""
+        await asyncio.wait({self._broken})
+
     def break_off(self, error: AtollError) -> None:
         """End, for this reason. The first one counts."""
         if not self._broken.done():

@@ -1,0 +1,79 @@
+"""A swarm in which two nodes hold half of the model each, beside one that holds all of it."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+import torch
+from support.reef import READY, Reef, reef
+
+from atoll.core.manifest import Head, changed_layers
+from atoll.node.lab.trouble import kill
+from atoll.node.state.checkpoint import read_checkpoint
+
+SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+
+
+async def begin(swarm: Reef, tokens: int) -> None:
+    """Everybody is pinned before the run begins."""
+    await swarm.begin(nodes=3, tokens=tokens, round_tokens=3000, codec="int8")
+    for name, span in SPANS.items():
+        await swarm.node(name, 0.1)
+        if span is not None:
+            await pinned(swarm, name, span)
+
+
+async def pinned(swarm: Reef, name: str, span: tuple[int, int]) -> None:
+    async with asyncio.timeout(60):
+        while name not in await swarm.ctl("node", "list"):
+            await asyncio.sleep(0.2)
+    await swarm.ctl("plan", "pin", name, "--layers", f"{span[0]}-{span[1]}")
+
+
+def on_route(swarm: Reef, name: str) -> bool:
+    status = swarm.status(name)
+    return status is not None and status["route_ready"] and status["layers"] == list(SPANS[name] or ())
+
+
+async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await begin(swarm, tokens=30_000)
+        for name in SPANS:
+            await swarm.reach(name, "finished")
+        history: dict[int, Head] = {}
+        for name in SPANS:
+            for number, head in swarm.chain(name).items():
+                assert history.setdefault(number, head).hash == head.hash
+        last = history[max(history)]
+        cut = [head for head in history.values() if head.manifest.fragments == 2]
+        assert {tuple(changed_layers(head.manifest)) for head in cut} == {(0, 1), (2, 3)}
+        saved = {
+            name: read_checkpoint(tmp_path / name / "runs/reef/checkpoints" / f"{last.round:09d}") for name in SPANS
+        }
+        ann, bob, cleo = (saved[name] for name in SPANS)
+        assert {found.head.hash for found in saved.values()} == {last.hash}
+        assert torch.equal(torch.cat([bob.anchor_E, cleo.anchor_E]), ann.anchor_E)
+        assert torch.equal(torch.cat([bob.momentum_E, cleo.momentum_E]), ann.momentum_E)
+        both = [head for head in cut if sum(item.weight > 0 for item in head.manifest.contributions) == 2]
+        assert len(both) >= 2
+        losses = (await swarm.json("run", "show", "reef"))["run"]["evaluations"]
+        assert losses[-1]["loss"] < 0.75 * losses[0]["loss"]
+        assert all(before["round"] < after["round"] for before, after in pairwise(losses))
+
+
+async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp_path):
+    async with reef(tmp_path) as swarm:
+        await begin(swarm, tokens=10**9)
+        for name in ("bob", "cleo"):
+            await swarm.until(lambda name=name: on_route(swarm, name), f"{name} is on no route", READY)
+        await swarm.rounds("ann", 2)
+        await kill(swarm, "cleo")
+        await swarm.rounds("ann", 2)  # the rest goes on
+        await swarm.restart_member("cleo")
+        for name in ("bob", "cleo"):
+            await swarm.until(lambda name=name: on_route(swarm, name), f"{name} did not come back to its route", READY)
+        steps = swarm.status("bob")["steps"]
+        await swarm.until(lambda: swarm.status("bob")["steps"] > steps + 3, "the route makes no steps", READY)
+        await swarm.rounds("cleo", 2)
