@@ -230,17 +230,21 @@ async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus:
         async with route.on():
             await route.more(2)
         gone, route.stages[1] = route.stages[1], more[0]
-        await gone.order(ms.Pause())
+        assert await gone.order(ms.Pause()) == ms.Done()
         await route.load(more[0])
-        before = route.driver.status.steps
-        async with route.on():
-            await asyncio.sleep(0)
-            assert not route.driver.status.flushes_aborted or route.driver.status.steps == before
+        await route.driver.order(ms.Discard())
+        before = route.driver.status
+        async with route.on() as bridges:
+            await until(lambda: bridges[1].incarnation > 0)
+            await more[0].order(ms.Discard())  # it is there, and does not train: nobody begins anything
+            assert not more[0].status.route_ready
             await more[0].order(ms.Train())
             await route.more(3)
             await route.driver.order(ms.Pause())
-            await until(lambda: route.stages[1].status.steps >= 3)
-        assert route.stages[1].status.steps <= route.driver.status.steps - before + 1
+            after = route.driver.status
+            await until(lambda: more[0].status.steps == after.steps - before.steps)
+            await until(lambda: route.stages[2].status.steps == after.steps)
+        assert after.flushes_aborted == before.flushes_aborted
 
 
 async def test_a_paused_stage_holds_the_route_up_and_aborts_nothing_more(corpus: str) -> None:
@@ -290,28 +294,41 @@ async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypa
 
 
 async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every_stage(corpus: str) -> None:
-    held = asyncio.Event()
-    held.set()
+    held, let_go = asyncio.Event(), asyncio.Event()
+    let_go.set()
 
     async def fault(passage: Passage) -> Frame | AtollError | None:
-        if kind_of(passage) == "gradient":
-            await held.wait()
+        if kind_of(passage) == "gradient" and passage.sender == "atoll" and not let_go.is_set():
+            held.set()
+            await let_go.wait()
         return passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
         await route.more(1)
-        held.clear()
-        await until(lambda: not any(stage.session._between_steps for stage in route.stages[:2]))
+        let_go.clear()
+        await held.wait()
         before = [stage.status.steps for stage in route.stages[:2]]
         orders = [asyncio.create_task(stage.order(ms.TakeSnapshot(0, 9))) for stage in route.stages[:2]]
         await asyncio.sleep(0.1)
         assert not any(order.done() for order in orders)
-        held.set()
+        let_go.set()
         for order, steps in zip(orders, before, strict=True):
             taken = await order
             assert isinstance(taken, ms.Taken)
             assert taken.steps > steps
         await route.stand_still()
+
+
+async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_others_hold_up(corpus: str) -> None:
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        return None if kind_of(passage) == "report" else passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route, route.on():
+        await until(lambda: not route.stages[1].session._between_steps)
+        pausing = asyncio.create_task(route.stages[1].order(ms.Pause()))
+        await asyncio.sleep(0)
+        assert await route.stages[1].order(ms.Stop()) == ms.Done()
+        assert await pausing == ms.Done()  # what was asked before is answered before
 
 
 @pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])
