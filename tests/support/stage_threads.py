@@ -94,7 +94,8 @@ class StageThread:
 
     async def stop(self) -> None:
         """The thread is over."""
-        await self.order(ms.Stop())
+        if self._thread.is_alive():
+            self.events.put(ms.Envelope(0, ms.Stop()))
         await asyncio.to_thread(self._thread.join)
         if self.session._loop is not None:
             self.session._loop.close()

@@ -173,29 +173,32 @@ from atoll.node.training.trainer import Trainer, TrainerConfig
 
 async def main():
     spec, text, log = sys.argv[1:]
-    trainer = await Trainer.spawn(TrainerConfig(spec, text), log_path=Path(log), timeout=timedelta(seconds=60))
-    await trainer.initialise()
-    await trainer.load(ranges=((0, 4000),), committed_tokens=0)
-    await trainer.train()
-    print(trainer.pid, flush=True)
+    for span in (None, (0, 1)):
+        config = TrainerConfig(spec, text, span=span)
+        trainer = await Trainer.spawn(config, log_path=Path(log), timeout=timedelta(seconds=60))
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        await trainer.train()
+        print(trainer.pid, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
 """
 
 
-def test_a_trainer_does_not_outlive_its_parent(text: Path) -> None:
+def test_a_trainer_does_not_outlive_its_parent_with_the_whole_model_or_a_span(text: Path) -> None:
     command = [sys.executable, "-c", PARENT, SPEC, str(text), str(text.parent / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        assert child.is_running()
+        children = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+        assert all(child.is_running() for child in children)
         parent.kill()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        deadline = time.monotonic() + 10
-        while child.status() != psutil.STATUS_ZOMBIE:  # nobody may be there to reap it
-            assert time.monotonic() < deadline, "the trainer lives on"
-            time.sleep(0.01)
+    deadline = time.monotonic() + 10
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while child.status() != psutil.STATUS_ZOMBIE:  # nobody may be there to reap it
+                assert time.monotonic() < deadline, "the trainer lives on"
+                time.sleep(0.01)
 
 
 def test_a_trainer_whose_control_socket_closes_ends_itself() -> None:

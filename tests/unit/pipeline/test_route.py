@@ -6,18 +6,21 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.machine_plans import make_plan
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import (
     AtollError,
     DeadlineExceeded,
+    InvalidRequest,
     InvalidTransition,
     NotPermitted,
     PeerMisbehaved,
@@ -87,7 +90,10 @@ class Route:
         *self.stages, self.whole = sessions
         self.networks = [hub.join(name) for name in NAMES]
         self.dispatchers = [RouteDispatcher(network) for network in self.networks]
-        self.driver = self.stages[0]
+
+    @property
+    def driver(self) -> StageThread:
+        return self.stages[0]
 
     def on(self, plan: int = 1) -> AbstractAsyncContextManager[list[RouteBridge]]:
         """The stages as one route of such a plan."""
@@ -225,22 +231,34 @@ async def test_a_stage_that_missed_a_verdict_steps_when_the_route_begins_anew(co
         await route.assert_equal_to_one_process()
 
 
-async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus: str) -> None:
-    async with route_on(MemoryHub(), corpus) as route, trainers_of(SPEC.format(model=""), corpus, [SPANS[1]]) as more:
+@pytest.mark.parametrize("replaced", [0, 1, 2])
+async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus: str, replaced: int) -> None:
+    spec = SPEC.format(model="")
+    async with route_on(MemoryHub(), corpus) as route, trainers_of(spec, corpus, [SPANS[replaced]]) as (other,):
         async with route.on():
             await route.more(2)
-        gone, route.stages[1] = route.stages[1], more[0]
-        await gone.order(ms.Pause())
-        await route.load(more[0])
-        before = route.driver.status.steps
-        async with route.on():
-            await asyncio.sleep(0)
-            assert not route.driver.status.flushes_aborted or route.driver.status.steps == before
-            await more[0].order(ms.Train())
+        gone, route.stages[replaced] = route.stages[replaced], other
+        assert await gone.order(ms.Pause()) == ms.Done()
+        await route.load(other)
+        for stage in route.stages:
+            await stage.order(ms.Discard())
+        before = [stage.status for stage in route.stages]
+        async with route.on() as bridges:
+            await until(lambda: bridges[0].incarnation > 0)
+            await other.order(ms.Discard())  # it is there, and does not train: nobody begins anything
+            assert not route.driver.status.route_ready
+            await other.order(ms.Train())
             await route.more(3)
             await route.driver.order(ms.Pause())
-            await until(lambda: route.stages[1].status.steps >= 3)
-        assert route.stages[1].status.steps <= route.driver.status.steps - before + 1
+            steps = route.driver.status.steps - before[0].steps
+            await until(lambda: min(gained(route, before)) == steps)
+        assert other.status.steps == steps
+        assert max(gained(route, before)) <= steps + 1  # one more where a decision was heard late
+        assert route.driver.status.flushes_aborted == before[0].flushes_aborted
+
+
+def gained(route: Route, before: list[ms.TrainerStatus]) -> list[int]:
+    return [stage.status.steps - was.steps for stage, was in zip(route.stages, before, strict=True)]
 
 
 async def test_a_paused_stage_holds_the_route_up_and_aborts_nothing_more(corpus: str) -> None:
@@ -290,28 +308,41 @@ async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypa
 
 
 async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every_stage(corpus: str) -> None:
-    held = asyncio.Event()
-    held.set()
+    held, let_go = asyncio.Event(), asyncio.Event()
+    let_go.set()
 
     async def fault(passage: Passage) -> Frame | AtollError | None:
-        if kind_of(passage) == "gradient":
-            await held.wait()
+        if kind_of(passage) == "gradient" and passage.sender == "atoll" and not let_go.is_set():
+            held.set()
+            await let_go.wait()
         return passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
         await route.more(1)
-        held.clear()
-        await until(lambda: not any(stage.session._between_steps for stage in route.stages[:2]))
+        let_go.clear()
+        await held.wait()
         before = [stage.status.steps for stage in route.stages[:2]]
         orders = [asyncio.create_task(stage.order(ms.TakeSnapshot(0, 9))) for stage in route.stages[:2]]
         await asyncio.sleep(0.1)
         assert not any(order.done() for order in orders)
-        held.set()
+        let_go.set()
         for order, steps in zip(orders, before, strict=True):
             taken = await order
             assert isinstance(taken, ms.Taken)
             assert taken.steps > steps
         await route.stand_still()
+
+
+async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_others_hold_up(corpus: str) -> None:
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        return None if kind_of(passage) == "report" else passage.frame
+
+    async with route_on(MemoryHub(fault), corpus) as route, route.on():
+        await until(lambda: not route.stages[1].session._between_steps)
+        pausing = asyncio.create_task(route.stages[1].order(ms.Pause()))
+        await asyncio.sleep(0)
+        assert await route.stages[1].order(ms.Stop()) == ms.Done()
+        assert await pausing == ms.Done()  # what was asked before is answered before
 
 
 @pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])
@@ -392,6 +423,21 @@ async def fill(stream: Stream) -> None:
     while True:
         await stream.send(FrameKind.MESSAGE, first)
         await stream.send(FrameKind.BODY, b"", body)
+
+
+async def test_a_place_that_is_not_the_span_s_is_refused(corpus: str) -> None:
+    async with trainers_of(SPEC.format(model=""), corpus, [SPANS[1]]) as (middle,):
+        for stage, stages in ((0, 3), (2, 3), (3, 3), (0, 1)):
+            with pytest.raises(InvalidRequest):
+                await middle.order(ms.EnterRoute(1, 0, stage, stages))
+        assert await middle.order(ms.EnterRoute(1, 0, 1, 3)) == ms.Done()
+
+
+def test_a_node_finds_its_place_in_a_plan() -> None:
+    plan = replace(make_plan(["a", "b", "c", "d"]), version=7, routes=(("b",), ("d", "a", "c")))
+    assert RoutePlace.of(plan, "a") == RoutePlace(7, 1, ("d", "a", "c"), 1)
+    assert RoutePlace.of(plan, "b") is None  # it holds everything
+    assert RoutePlace.of(plan, "e") is None
 
 
 # --- what may be said -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.errors import ConfigError, DataDirUnusable, ModelTooLarge
+from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
 from atoll.node.pipeline.cable_end import RouteEvent
 from atoll.node.training import messages as ms
 from atoll.node.training import session as session_module
@@ -59,10 +59,12 @@ class FakeChannel:
             self.answers[number] = body
 
 
-def run(tmp_path: Path, *orders: ms.Order, model: str = TINY, device: str = "cpu") -> FakeChannel:
+def run(
+    tmp_path: Path, *orders: ms.Order, model: str = TINY, device: str = "cpu", span: tuple[int, int] | None = None
+) -> FakeChannel:
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
     channel = FakeChannel(*orders, ms.Stop())
-    config = ms.TrainerConfig(SPEC.format(model=model, path=json.dumps(str(tmp_path))), device=device)
+    config = ms.TrainerConfig(SPEC.format(model=model, path=json.dumps(str(tmp_path))), device=device, span=span)
     descriptors = [open_anonymous("anchor"), open_anonymous("gradient")]
     try:
         session = Session(config, channel, *descriptors)
@@ -133,6 +135,20 @@ def test_a_model_that_does_not_fit_but_can_be_cut_leaves_a_trainer_that_holds_no
     assert len(table.layers) == 42
     assert path.stat().st_size == 4 * sum(row.parameters for row in table.layers)
     assert channel.answers[10] == ms.Done()
+
+
+def test_a_span_that_does_not_fit_or_is_none_of_the_model_s_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequest, match="layers 0 to 2"):
+        run(tmp_path, span=(1, 3))
+    with pytest.raises(InvalidRequest, match="no span"):
+        run(tmp_path, span=(2, 1))
+    monkeypatch.setattr(
+        session_module, "device_facts", lambda device, vram_fraction: DeviceFacts("cpu", "a small machine", 10_000)
+    )
+    with pytest.raises(ModelTooLarge, match="layers 0 to 1"):
+        run(tmp_path, span=(0, 1))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -55,13 +55,13 @@ class Links:
         try:
             async with self._tasks:
                 self._cable.post(Word.ATTACH, 0, self.number)
-                raise await asyncio.shield(self._broken)
+                try:
+                    raise await asyncio.shield(self._broken)
+                finally:  # before the group waits for its tasks: nobody may start another one then
+                    self.break_off(FlushAborted("this stage has left its route"))
         except BaseExceptionGroup as group:
-            error = first_error(group)
-            self.break_off(error if isinstance(error, AtollError) else FlushAborted(f"a stage crashed: {error!r}"))
-            raise error from group
+            raise first_error(group) from group
         finally:
-            self.break_off(FlushAborted("this stage has left its route"))
             self._cable.post(Word.DETACH, 0, self.number, said(self._broken.result()))
 
     async def until_broken(self) -> None:
@@ -79,8 +79,8 @@ class Links:
         async def guarded() -> NoReturn:
             try:
                 await work
-            except AtollError as error:
-                self.break_off(error)
+            except Exception as error:
+                self.break_off(error if isinstance(error, AtollError) else FlushAborted(f"a stage crashed: {error!r}"))
                 raise
 
         return self._tasks.create_task(guarded())

@@ -138,6 +138,11 @@ class StageLoop(Replica):
         if self._attached and not self._runner.place.first:
             self._break(InvalidTransition(f"stage {self._runner.place.stage} is paused"))
 
+    def leave(self, why: AtollError) -> None:
+        """End the incarnation, for everybody, in the middle of a flush, too."""
+        if self._attached:
+            self._break(why)
+
     def evaluate(self, done: Callable[[Outcome], None]) -> None:
         """The held-out loss of the anchor, when its flushes are over.
 

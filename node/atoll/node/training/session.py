@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError, InvalidTransition, ModelTooLarge
+from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.stage_loop import StageLoop
@@ -102,6 +102,8 @@ class Session:
     def _take(self, event: ms.Envelope | RouteEvent | None) -> None:
         if isinstance(event, ms.Envelope):
             self._orders.append(event)
+            if isinstance(event.body, ms.Stop) and isinstance(self._loop, StageLoop):
+                self._loop.leave(FlushAborted("the trainer stops"))  # else it waits for a flush that others may not end
         elif event is not None:
             self._stage().take(event)
 

@@ -63,6 +63,14 @@ class ControlChannel:
         os._exit(EXIT_ORPHANED)
 
 
+def _crash(args: threading.ExceptHookArgs) -> None:
+    """Supervision boundary of all threads: without one of them the process is of no use."""
+    if args.exc_value is not None:
+        traceback.print_exception(args.exc_value)
+    sys.stderr.flush()
+    os._exit(EXIT_CRASHED)
+
+
 def main() -> int:
     """Run until told to stop; the exit status is 0 only then."""
     parser = argparse.ArgumentParser(description="internal: the trainer process of an atoll node")
@@ -74,6 +82,7 @@ def main() -> int:
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent(options.parent_pid)
     log.configure(output="json")  # standard error is the log file that the parent opened
+    threading.excepthook = _crash
     channel = ControlChannel(socket.socket(fileno=options.control_fd))
     config = channel.events.get().body
     assert isinstance(config, TrainerConfig)
