@@ -34,8 +34,11 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="The directory to write; it must not exist.", show_default=False)],
     format_: Annotated[Format, typer.Option("--format", help="hf: for Hugging Face transformers.")] = Format.HF,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", help="A checkpoint's directory, as `atollctl checkpoint pull` writes it."),
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint",
+            help="A checkpoint's directory, as `atollctl checkpoint pull` writes it. Several, where nodes hold spans.",
+        ),
     ] = None,
     round_number: Annotated[
         int | None, typer.Option("--round", min=0, help="The checkpoint of that round; default: the newest.")
@@ -46,9 +49,9 @@ def export(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write a checkpoint as a directory that other programs load. The node may be training meanwhile."""
-    if checkpoint is not None and (round_number is not None or run is not None):
-        raise UsageError("--checkpoint names one checkpoint; --round and --run choose among this node's")
-    found = _read(checkpoint) if checkpoint else _choose(_directory_of(directory(data_dir), run), round_number)
+    if checkpoint and (round_number is not None or run is not None):
+        raise UsageError("--checkpoint names a checkpoint; --round and --run choose among this node's")
+    found = _join(checkpoint) if checkpoint else _choose(_directory_of(directory(data_dir), run), round_number)
     from atoll.node.training.export import export_huggingface  # takes seconds: torch
 
     export_huggingface(found, to, dtype)
@@ -87,6 +90,12 @@ def _choose(checkpoints: Path, round_number: int | None) -> Checkpoint:
         except CheckpointCorrupt as error:
             say(f"warning: {error}")
     raise NotFound(f"no whole checkpoint in {checkpoints}", "the node writes one soon after its next round")
+
+
+def _join(paths: list[Path]) -> Checkpoint:
+    from atoll.node.state.joined import join
+
+    return join([_read(path) for path in paths])
 
 
 def _read(path: Path) -> Checkpoint:

@@ -90,6 +90,12 @@ def _sync(directory: Path) -> None:
 
 def shape_of(checkpoint: Checkpoint) -> ModelShape:
     """The model's numbers, the vocabulary as it was trained. Raises `ConfigError` unless spec and layers agree."""
+    held, layers = checkpoint.layers.numbers, len(checkpoint.head.manifest.layers)
+    if held != slice(0, layers):
+        raise ConfigError(
+            f"the checkpoint holds layers {held.start}–{held.stop - 1} of {layers}",
+            "name one of every stage of a route: --checkpoint DIR --checkpoint DIR",
+        )
     shape = resolve_shape(checkpoint.spec.model, 1)
     vocabulary, rest = divmod(checkpoint.layers.offsets[1], shape.dimension) if checkpoint.layers.names else (0, 0)
     shape = replace(shape, vocabulary=vocabulary)
