@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +20,7 @@ from atoll.core.units import bytes_text, count_text
 
 if TYPE_CHECKING:
     from atoll.node.lab.demo import DemoResult
+    from atoll.node.lab.demo_pipeline import PipelineResult
 
 DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
 
@@ -25,8 +28,8 @@ DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
 def demo(
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="How many nodes train.")] = 4,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Committed tokens after which it stops.")
-    ] = DEFAULT_TOKENS,
+        int | None, typer.Option("--tokens", min=1, help="Committed tokens after which it stops; default: 340000.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of initialisation and data order.")] = 0,
     data: Annotated[Path | None, typer.Option("--data", help="Your own text: a file or a directory.")] = None,
     codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8, int4, int2, or auto.")] = "int4",
@@ -38,6 +41,9 @@ def demo(
     freeze: Annotated[int, typer.Option("--freeze", min=0, help="Freeze that many for 20 s (SIGSTOP).")] = 0,
     kill_coordinator: Annotated[
         bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at that moment.")
+    ] = False,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="A model that no node can hold: five nodes, two routes, a killed stage.")
     ] = False,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 15.0,
@@ -56,18 +62,50 @@ def demo(
     from atoll.node.lab.demo_view import live_view
     from atoll.node.lab.trouble import TroublePlan
 
+    if pipeline:
+        _pipeline(tokens, seed, data, timedelta(minutes=minutes), keep, output)
+        return
     check_codec(codec)
     slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
     trouble = TroublePlan(kill, together, freeze, kill_coordinator)
-    options = DemoOptions(nodes, tokens, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), trouble)
+    options = DemoOptions(
+        nodes, tokens or DEFAULT_TOKENS, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), trouble
+    )
     if kill + freeze > nodes:
         raise UsageError(f"{kill} nodes to kill and {freeze} to freeze are more than {nodes}", "start more --nodes")
+    with _place(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+        result = asyncio.run(run_demo(options, root, show))
+    if output is Output.JSON:
+        print_json({"demo": result.to_json()})
+    else:
+        _tell(result, keep)
+
+
+def _pipeline(
+    tokens: int | None, seed: int, data: Path | None, timeout: timedelta, keep: Path | None, output: Output
+) -> None:
+    import asyncio
+
+    from atoll.node.lab.demo_pipeline import TOKENS, PipelineOptions, run_pipeline_demo
+    from atoll.node.lab.demo_view import live_view
+
+    options = PipelineOptions(tokens or TOKENS, seed, data, timeout)
+    with _place(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+        result = asyncio.run(run_pipeline_demo(options, root, show))
+    if output is Output.JSON:
+        print_json({"demo": result.to_json()})
+    else:
+        _tell_pipeline(result, keep)
+
+
+@contextmanager
+def _place(keep: Path | None) -> Iterator[Path]:
+    """Where the demo's programs live: removed afterwards, unless it is to be kept; of a failure the logs stay."""
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-demo-"))
     try:
-        with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
-            result = asyncio.run(run_demo(options, root, show))
+        yield root
     except AtollError:
         if keep is None:
             kept = Path(tempfile.mkdtemp(prefix="atoll-demo-failed-"))
@@ -77,10 +115,28 @@ def demo(
     finally:
         if keep is None:
             shutil.rmtree(root, ignore_errors=True)
-    if output is Output.JSON:
-        print_json({"demo": result.to_json()})
-    else:
-        _tell(result, keep)
+
+
+def _tell_pipeline(it: PipelineResult, keep: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    equal = "[green]equal bit for bit[/]" if it.layers_equal and it.chains_equal else "[red]DIFFER[/]"
+    console.print(f"\n[bold]{it.nodes} nodes trained {count_text(it.tokens)} tokens in {it.seconds:.0f} s[/]")
+    console.print(f"  validation loss   {it.val_loss_first:.3f} → [bold]{it.val_loss_last:.3f}[/] nats/byte")
+    console.print(
+        f"  memory            training the model takes {bytes_text(it.training_state_bytes)}, "
+        f"the largest node has {bytes_text(it.largest_node_cap_bytes)}"
+    )
+    for number, route in enumerate(it.routes, 1):
+        stages = " → ".join(f"{stage['name']} ({stage['first_layer']}–{stage['last_layer']})" for stage in route)
+        console.print(f"  route {number}           {stages}")
+    console.print(f"  layers            {equal} on all that hold them, after {it.rounds_committed} rounds")
+    console.print(
+        f"  trouble           {it.kills} stage killed; {it.flushes_aborted} flushes aborted, "
+        f"{it.micro_batches_counted_twice} samples counted twice"
+    )
+    console.print(f"\nThe model: {it.export if keep else 'nowhere: run with --keep DIR to keep it'}")
 
 
 def _keep_logs(root: Path, kept: Path) -> None:

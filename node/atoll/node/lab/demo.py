@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -139,12 +139,16 @@ async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], 
     view = DemoView(started=time.monotonic(), stop_tokens=options.tokens)
     names = [f"node-{i + 1}" for i in range(options.nodes)]
     try:
-        endpoints = await _start(swarm, options, names, view, show)
+        flags = {
+            name: ("--minimum-step-seconds", f"{FULL_PACE_SECONDS * slowdown:g}")
+            for name, slowdown in zip(names, options.slowdowns, strict=True)
+        }
+        endpoints = await start(swarm, _spec(options, corpus_of(options.data, swarm.root)), flags, view, show)
         trouble = Trouble(swarm, options.trouble, names, options.seed, endpoints)
         view.trouble = trouble.log.events
         async with asyncio.TaskGroup() as tasks:
-            making = tasks.create_task(trouble.run(lambda: _share(view)))
-            tasks.create_task(_watch(swarm, options, names, view, show, making))
+            making = tasks.create_task(trouble.run(lambda: share_done(view)))
+            tasks.create_task(watch(swarm, options.timeout, names, view, show, making))
         view.phase = "collecting"
         show(view)
         return await _collect(swarm, options, names, view, trouble.log)
@@ -154,34 +158,37 @@ async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], 
         await swarm.close()
 
 
-def _share(view: DemoView) -> float:
+def share_done(view: DemoView) -> float:
     """How much of the run is done, 0 to 1."""
     committed = max((node.get("committed_tokens", 0) for node in view.nodes.values()), default=0)
     return min(1.0, committed / view.stop_tokens)
 
 
-async def _start(
-    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, show: Callable[[DemoView], None]
+async def start(
+    swarm: LocalSwarm,
+    spec: str,
+    flags: Mapping[str, Sequence[str]],
+    view: DemoView,
+    show: Callable[[DemoView], None],
 ) -> dict[str, Any]:
-    corpus = _corpus(options, swarm.root)
+    """Coordinator, run, seed and nodes, with the `flags` of each node; the coordinator's endpoints."""
     endpoints = await swarm.start_coordinator()
     view.page = endpoints["http"]
-    await swarm.create_run(_spec(options, corpus))
+    await swarm.create_run(spec)
     view.phase = "starting the seed"
     show(view)
     await swarm.start_member("seed", "seed")
-    await swarm.until(lambda: _seed_known(swarm), "the seed did not become ready", READY_TIMEOUT)
+    await swarm.until(lambda: seed_is_known(swarm), "the seed did not become ready", READY_TIMEOUT)
     view.phase = "starting the nodes (each loads torch and the corpus)"
     show(view)
-    for name, slowdown in zip(names, options.slowdowns, strict=True):
-        flags = ("--cpu-threads", "1", "--minimum-step-seconds", f"{FULL_PACE_SECONDS * slowdown:g}")
-        await swarm.start_member(name, "node", *flags)
+    for name, words in flags.items():
+        await swarm.start_member(name, "node", "--cpu-threads", "1", *words)
     return endpoints
 
 
-async def _watch(
+async def watch(
     swarm: LocalSwarm,
-    options: DemoOptions,
+    timeout: timedelta,
     names: list[str],
     view: DemoView,
     show: Callable[[DemoView], None],
@@ -193,7 +200,7 @@ async def _watch(
         states = [view.nodes.get(name, {}).get("state") for name in names]
         return trouble.done() and all(state == "finished" for state in states)
 
-    deadline = time.monotonic() + options.timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     while not finished():
         swarm.check()
         if time.monotonic() > deadline:
@@ -202,14 +209,14 @@ async def _watch(
             before = view.nodes.get(name, {})
             now = await asyncio.to_thread(swarm.status, name)
             view.nodes[name] = now or (before and {**before, "state": "down"})
-        await _look_at_run(view)
+        await look_at_run(view)
         if any(node.get("state") == "training" for node in view.nodes.values()):
             view.phase = "training"
         show(view)
         await asyncio.sleep(1.0)
 
 
-async def _look_at_run(view: DemoView) -> None:
+async def look_at_run(view: DemoView) -> None:
     """What the coordinator's page shows, for the live view."""
     try:
         page = await asyncio.to_thread(_read_json, view.page + "api/status")
@@ -233,7 +240,7 @@ async def _collect(
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
     digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
-    chains = [_chain(swarm.root / name / "runs" / RUN / "manifests") for name in names]
+    chains = [chain_of(swarm.root / name / "runs" / RUN / "manifests") for name in names]
     known = {number: head for chain in chains for number, head in chain.items()}
     last = {item.peer_id for item in known[max(known)].manifest.contributions}
     struck = {statuses[name]["peer_id"] for name in (*log.killed, *log.frozen)}
@@ -251,7 +258,7 @@ async def _collect(
         val_loss_last=losses[-1][1],
         anchor_digests=digests,
         anchors_equal=len(set(digests.values())) == 1,
-        chains_equal=_equal(chains),
+        chains_equal=chains_agree(chains),
         rounds_tie_broken=sum(head.committed.HasField("tie_break") for head in known.values()),
         averaging_bytes_sent=sum(status["averaging_bytes_sent"] for status in statuses.values()),
         averaging_bytes_fp32=sum(status["averaging_bytes_fp32"] for status in statuses.values()),
@@ -266,7 +273,7 @@ async def _collect(
     )
 
 
-def _chain(directory: Path) -> dict[int, Head]:
+def chain_of(directory: Path) -> dict[int, Head]:
     """The manifests that a node keeps, by round; it has none of the rounds that it slept through."""
     store = ManifestStore(directory, RUN)
     newest = store.newest()
@@ -274,7 +281,7 @@ def _chain(directory: Path) -> dict[int, Head]:
     return {number: Head(committed) for number, committed in found.items() if committed is not None}
 
 
-def _equal(chains: Sequence[dict[int, Head]]) -> bool:
+def chains_agree(chains: Sequence[dict[int, Head]]) -> bool:
     rounds = {number for chain in chains for number in chain}
     return all(len({chain[number].hash for chain in chains if number in chain}) == 1 for number in rounds)
 
@@ -283,19 +290,20 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _seed_known(swarm: LocalSwarm) -> bool:
+def seed_is_known(swarm: LocalSwarm) -> bool:
     status = swarm.status("seed")
     return status is not None and status["state"] == "ready" and status["coordinator_connected"]
 
 
-def _corpus(options: DemoOptions, root: Path) -> Path:
-    if options.data is None:
+def corpus_of(data: Path | None, root: Path) -> Path:
+    """The text to train on: `data`, or the Python standard library. Raises `ConfigError`."""
+    if data is None:
         corpus = root / "corpus.txt"
         write_python_corpus(corpus)
         return corpus
-    if not options.data.exists():
-        raise ConfigError(f"there is nothing at {options.data}", "name a text file or a directory of text files")
-    return options.data.resolve()
+    if not data.exists():
+        raise ConfigError(f"there is nothing at {data}", "name a text file or a directory of text files")
+    return data.resolve()
 
 
 def _spec(options: DemoOptions, corpus: Path) -> str:

@@ -120,8 +120,12 @@ class LocalSwarm:
 
     async def ctl(self, *arguments: str) -> str:
         """Run `atollctl` as the operator; returns what it prints. Raises `AtollError` with its message."""
+        return await self.command("atollctl", *arguments)
+
+    async def command(self, script: str, *arguments: str) -> str:
+        """Run one of our console scripts to its end, with the operator's credentials; likewise."""
         child = await processes.start(
-            self.places.command("coordinator", [_script("atollctl"), *arguments]),
+            self.places.command("coordinator", [_script(script), *arguments]),
             environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -129,7 +133,7 @@ class LocalSwarm:
         async with asyncio.timeout(COMMAND_TIMEOUT.total_seconds()):
             printed, problems = await child.communicate()
         if child.returncode:
-            raise AtollError(f"atollctl {' '.join(arguments)} failed: {problems.decode().strip()}")
+            raise AtollError(f"{script} {' '.join(arguments)} failed: {problems.decode().strip()}")
         return printed.decode()
 
     async def _start(self, name: str, directory: Path, command: Sequence[str]) -> Program:

@@ -1,0 +1,225 @@
+"""The demo of a model that no node can hold: five nodes with limited memory, in a route of two and one of three stages.
+
+The coordinator cuts the routes by what each node may take; each layer is averaged among its holders. A stage is killed
+while it trains and comes back. In the end the model is put together from the checkpoints of one route and exported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import first_error
+from atoll.core.manifest import Head, changed_layers
+from atoll.node.lab import demo
+from atoll.node.lab.demo import RUN, DemoView
+from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.lab.trouble import DOWN_SECONDS, kill
+from atoll.node.localclient import call
+
+MEMORY_MEGABYTES = {"node-1": 115, "node-2": 115, "node-3": 88, "node-4": 88, "node-5": 88}
+TOKENS = 120_000
+SEQUENCE_LENGTH = 128
+STATE_BYTES_PER_PARAMETER = 4 * 7  # weights, gradients, AdamW's two moments, anchor, outer momentum, pseudo-gradient
+_KILL_AT = 0.35  # of the tokens
+
+SPEC = """\
+version = 1
+
+[run]
+name = "{name}"
+seed = {seed}
+min_nodes = 5
+stop_tokens = {tokens}
+
+[model]
+preset = "nano"
+dimension = 256
+layers = 6
+heads = 4
+kv_heads = 4
+hidden_dimension = 768
+
+[data]
+path = {corpus}
+sequence_length = {sequence_length}
+validation_samples = 16
+
+[optimizer]
+learning_rate = 1.5e-3
+warmup_tokens = {warmup}
+micro_batch_samples = 1
+accumulate = 4
+
+[sync]
+round_tokens = 16384
+round_max_seconds = 120
+codec = "int8"
+outer_warmup_tokens = {tokens}
+part_elements = 131072
+"""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a person may choose."""
+
+    tokens: int
+    seed: int
+    data: Path | None
+    timeout: timedelta
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """The facts at the end; `to_json` is the documented object."""
+
+    nodes: int
+    routes: list[list[dict[str, Any]]]  # of the plan at the end: name, first_layer, last_layer
+    largest_node_cap_bytes: int
+    training_state_bytes: int  # of the whole model
+    rounds_opened: int
+    rounds_committed: int
+    tokens: int
+    steps_per_node: dict[str, int]
+    val_loss_first: float
+    val_loss_last: float
+    layers_equal: bool  # whoever holds a layer at the end holds the same bits
+    chains_equal: bool
+    kills: int
+    flushes_aborted: int
+    micro_batches_counted_twice: int
+    export: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As `atoll demo --pipeline --output json` prints it."""
+        return asdict(self)
+
+
+async def run_pipeline_demo(options: PipelineOptions, root: Path, show: Callable[[DemoView], None]) -> PipelineResult:
+    """Run it below `root`. Raises `ChildDied` or `DeadlineExceeded`; never leaves a process behind."""
+    swarm = LocalSwarm(root)
+    view = DemoView(title="atoll demo --pipeline", started=time.monotonic(), stop_tokens=options.tokens)
+    flags = {name: ("--memory-megabytes", str(most)) for name, most in MEMORY_MEGABYTES.items()}
+    aborted: dict[str, int] = {}
+    try:
+        await demo.start(swarm, _spec(options, root), flags, view, show)
+        async with asyncio.TaskGroup() as tasks:
+            killing = tasks.create_task(_kill_a_stage(swarm, view))
+            tasks.create_task(_count_aborted(view, aborted, killing))
+            watching = demo.watch(swarm, options.timeout, list(flags), view, show, killing)
+            await tasks.create_task(watching)
+        view.phase = "collecting"
+        show(view)
+        return await _collect(swarm, view, sum(aborted.values()))
+    except ExceptionGroup as group:
+        raise first_error(group) from group
+    finally:
+        await swarm.close()
+
+
+def _spec(options: PipelineOptions, root: Path) -> str:
+    return SPEC.format(
+        name=RUN,
+        seed=options.seed,
+        tokens=options.tokens,
+        corpus=json.dumps(str(demo.corpus_of(options.data, root))),
+        sequence_length=SEQUENCE_LENGTH,
+        warmup=options.tokens // 20,
+    )
+
+
+async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:
+    """The last stage of the longest route, which starts again after a while, as its owner would start it."""
+    while demo.share_done(view) < _KILL_AT:  # noqa: ASYNC110 - the view is what it waits for
+        await asyncio.sleep(0.2)
+    routes = await _routes(swarm)
+    victim = max(routes, key=len)[-1]["name"]
+    view.trouble.append(f"kill {victim} at {demo.share_done(view):.0%}")
+    await kill(swarm, victim)
+    await asyncio.sleep(DOWN_SECONDS)
+    await swarm.restart_member(victim)
+    view.trouble.append(f"{victim} is started again")
+
+
+async def _count_aborted(view: DemoView, aborted: dict[str, int], killing: asyncio.Task[None]) -> None:
+    """Each driver counts its own, for as long as its trainer lives: the most that was seen."""
+    while not (killing.done() and all(node.get("state") == "finished" for node in view.nodes.values())):
+        for name, node in view.nodes.items():
+            aborted[name] = max(aborted.get(name, 0), node.get("flushes_aborted", 0))
+        await asyncio.sleep(0.5)
+
+
+async def _routes(swarm: LocalSwarm) -> list[list[dict[str, Any]]]:
+    routes: dict[int, list[dict[str, Any]]] = {}
+    for node in json.loads(await swarm.ctl("plan", "show", "--output", "json"))["nodes"]:  # by route, then along it
+        stage = {"name": node["name"], "first_layer": node["span"]["first"], "last_layer": node["span"]["last"]}
+        routes.setdefault(node["route"], []).append(stage)
+    return list(routes.values())
+
+
+async def _collect(swarm: LocalSwarm, view: DemoView, flushes_aborted: int) -> PipelineResult:
+    run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
+    statuses = {name: call(swarm.programs[name].directory, "status") for name in MEMORY_MEGABYTES}
+    chains = [demo.chain_of(swarm.root / name / "runs" / RUN / "manifests") for name in MEMORY_MEGABYTES]
+    known = {number: head for chain in chains for number, head in chain.items()}
+    routes = await _routes(swarm)
+    spans = {name: Path(status["anchor"]).parent for name, status in statuses.items()}
+    exported = swarm.root / "model"
+    parts = [word for stage in min(routes, key=len) for word in ("--checkpoint", str(spans[stage["name"]]))]
+    await swarm.command("atoll", "export", *parts, "--to", str(exported))
+    return PipelineResult(
+        nodes=len(MEMORY_MEGABYTES),
+        routes=routes,
+        largest_node_cap_bytes=int(max(MEMORY_MEGABYTES.values()) * 1e6),
+        training_state_bytes=STATE_BYTES_PER_PARAMETER * sum(int(row["parameters"]) for row in run["layers"]["layers"]),
+        rounds_opened=run["rounds_opened"],
+        rounds_committed=run["rounds_committed"],
+        tokens=run["committed_tokens"],
+        steps_per_node={name: status["steps"] for name, status in statuses.items()},
+        val_loss_first=losses[0][1],
+        val_loss_last=losses[-1][1],
+        layers_equal=await asyncio.to_thread(_layers_equal, spans),
+        chains_equal=demo.chains_agree(chains),
+        kills=1,
+        flushes_aborted=flushes_aborted,
+        micro_batches_counted_twice=counted_twice(known),
+        export=str(exported),
+        seconds=round(time.monotonic() - view.started, 1),
+    )
+
+
+def counted_twice(history: Mapping[int, Head]) -> int:
+    """Samples that the sums of the first layers hold beyond those that their drivers consumed, by the manifests."""
+    tokens: dict[str, int] = {}
+    samples: dict[str, int] = {}
+    for head in history.values():
+        for item in head.manifest.contributions:
+            if changed_layers(head.manifest).start == 0:
+                tokens[item.peer_id] = tokens.get(item.peer_id, 0) + item.weight
+            samples[item.peer_id] = samples.get(item.peer_id, 0) + item.samples
+    return sum(max(0, tokens[peer] // SEQUENCE_LENGTH - samples.get(peer, 0)) for peer in tokens)
+
+
+def _layers_equal(checkpoints: Mapping[str, Path]) -> bool:
+    """Whether nodes that hold the same layer hold the same bits of it, and all stand at one round."""
+    from atoll.node.state.checkpoint import read_checkpoint  # takes seconds: torch
+
+    found: dict[int, set[bytes]] = {}
+    heads = set()
+    for path in checkpoints.values():
+        held = read_checkpoint(path)
+        heads.add(held.head.hash)
+        for place, layer in enumerate(range(held.layers.numbers.start, held.layers.numbers.stop)):
+            start, end = held.layers.offsets[place : place + 2]
+            values = held.anchor_E[start:end].numpy().tobytes() + held.momentum_E[start:end].numpy().tobytes()
+            found.setdefault(layer, set()).add(values)
+    return len(heads) == 1 and all(len(values) == 1 for values in found.values())
