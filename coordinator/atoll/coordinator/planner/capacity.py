@@ -18,6 +18,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
+_DEVICE_BYTES = 24.0  # a parameter: weight, gradient, AdamW's moments, and for outer rounds an anchor and a snapshot
 MOST_LAYERS = 1024  # of a model that is ever cut: tables grow with the square
 _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
     "fp32": 4.0,
@@ -73,7 +74,9 @@ class Room:
 def room(table: bytes, spec: RunSpec) -> Room | None:
     """For the model of a serialised layer table; None where it has none, or more layers than are ever cut."""
     rows = plan_pb2.LayerTable.FromString(table)
-    return Room(read_layers(rows), training_of(spec)) if 0 < len(rows.layers) <= MOST_LAYERS else None
+    if not 0 < len(rows.layers) <= MOST_LAYERS:
+        return None
+    return Room(read_layers(rows, spec.data.sequence_length), training_of(spec))
 
 
 def training_of(spec: RunSpec) -> Training:
@@ -85,6 +88,10 @@ def training_of(spec: RunSpec) -> Training:
         round_tokens=spec.sync.round_tokens,
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
         activation_checkpointing=optimizer.activation_checkpointing,
+        device_bytes_per_parameter=_DEVICE_BYTES,
+        borrowed_bytes_per_parameter=16.0,  # values and gradient, here and on their way
+        lent_bytes_per_parameter=8.0,
+        most_waiting=optimizer.accumulate,
     )
 
 
