@@ -6,7 +6,6 @@ The bytes are those of the planner's tables. Where a node says itself what the w
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -37,16 +36,16 @@ class Room:
         nobody = Links(np.empty((0, 0)), np.empty((0, 0)))
         self.spans = SpanTables(Problem((), nobody, layers, training))
         self.layers = len(layers)
-        self.whole_device_bytes = float(self.spans.device_bytes[0, self.layers])
 
     def holds_all(self, profile: mb.NodeProfile) -> bool:
         """Whether a node can train all layers; one that did not tell its memory counts as such."""
-        if profile.device_memory_bytes and profile.whole_model_bytes:
-            return profile.whole_model_bytes <= profile.device_memory_bytes
         return self.fits(profile, 0, self.layers - 1)
 
     def fits(self, profile: mb.NodeProfile, first: int, last: int) -> bool:
         """Whether layers `first` to `last` fit the memory that a node told, if it did."""
+        told = holds_whole(profile) if (first, last) == (0, self.layers - 1) else None
+        if told is not None:
+            return told
         spans = self.spans
         return bool(_enough(profile, spans.device_bytes[first, last + 1], spans.host_bytes[first, last + 1]))
 
@@ -63,12 +62,6 @@ class Room:
         """What layers `first` to `last` take of a device's memory."""
         return float(self.spans.device_bytes[first, last + 1])
 
-    def lent_bytes(self, profile: mb.NodeProfile) -> float:
-        """What a node's device has for spans: too little for the whole where the node says so."""
-        if profile.whole_model_bytes > profile.device_memory_bytes:
-            return min(float(profile.device_memory_bytes), math.nextafter(self.whole_device_bytes, 0.0))
-        return float(profile.device_memory_bytes)
-
 
 @lru_cache(maxsize=16)  # asked about every node of a run, several times a second
 def room(table: bytes, spec: RunSpec) -> Room | None:
@@ -77,6 +70,13 @@ def room(table: bytes, spec: RunSpec) -> Room | None:
     if not 0 < len(rows.layers) <= MOST_LAYERS:
         return None
     return Room(read_layers(rows, spec.data.sequence_length), training_of(spec))
+
+
+def holds_whole(profile: mb.NodeProfile) -> bool | None:
+    """A node's own word on whether it holds all layers; None where it said nothing."""
+    if not profile.device_memory_bytes or not profile.whole_model_bytes:
+        return None
+    return profile.whole_model_bytes <= profile.device_memory_bytes
 
 
 def training_of(spec: RunSpec) -> Training:

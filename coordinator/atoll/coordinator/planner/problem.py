@@ -75,6 +75,7 @@ class Machine:
     region: str = ""  # a label; breaks ties between measured distances
     reach: Reach = Reach.PUBLIC
     shares_memory: bool = False  # device and host memory are one: a CPU
+    holds_whole: bool | None = None  # its own word on whether all layers fit; None: as computed
     price_per_hour: float = 0.0
     availability: float = 1.0  # share of the time that it is there
     failures_per_hour: float = 0.0

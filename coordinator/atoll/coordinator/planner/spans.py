@@ -9,6 +9,7 @@ import numpy as np
 
 from atoll.coordinator.planner.problem import BoolArray, FloatArray, Problem
 
+_AHEAD = 1  # micro-batches that each link of a route keeps on their way, beside those that stages work on
 _TOKENS_BYTES = 16  # of a sample's token and of the one to predict
 
 
@@ -41,7 +42,9 @@ class SpanTables:
         kept = self._sums([it.kept_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
         waiting = enters * np.where(self.is_whole, 1, min(training.in_flight, training.micro_batches))
         if training.most_waiting:
-            waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, training.most_waiting)
+            stages = len(layers) - np.arange(len(layers) + 1)[:, None]  # from here on, at most
+            most = np.minimum(training.most_waiting, np.maximum(1, (stages - 1) * (1 + _AHEAD) + 1))
+            waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
         recomputed = waiting + kept + self._maxima(workspace)
         at_once = self._sums([float(it.kept_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
         per_token = np.where(self.recomputes, recomputed, at_once)

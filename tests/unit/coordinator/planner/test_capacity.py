@@ -6,8 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import LAYERS, TRAINING, machine, swarm
+from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.planner.capacity import Room, room
+from atoll.coordinator.planner.measured import problem_of
+from atoll.coordinator.planner.problem import Wishes
+from atoll.coordinator.planner.question import Measured
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.memory import Traffic, span_memory
@@ -16,7 +20,7 @@ from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
 ROOM = Room(LAYERS, TRAINING)
-WHOLE = int(ROOM.whole_device_bytes)
+WHOLE = int(ROOM.device_bytes(0, len(LAYERS) - 1))
 
 
 def profile(device_bytes: int, host_bytes: int = 1 << 40, device: str = "cuda:0", whole: int = 0) -> mb.NodeProfile:
@@ -90,7 +94,8 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     last = data.draw(st.integers(first, blocks if first == 0 else blocks + 1))
     planned = room(table.SerializeToString(), spec)
     assert planned is not None
-    traffic = Traffic(4 * sequence_length, sequence_length, credits=micro_batches)
+    most = min(micro_batches, 2 * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
+    traffic = Traffic(4 * sequence_length, sequence_length, credits=most)
     own = sum(row.parameters for row in table.layers[first : last + 1])
     leaves = table.layers[last].activation_bytes_per_token if last <= blocks else 0
     waiting = traffic.credits * traffic.micro_batch_tokens * leaves
@@ -105,7 +110,8 @@ def test_who_tells_no_memory_counts_as_holding_everything() -> None:
 
 
 def test_the_word_of_a_node_about_the_whole_model_counts() -> None:
-    assert ROOM.holds_all(profile(WHOLE // 2, whole=WHOLE // 3))
-    assert not ROOM.holds_all(profile(2 * WHOLE, whole=3 * WHOLE))
-    assert ROOM.lent_bytes(profile(2 * WHOLE, whole=3 * WHOLE)) < ROOM.whole_device_bytes
-    assert ROOM.lent_bytes(profile(2 * WHOLE)) == 2 * WHOLE
+    for told, holds in ((profile(WHOLE // 2, whole=WHOLE // 3), True), (profile(2 * WHOLE, whole=3 * WHOLE), False)):
+        assert ROOM.holds_all(told) is holds
+        node = Measured("peer", "ann", told, mb.NodeStatus(), (), {})
+        fits = Tables(problem_of([node], LAYERS, parse_run_spec(spec_toml()), Wishes()).problem).fits(0)
+        assert fits[0, len(LAYERS)] == holds
