@@ -83,7 +83,7 @@ def live_plan(
     spec = parse_run_spec(run.spec_toml)
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     known = [_measured(node, name, alone=node.peer_id in alone) for node, name in _named(members)]
-    seen = problem_of(known, read_layers(run.layers), spec, Wishes())
+    seen = problem_of(known, read_layers(run.layers, spec.data.sequence_length), spec, Wishes())
     check_problem(seen.problem)
     place = {node.peer_id: index for index, node in enumerate(members)}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}

@@ -6,7 +6,6 @@ The bytes are those of the planner's tables. Where a node says itself what the w
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +17,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
+_DEVICE_BYTES = 24.0  # a parameter: weight, gradient, AdamW's moments, and for outer rounds an anchor and a snapshot
 MOST_LAYERS = 1024  # of a model that is ever cut: tables grow with the square
 _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
     "fp32": 4.0,
@@ -36,16 +36,16 @@ class Room:
         nobody = Links(np.empty((0, 0)), np.empty((0, 0)))
         self.spans = SpanTables(Problem((), nobody, layers, training))
         self.layers = len(layers)
-        self.whole_device_bytes = float(self.spans.device_bytes[0, self.layers])
 
     def holds_all(self, profile: mb.NodeProfile) -> bool:
         """Whether a node can train all layers; one that did not tell its memory counts as such."""
-        if profile.device_memory_bytes and profile.whole_model_bytes:
-            return profile.whole_model_bytes <= profile.device_memory_bytes
         return self.fits(profile, 0, self.layers - 1)
 
     def fits(self, profile: mb.NodeProfile, first: int, last: int) -> bool:
         """Whether layers `first` to `last` fit the memory that a node told, if it did."""
+        told = holds_whole(profile) if (first, last) == (0, self.layers - 1) else None
+        if told is not None:
+            return told
         spans = self.spans
         return bool(_enough(profile, spans.device_bytes[first, last + 1], spans.host_bytes[first, last + 1]))
 
@@ -62,18 +62,21 @@ class Room:
         """What layers `first` to `last` take of a device's memory."""
         return float(self.spans.device_bytes[first, last + 1])
 
-    def lent_bytes(self, profile: mb.NodeProfile) -> float:
-        """What a node's device has for spans: too little for the whole where the node says so."""
-        if profile.whole_model_bytes > profile.device_memory_bytes:
-            return min(float(profile.device_memory_bytes), math.nextafter(self.whole_device_bytes, 0.0))
-        return float(profile.device_memory_bytes)
-
 
 @lru_cache(maxsize=16)  # asked about every node of a run, several times a second
 def room(table: bytes, spec: RunSpec) -> Room | None:
     """For the model of a serialised layer table; None where it has none, or more layers than are ever cut."""
     rows = plan_pb2.LayerTable.FromString(table)
-    return Room(read_layers(rows), training_of(spec)) if 0 < len(rows.layers) <= MOST_LAYERS else None
+    if not 0 < len(rows.layers) <= MOST_LAYERS:
+        return None
+    return Room(read_layers(rows, spec.data.sequence_length), training_of(spec))
+
+
+def holds_whole(profile: mb.NodeProfile) -> bool | None:
+    """A node's own word on whether it holds all layers; None where it said nothing."""
+    if not profile.device_memory_bytes or not profile.whole_model_bytes:
+        return None
+    return profile.whole_model_bytes <= profile.device_memory_bytes
 
 
 def training_of(spec: RunSpec) -> Training:
@@ -85,6 +88,10 @@ def training_of(spec: RunSpec) -> Training:
         round_tokens=spec.sync.round_tokens,
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
         activation_checkpointing=optimizer.activation_checkpointing,
+        device_bytes_per_parameter=_DEVICE_BYTES,
+        borrowed_bytes_per_parameter=16.0,  # values and gradient, here and on their way
+        lent_bytes_per_parameter=8.0,
+        most_waiting=optimizer.accumulate,
     )
 
 

@@ -18,7 +18,8 @@ _LOOKS = 2000  # at why machines are left out, times machines: each look evaluat
 def answer(question: Question, clock: Clock) -> Answer:
     """Search for as long as the question allows."""
     pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
-    seen = problem_of(question.nodes, read_layers(question.layers), question.spec, Wishes(pins=pins))
+    layers = read_layers(question.layers, question.spec.data.sequence_length)
+    seen = problem_of(question.nodes, layers, question.spec, Wishes(pins=pins))
     try:
         if question.wanted:
             change = fixed(seen.problem, question.current, question.wanted)

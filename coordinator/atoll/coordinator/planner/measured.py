@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atoll.coordinator.planner.capacity import Room, training_of
+from atoll.coordinator.planner.capacity import holds_whole, training_of
 from atoll.coordinator.planner.links import complete
 from atoll.coordinator.planner.problem import Layer, Links, Machine, Problem, Reach, Wishes
 from atoll.coordinator.planner.question import Measured, shares_memory
@@ -39,8 +39,7 @@ def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSp
     """What to plan for these nodes. Raises nothing: `checks.check_problem` judges the result."""
     doubts: list[str] = []
     training = training_of(spec)
-    room = Room(layers, training)
-    machines = tuple(_machine(node, layers, room, doubts) for node in nodes)
+    machines = tuple(_machine(node, layers, doubts) for node in nodes)
     rtt, rate = _tables(nodes, doubts)
     return Seen(Problem(machines, _linked(complete(rtt, rate)), layers, training, wishes), tuple(doubts))
 
@@ -51,13 +50,13 @@ def _linked(links: Links) -> Links:
     return replace(links, rtt_seconds=known)
 
 
-def _machine(node: Measured, layers: Sequence[Layer], room: Room, doubts: list[str]) -> Machine:
+def _machine(node: Measured, layers: Sequence[Layer], doubts: list[str]) -> Machine:
     profile, status = node.profile, node.status
     uplink = min(status.uplink_bytes_per_second, MAX_UPLINK) or _UNKNOWN_BYTES_PER_SECOND
     trained = status.tokens_per_second if node.alone else 0.0
     machine = Machine(
         name=node.name,
-        device_memory_bytes=room.lent_bytes(profile),
+        device_memory_bytes=float(profile.device_memory_bytes),
         host_memory_bytes=float(profile.host_memory_bytes),
         uplink_bytes_per_second=uplink,
         downlink_bytes_per_second=uplink,  # homes receive faster than they send: on the safe side
@@ -71,6 +70,7 @@ def _machine(node: Measured, layers: Sequence[Layer], room: Room, doubts: list[s
         flops_per_second=_flops(profile.tokens_per_second, layers),
         reach=Reach.RELAYED if needs_relay(node.multiaddrs) else Reach.PUBLIC,
         shares_memory=shares_memory(profile),
+        holds_whole=holds_whole(profile),
         price_per_hour=profile.price_per_hour,
         kind=profile.device_name or profile.device,
     )

@@ -23,6 +23,12 @@ INT8_OF_FP32 = (1 + 2 / 128) / 4  # 128-element blocks with a two-byte scale
 INT4_BYTES = 0.5 + 2 / 128  # per parameter
 _BLOCK_WORKSPACE = 12  # activations that one block keeps while it is recomputed, in units of what leaves it
 _EDGE_WORKSPACE = 2  # of the embedding and the head
+FP32_BYTES = 4
+_KEPT_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
+_KEPT_WIDTHS = 5.0  # and vectors of the model's width, a block
+_MOVING_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
+_LARGEST_MATRIX = 0.25  # of a block's elements
+_LOGITS = 3  # logits, their log-softmax, its gradient
 
 
 class Reach(StrEnum):
@@ -51,6 +57,8 @@ class Layer:
     activation_bytes_per_token: int  # what leaves it, fp32
     tied_to: tuple[str, ...] = ()  # layers whose parameters it borrows
     workspace_bytes_per_token: int = 0  # kept while it is recomputed and differentiated
+    kept_bytes_per_token: int = 0  # beside that, while others of its span are; 0: what leaves it
+    workspace_bytes: int = 0  # whatever the tokens: a matrix's gradient before it is added
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Machine:
     region: str = ""  # a label; breaks ties between measured distances
     reach: Reach = Reach.PUBLIC
     shares_memory: bool = False  # device and host memory are one: a CPU
+    holds_whole: bool | None = None  # its own word on whether all layers fit; None: as computed
     price_per_hour: float = 0.0
     availability: float = 1.0  # share of the time that it is there
     failures_per_hour: float = 0.0
@@ -91,10 +100,13 @@ class Training:
     micro_batches: int  # per inner step (flush) of one route
     round_tokens: int  # of the whole swarm between two outer rounds
     in_flight: int = 8  # micro-batches on a route at a time, at most
+    most_waiting: int = 0  # of which input and output may lie on a stage; 0: the inputs of those in flight
     activation_ratio: float = INT8_OF_FP32  # bytes on the wire per byte of fp32 activation
     gradient_ratio: float = INT8_OF_FP32
     outer_bytes_per_parameter: float = INT4_BYTES
     device_bytes_per_parameter: float = 16.0  # fp32 weight, gradient, two AdamW moments
+    borrowed_bytes_per_parameter: float = 8.0  # of a tied matrix: here are its values and a gradient, elsewhere moments
+    lent_bytes_per_parameter: float = 0.0  # of one: on its way
     host_bytes_per_parameter: float = 12.0  # anchor, outer momentum, pseudo-gradient
     state_bytes_per_parameter: float = 8.0  # anchor and momentum: what a new holder fetches
     tie_bytes_per_parameter: float = 4.0  # a borrowed matrix comes, and its gradient goes, once a flush
@@ -168,20 +180,29 @@ class Layout:
         return tuple(stage.machine for route in self.routes for stage in route)
 
 
-def read_layers(table: plan_pb2.LayerTable) -> tuple[Layer, ...]:
-    """The rows of a run's layer table; what a layer keeps while it is recomputed is estimated from its kind."""
-    return tuple(
-        Layer(
-            name=row.name,
-            kind=row.kind,
-            parameters=row.parameters,
-            flops_per_token=row.flops_per_token_forward,
-            activation_bytes_per_token=row.activation_bytes_per_token,
-            tied_to=tuple(row.tied_to),
-            workspace_bytes_per_token=row.activation_bytes_per_token
-            * (_BLOCK_WORKSPACE if row.kind == "block" else _EDGE_WORKSPACE),
-        )
-        for row in table.layers
+def read_layers(table: plan_pb2.LayerTable, sequence_length: int) -> tuple[Layer, ...]:
+    """The rows of a run's layer table. What a layer keeps while it is differentiated is not in it: it is estimated from
+    its multiplications, as nodes do who refuse what does not fit (`docs/explain/pipelines.md`)."""
+    width = table.layers[0].activation_bytes_per_token / FP32_BYTES if table.layers else 0.0
+    return tuple(_read(row, width, sequence_length) for row in table.layers)
+
+
+def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
+    outputs = max(0.0, row.flops_per_token_forward / 2 / width - sequence_length) if width else 0.0  # of its matrices
+    kept = FP32_BYTES * (_KEPT_OUTPUTS * outputs + _KEPT_WIDTHS * width)
+    moving = FP32_BYTES * (_MOVING_OUTPUTS * outputs + 2 * width)
+    is_block = row.kind == "block"
+    logits = _LOGITS * row.activation_bytes_per_token if row.kind == "head" else 0
+    return Layer(
+        name=row.name,
+        kind=row.kind,
+        parameters=row.parameters,
+        flops_per_token=row.flops_per_token_forward,
+        activation_bytes_per_token=row.activation_bytes_per_token,
+        tied_to=tuple(row.tied_to),
+        workspace_bytes_per_token=int(moving if is_block else FP32_BYTES * 2 * width + logits),
+        kept_bytes_per_token=int(kept) if is_block else 0,
+        workspace_bytes=int(FP32_BYTES * row.parameters * (_LARGEST_MATRIX if is_block else 1)),
     )
 
 

@@ -1,10 +1,10 @@
 """Local search: routes are taken apart, changed and put together while the budget lasts, and the best is kept. Pure.
 
-Moves: two machines swap places; one goes next to a near one of another route; one joins from or leaves to those left
-out; a route changes its order, or where a round binds a cut; and (ruin and recreate; Schrimpf et al., *Record breaking
-optimization results*, 2000) a few near routes are built anew from their machines, which also divides and merges. Every
-changed route is cut anew by dynamic programming. Moves that make the whole a little worse are taken too, less so as
-time goes by (simulated annealing; Kirkpatrick et al., 1983).
+Moves: two machines swap places; one goes next to a near one of another route, which its own need not survive; one joins
+from or leaves to those left out; a route changes its order, or where a round binds its cuts; and (ruin and recreate;
+Schrimpf et al., *Record breaking optimization results*, 2000) a few near routes are built anew from their machines,
+which also divides and merges. Every changed route is cut anew by dynamic programming. Moves that make the whole a
+little worse are taken too, less so as time goes by (simulated annealing; Kirkpatrick et al., 1983).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -28,6 +29,8 @@ _WARMTH = 0.1  # of a route's share of the whole: losses that are taken at the b
 _NEAR_A_ROUND = 0.8  # of the interval: from there on, what a round takes is part of every comparison
 _TIGHTER = (1.0, 0.75, 0.55, 0.4, 0.25)  # times the present round
 _RECUTS = 0.25  # of the moves where a round binds
+_AS_IT_IS = 0.3  # of the orders then: the fastest order of a route by itself need not be the best
+_POLISHED = 0.15  # of the moves then: their cuts are tried one by one
 _NEIGHBOURS = 24  # nearest machines that a machine has to do with
 _SMALL = 40  # machines: up to here every accepted layout is evaluated in full
 _CHECKED = 200  # accepted moves after which a larger one is
@@ -40,6 +43,7 @@ class Move:
     gone: frozenset[int]
     orders: tuple[Order, ...]
     splits: tuple[Split, ...] = ()  # when they are cut already
+    rest: Order = ()  # a route more, if it can be one
 
 
 class Search:
@@ -84,7 +88,12 @@ class Search:
         splits = move.splits or tuple(self._cut(order) for order in move.orders)
         if any(not split.rate for split in splits):
             return
-        routes = [split for place, split in enumerate(self.routes) if place not in move.gone] + list(splits)
+        rest = self._cut(move.rest) if move.rest else None
+        splits += (rest,) if rest is not None and rest.rate else ()
+        others = [split for place, split in enumerate(self.routes) if place not in move.gone]
+        if self._binds() and self.rng.random() < _POLISHED:
+            splits = self._polished(others, list(splits))
+        routes = others + list(splits)
         worth = self._worth_of(routes)
         share = self._worth / max(1, len(self.routes))
         warmth = _WARMTH * share * (1 - spent) ** 2
@@ -100,13 +109,38 @@ class Search:
         if (few and self._floor is None) or (not few and self._accepted % _CHECKED == 0):
             self._check_round()
 
+    def _polished(self, others: list[Split], changed: list[Split]) -> tuple[Split, ...]:
+        """With cuts moved by a layer for as long as that helps the whole."""
+        worth, better = self._worth_of(others + changed), True
+        while better:
+            better = False
+            cuts = [(place, cut) for place, split in enumerate(changed) for cut in range(1, len(split.route))]
+            for (place, cut), by in product(cuts, (-1, 1)):
+                moved = self._with_cut(changed[place], cut, changed[place].route[cut].first + by)
+                tried = [*changed[:place], moved, *changed[place + 1 :]] if moved else changed
+                value = self._worth_of(others + tried) if moved else 0.0
+                if value > worth:
+                    changed, worth, better = tried, value, True
+        return tuple(changed)
+
+    def _with_cut(self, split: Split, cut: int, first: int) -> Split | None:
+        """The same route whose stage number `cut` begins with layer `first`; None where that cannot be."""
+        stages = list(split.route)
+        before, after = stages[cut - 1], stages[cut]
+        if not before.first < first <= after.last:
+            return None
+        stages[cut - 1 : cut + 1] = [replace(before, last=first - 1), replace(after, first=first)]
+        cost = route_cost(self.builder.tables, tuple(stages))
+        return Split(cost.score_rate, tuple(stages), cost.price_per_second) if cost.score_rate else None
+
     def _cut(self, order: Order) -> Split:
         """The best split of that order; of all orders, or both ways round, where that costs little."""
         builder = self.rng.choice((self.builder, *self._tight))
-        if len(order) <= ALL_ORDERS:
+        as_it_is = self._binds() and self.rng.random() < _AS_IT_IS
+        if len(order) <= ALL_ORDERS and not as_it_is:
             return builder.arranged(order, self.rng)
         there = builder.split(order)
-        if len(self.machines) > _SMALL:
+        if as_it_is or len(self.machines) > _SMALL:
             return there
         back = builder.split(order[::-1])
         return back if back.rate > there.rate else there
@@ -124,7 +158,7 @@ class Search:
     def _worth_of(self, routes: Sequence[Split]) -> float:
         if not routes:
             return 0.0
-        if self._floor is not None and len(self.machines) <= _SMALL:
+        if self._binds():
             return evaluate(self.tables, Layout(tuple(split.route for split in routes))).score
         used = [stage.machine for split in routes for stage in split.route] if self.tables.pins else []
         rate, price = sum(split.rate for split in routes), sum(split.price_per_second for split in routes)
@@ -132,6 +166,10 @@ class Search:
             seconds = max(self._floor.seconds(split) for split in routes)
             rate = min(rate, self.tables.problem.training.round_tokens / seconds)
         return score(self.tables, rate, price, len(routes), used)
+
+    def _binds(self) -> bool:
+        """Whether a round holds a small swarm up, or hardly not: then a route's own rate says little of its worth."""
+        return self._floor is not None and len(self.machines) <= _SMALL
 
     def _index(self) -> None:
         self._place = {stage.machine: place for place, split in enumerate(self.routes) for stage in split.route}
@@ -175,7 +213,7 @@ class Search:
         return Move(frozenset({here, there}), orders)
 
     def _shift(self) -> Move | None:
-        """One machine goes next to another one, in the same route or from its own."""
+        """One machine goes next to another one, in the same route or from its own, which may end with that."""
         pair = self._pair()
         if pair is None or pair[1] not in self._place:
             return None
@@ -183,8 +221,7 @@ class Search:
         here, there = self._place[moving], self._place[beside]
         rest = tuple(it for it in self._order(here) if it != moving)
         target = self._beside(rest if here == there else self._order(there), beside, moving)
-        orders = (target,) if here == there or not rest else (rest, target)
-        return Move(frozenset({here, there}), orders)
+        return Move(frozenset({here, there}), (target,), rest=() if here == there else rest)
 
     def _join(self) -> Move | None:
         """One that is left out joins a route, or is one."""
@@ -226,14 +263,11 @@ class Search:
         if not long:
             return None
         place = self.rng.choice(long)
-        stages = list(self.routes[place].route)
+        stages = self.routes[place].route
         cut = self.rng.randrange(1, len(stages))
-        before, after = stages[cut - 1], stages[cut]
-        first = self.rng.randint(before.first + 1, after.last)
-        stages[cut - 1 : cut + 1] = [replace(before, last=first - 1), replace(after, first=first)]
-        cost = route_cost(self.builder.tables, tuple(stages))
-        split = Split(cost.score_rate, tuple(stages), cost.price_per_second)
-        return Move(frozenset({place}), (), (split,)) if first != after.first else None
+        first = self.rng.randint(stages[cut - 1].first + 1, stages[cut].last)
+        split = self._with_cut(self.routes[place], cut, first) if first != stages[cut].first else None
+        return Move(frozenset({place}), (), (split,)) if split else None
 
     def _rebuild(self) -> Move | None:
         """Some near routes, and some who are left out, anew."""

@@ -9,6 +9,9 @@ import numpy as np
 
 from atoll.coordinator.planner.problem import BoolArray, FloatArray, Problem
 
+_AHEAD = 1  # micro-batches that each link of a route keeps on their way, beside those that stages work on
+_TOKENS_BYTES = 16  # of a sample's token and of the one to predict
+
 
 class SpanTables:
     """What spans cost whoever holds them, [a, b], in bytes per whatever the name says."""
@@ -28,18 +31,25 @@ class SpanTables:
         received = leaves[start] * training.activation_ratio + leaves[end] * training.gradient_ratio
         self.sent_per_token, self.received_per_token = sent, received
         self.recomputes: BoolArray = ~self.is_whole | training.activation_checkpointing
-        self.device_bytes = self._device_bytes(problem, leaves[start])
+        self.device_bytes = self._device_bytes(problem, leaves[start], leaves[end])
         self.host_bytes = self.parameters * training.host_bytes_per_parameter
 
-    def _device_bytes(self, problem: Problem, enters: FloatArray) -> FloatArray:
+    def _device_bytes(self, problem: Problem, enters: FloatArray, leaves: FloatArray) -> FloatArray:
         training, layers = problem.training, problem.layers
-        held = self.parameters + self.borrowed / 2  # a borrowed matrix has a gradient here and its moments elsewhere
+        held = self.parameters * training.device_bytes_per_parameter
+        held += self.borrowed * training.borrowed_bytes_per_parameter + self.lent * training.lent_bytes_per_parameter
         workspace = [float(layer.workspace_bytes_per_token) for layer in layers]
-        kept = self._sums([layer.activation_bytes_per_token for layer in layers[:-1]] + [0])
+        kept = self._sums([it.kept_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
         waiting = enters * np.where(self.is_whole, 1, min(training.in_flight, training.micro_batches))
+        if training.most_waiting:
+            stages = len(layers) - np.arange(len(layers) + 1)[:, None]  # from here on, at most
+            most = np.minimum(training.most_waiting, np.maximum(1, (stages - 1) * (1 + _AHEAD) + 1))
+            waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
         recomputed = waiting + kept + self._maxima(workspace)
-        per_token = np.where(self.recomputes, recomputed, self._sums(workspace))
-        return np.asarray(held * training.device_bytes_per_parameter + per_token * training.micro_batch_tokens)
+        at_once = self._sums([float(it.kept_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
+        per_token = np.where(self.recomputes, recomputed, at_once)
+        fixed = held + self._maxima([float(it.workspace_bytes) for it in layers])
+        return np.asarray(fixed + per_token * training.micro_batch_tokens)
 
     def _sums(self, values: list[float] | list[int]) -> FloatArray:
         ends = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])

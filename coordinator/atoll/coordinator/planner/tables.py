@@ -123,9 +123,11 @@ class Tables:
         """Whether each span fits its memory, [a, b]."""
         profile, spans = self.problem.machines[machine], self.spans
         if profile.shares_memory:
-            return spans.is_span & (spans.device_bytes + spans.host_bytes <= profile.device_memory_bytes)
-        on_device = spans.device_bytes <= profile.device_memory_bytes
-        return spans.is_span & on_device & (spans.host_bytes <= profile.host_memory_bytes)
+            found = spans.is_span & (spans.device_bytes + spans.host_bytes <= profile.device_memory_bytes)
+        else:
+            found = spans.is_span & (spans.device_bytes <= profile.device_memory_bytes)
+            found &= spans.host_bytes <= profile.host_memory_bytes
+        return found if profile.holds_whole is None else np.where(spans.is_whole, profile.holds_whole, found)
 
     def compute_seconds(self, machine: int) -> FloatArray:
         """Of one micro-batch, by span, [a, b]: forward, forward again where it recomputes, backward."""

@@ -6,13 +6,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import LAYERS, TRAINING, machine, swarm
+from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.planner.capacity import Room
+from atoll.coordinator.planner.capacity import Room, room
+from atoll.coordinator.planner.measured import problem_of
+from atoll.coordinator.planner.problem import Wishes
+from atoll.coordinator.planner.question import Measured
 from atoll.coordinator.planner.tables import Tables
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.pipeline.memory import Traffic, span_memory
+from atoll.node.pipeline.span import Span
 from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
 
 ROOM = Room(LAYERS, TRAINING)
-WHOLE = int(ROOM.whole_device_bytes)
+WHOLE = int(ROOM.device_bytes(0, len(LAYERS) - 1))
 
 
 def profile(device_bytes: int, host_bytes: int = 1 << 40, device: str = "cuda:0", whole: int = 0) -> mb.NodeProfile:
@@ -38,12 +46,72 @@ def test_what_fits_is_what_the_planner_may_place(device_bytes: int, host_bytes: 
     assert all(ROOM.fits(told, int(a), int(b) - 1) for a, b in zip(start, end, strict=True))
 
 
+@settings(deadline=None)
+@given(
+    st.integers(1, 12),
+    st.sampled_from([64, 256, 1024]),
+    st.integers(1, 8),
+    st.sampled_from([64, 512]),
+    st.booleans(),
+    st.data(),
+)
+def test_no_span_is_planned_that_its_trainer_would_refuse(
+    blocks: int, width: int, micro_batches: int, sequence_length: int, tied: bool, data: st.DataObject
+) -> None:
+    """Nodes estimate what a stage takes, too: never more than the planner does."""
+    spec = parse_run_spec(
+        f'version = 1\n[run]\nname = "reef"\nstop_tokens = 1\n[data]\npath = "x"\nsequence_length = {sequence_length}\n'
+        f"[optimizer]\naccumulate = {micro_batches}\n[sync]\nround_tokens = 1000\n"
+    )
+    parameters, vocabulary = 12 * width * width, 512
+    flops = 2.0 * parameters + 2.0 * width * sequence_length
+    table = plan_pb2.LayerTable(
+        layers=[
+            plan_pb2.LayerInfo(
+                name="embedding", kind="embedding", parameters=vocabulary * width, activation_bytes_per_token=4 * width
+            ),
+            *(
+                plan_pb2.LayerInfo(
+                    name=f"block.{number}",
+                    kind="block",
+                    parameters=parameters,
+                    flops_per_token_forward=flops,
+                    activation_bytes_per_token=4 * width,
+                )
+                for number in range(blocks)
+            ),
+            plan_pb2.LayerInfo(
+                name="head",
+                kind="head",
+                parameters=width if tied else width + vocabulary * width,
+                flops_per_token_forward=2.0 * vocabulary * width,
+                activation_bytes_per_token=4 * vocabulary,
+                tied_to=["embedding"] if tied else [],
+            ),
+        ]
+    )
+    first = data.draw(st.integers(0, blocks + 1))
+    last = data.draw(st.integers(first, blocks if first == 0 else blocks + 1))
+    planned = room(table.SerializeToString(), spec)
+    assert planned is not None
+    most = min(micro_batches, 2 * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
+    traffic = Traffic(4 * sequence_length, sequence_length, credits=most)
+    own = sum(row.parameters for row in table.layers[first : last + 1])
+    leaves = table.layers[last].activation_bytes_per_token if last <= blocks else 0
+    waiting = traffic.credits * traffic.micro_batch_tokens * leaves
+    needed = span_memory(table, Span(first, last), traffic).total + 8 * own + waiting  # an anchor and a snapshot
+    needed += 2 * 4 * vocabulary * width * (tied and (first == 0 or last == blocks + 1))  # a matrix on its way
+    assert planned.device_bytes(first, last) >= 0.97 * needed
+    assert planned.device_bytes(first, last) <= 1.6 * needed
+
+
 def test_who_tells_no_memory_counts_as_holding_everything() -> None:
     assert ROOM.holds_all(mb.NodeProfile())
 
 
 def test_the_word_of_a_node_about_the_whole_model_counts() -> None:
-    assert ROOM.holds_all(profile(WHOLE // 2, whole=WHOLE // 3))
-    assert not ROOM.holds_all(profile(2 * WHOLE, whole=3 * WHOLE))
-    assert ROOM.lent_bytes(profile(2 * WHOLE, whole=3 * WHOLE)) < ROOM.whole_device_bytes
-    assert ROOM.lent_bytes(profile(2 * WHOLE)) == 2 * WHOLE
+    for told, holds in ((profile(WHOLE // 2, whole=WHOLE // 3), True), (profile(2 * WHOLE, whole=3 * WHOLE), False)):
+        assert ROOM.holds_all(told) is holds
+        node = Measured("peer", "ann", told, mb.NodeStatus(), (), {})
+        fits = Tables(problem_of([node], LAYERS, parse_run_spec(spec_toml()), Wishes()).problem).fits(0)
+        assert fits[0, len(LAYERS)] == holds
