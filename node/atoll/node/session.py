@@ -96,6 +96,7 @@ class TrainingSession:
         self._head: Head | None = None
         self._state: AnchorState | None = None
         self._lacks_layers = False  # of its span: they must be fetched
+        self._reloading = False  # the trainer, with other layers
         self._former: tuple[Head, AnchorState] | None = None  # what was held under another plan
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
@@ -117,8 +118,12 @@ class TrainingSession:
         restarts, last_round = 0, -1
         try:
             while not self.finished.is_set():
-                self._it.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
+                if self._reloading:
+                    self._it.status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers that the plan gives it")
+                else:
+                    self._it.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
                 try:
+                    self._reloading = False
                     trainer = await self._load()
                     await self._train_through(trainer)
                 except ChildDied as error:
@@ -199,6 +204,7 @@ class TrainingSession:
                 await self._write_genesis(trainer)
             if self._in_plan() and not self._resting:
                 if self._holds_other_layers(trainer):
+                    self._reloading = True  # still part of the plan
                     return
                 await self._follow_plan(trainer)
 

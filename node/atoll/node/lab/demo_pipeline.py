@@ -1,7 +1,9 @@
 """The demo of a model that no node can hold: five nodes with limited memory, in a route of two and one of three stages.
 
-The coordinator cuts the routes by what each node may take; each layer is averaged among its holders. A stage is killed
-while it trains and comes back. In the end the model is put together from the checkpoints of one route and exported.
+Left alone the coordinator would cut routes by memory and measured speed, and on one machine find that a second route is
+not worth its rounds. So the nodes are pinned to two routes that are cut at different layers; each layer is averaged
+among its holders. A stage is killed while it trains and comes back. In the end the model is put together from the
+checkpoints of one route and exported.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from atoll.node.lab.launcher import LocalSwarm
 from atoll.node.lab.trouble import DOWN_SECONDS, kill
 from atoll.node.localclient import call
 
-MEMORY_MEGABYTES = {"node-1": 115, "node-2": 115, "node-3": 88, "node-4": 88, "node-5": 88}
+MEMORY_MEGABYTES = {"node-1": 140, "node-2": 140, "node-3": 105, "node-4": 105, "node-5": 105}
+SPANS = {"node-1": "0-3", "node-2": "4-7", "node-3": "0-2", "node-4": "3-4", "node-5": "5-7"}
 TOKENS = 120_000
 SEQUENCE_LENGTH = 128
 STATE_BYTES_PER_PARAMETER = 4 * 7  # weights, gradients, AdamW's two moments, anchor, outer momentum, pseudo-gradient
 _KILL_AT = 0.35  # of the tokens
+_ENROL_TIMEOUT = timedelta(seconds=90)
 
 SPEC = """\
 version = 1
@@ -111,6 +115,8 @@ async def run_pipeline_demo(options: PipelineOptions, root: Path, show: Callable
     aborted: dict[str, int] = {}
     try:
         await demo.start(swarm, _spec(options, root), flags, view, show)
+        for name, span in SPANS.items():
+            await _pin(swarm, name, span)
         async with asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(_kill_a_stage(swarm, view))
             tasks.create_task(_count_aborted(view, aborted, killing))
@@ -134,6 +140,13 @@ def _spec(options: PipelineOptions, root: Path) -> str:
         sequence_length=SEQUENCE_LENGTH,
         warmup=options.tokens // 20,
     )
+
+
+async def _pin(swarm: LocalSwarm, name: str, span: str) -> None:
+    async with asyncio.timeout(_ENROL_TIMEOUT.total_seconds()):
+        while name not in await swarm.ctl("node", "list"):
+            await asyncio.sleep(0.2)
+    await swarm.ctl("plan", "pin", name, "--layers", span)
 
 
 async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:

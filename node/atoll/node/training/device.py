@@ -19,7 +19,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text
 from atoll.node.training.shape import ModelShape
 
-THREADS_BYTES = 32 << 20  # of a limit on host memory: the stacks of threads, and what allocators keep
+THREADS_BYTES = 32 << 20  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
 FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
 _PROCESS = Path("/proc/self/status")
 _SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
@@ -78,7 +78,7 @@ def _host_memory_bytes() -> int:
 
 def limit_host_memory(memory_bytes: int) -> None:
     """From now on this process may allocate so many bytes more (Linux). What goes beyond fails."""
-    if not memory_bytes or not _PROCESS.exists():
+    if not _PROCESS.exists():
         return
     lines = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
     allocated = 1024 * int(lines["VmData"].split()[0])

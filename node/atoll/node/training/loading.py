@@ -96,22 +96,11 @@ class Loaded:
         if isinstance(self.loop, InnerLoop):
             speed = self.loop.probe(minimum_step_seconds)
             return speed, self.loop.layer_times()
-        times = self._single_layers()
+        times = single_layer_times(self.spec, self.shape, self.facts, self.clock)
         if self.loop is None:
             return 0.0, times
         seconds = self._seconds_per_token(self.loop.span, times)
         return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12), times
-
-    def _single_layers(self) -> LayerTimes:
-        precision = working_precision(self.spec.optimizer.precision, torch.device(self.facts.device))
-        size = self.spec.optimizer.micro_batch_samples, self.spec.data.sequence_length
-        tokens_BT = torch.zeros(size, dtype=torch.int64, device=self.facts.device)
-
-        def autocast() -> AbstractContextManager[None]:
-            dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-            return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
-
-        return of_single_layers(self.shape, tokens_BT, self.clock, autocast)
 
     def _seconds_per_token(self, span: Span, times: LayerTimes) -> float:
         """Of a stage, which computes its span twice and backward once."""
@@ -119,6 +108,19 @@ class Loaded:
         kinds = ["embedding" if each == 0 else "head" if each == last else "block" for each in range(last + 1)]
         seconds = {kind: 2 * forward + backward for kind, forward, backward in times}
         return sum(seconds[kind] for kind in kinds[span.first : span.last + 1])
+
+
+def single_layer_times(spec: RunSpec, shape: ModelShape, facts: DeviceFacts, clock: Clock) -> LayerTimes:
+    """Of one layer of each kind, with no more than that in memory."""
+    precision = working_precision(spec.optimizer.precision, torch.device(facts.device))
+    size = spec.optimizer.micro_batch_samples, spec.data.sequence_length
+    tokens_BT = torch.zeros(size, dtype=torch.int64, device=facts.device)
+
+    def autocast() -> AbstractContextManager[None]:
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
+
+    return of_single_layers(shape, tokens_BT, clock, autocast)
 
 
 def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, clock: Clock) -> Loaded:
@@ -138,7 +140,8 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
         digest=corpus.digest,
     )
     torch.set_num_threads(config.cpu_threads)
-    if facts.device == "cpu":
+    if facts.device == "cpu" and config.memory_bytes:
+        single_layer_times(spec, shape, facts, clock)  # torch's threads and their buffers are there from now on
         limit_host_memory(config.memory_bytes)
     loop: InnerLoop | StageLoop | None = None
     if span is not None:
