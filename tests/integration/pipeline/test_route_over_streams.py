@@ -87,7 +87,7 @@ async def hosts_of(lab: Lab, direct: DirectConfig | None) -> list[SwarmHost]:
     return hosts
 
 
-async def test_through_libp2p_stages_pass_what_they_pass_through_tls(lab: Lab, corpus: Path) -> None:
+async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab: Lab, corpus: Path) -> None:
     hosts = await hosts_of(lab, None)
     dispatchers = [RouteDispatcher(host) for host in hosts]
     for host in hosts:
@@ -100,6 +100,11 @@ async def test_through_libp2p_stages_pass_what_they_pass_through_tls(lab: Lab, c
         async with bridged(stages, hosts, dispatchers):
             await until(lambda: stages[2].status.steps >= 3)
             assert stages[0].status.flushes_aborted == 0
+            os.kill(hosts[2].p2pd_pid, signal.SIGKILL)
+            await until(lambda: stages[0].status.flushes_aborted == 1)
+            taken = await stages[0].order(ms.TakeSnapshot(0, 9))
+            assert isinstance(taken, ms.Taken)
+            assert (taken.tokens, taken.samples) == (taken.steps * STEP_TOKENS, taken.steps * STEP_SAMPLES)
 
 
 class Swarm:

@@ -20,6 +20,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import (
     AtollError,
     DeadlineExceeded,
+    FlushAborted,
     InvalidRequest,
     InvalidTransition,
     NotPermitted,
@@ -31,7 +32,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline import bridge, dispatcher, links
 from atoll.node.pipeline.bridge import RouteBridge
-from atoll.node.pipeline.cable import Cable
+from atoll.node.pipeline.cable import Cable, Word, pack_prefix, said
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_loop import StageLoop
@@ -393,16 +394,19 @@ async def test_an_evaluation_ends_with_an_error_when_a_stage_is_elsewhere_or_the
         assert route.driver.status.flushes_aborted <= 1
 
 
-async def test_a_bridge_lets_go_of_a_trainer_that_stands_still(corpus: str) -> None:
+def lone_bridge(hub: MemoryHub, cable: Cable, stage: int) -> RouteBridge:
+    """Of a route of two, with large micro-batches."""
+    spec = parse_run_spec(SPEC.format(model="").replace("micro_batch_samples = 2", "micro_batch_samples = 512"))
+    table = layer_table(spec, resolve_shape(spec.model, 256))
+    place = RoutePlace(1, 0, ("reef", "lagoon"), stage)
+    return RouteBridge(RouteDispatcher(hub.join(place.peers[stage])), cable, place, spec, table, SystemClock())
+
+
+async def test_a_bridge_lets_go_of_a_trainer_that_stands_still() -> None:
     """Its socket is full, and nobody reads it."""
     near, far = socket.socketpair()
     cable, hub = await Cable.over(near), MemoryHub()
-    place = RoutePlace(1, 0, ("reef", "lagoon"), 1)
-    spec = parse_run_spec(SPEC.format(model="").replace("micro_batch_samples = 2", "micro_batch_samples = 512"))
-    shape = resolve_shape(spec.model, 256)
-    table = layer_table(spec, shape)
-    frozen = RouteBridge(RouteDispatcher(hub.join("lagoon")), cable, place, spec, table, SystemClock())
-    running = asyncio.create_task(frozen.run())
+    running = asyncio.create_task(lone_bridge(hub, cable, 1).run())
     stream = await hub.join("reef").open("lagoon", PROTOCOL, SOON)
     filling = asyncio.create_task(fill(stream))
     await until(lambda: cable._writer.transport.get_write_buffer_size() > 1 << 20)
@@ -411,6 +415,39 @@ async def test_a_bridge_lets_go_of_a_trainer_that_stands_still(corpus: str) -> N
         await running
     with pytest.raises(AtollError):
         await filling
+    cable.close()
+    far.close()
+
+
+@pytest.mark.parametrize("ticks", range(8))
+async def test_a_bridge_that_is_cancelled_while_its_route_breaks_ends(ticks: int) -> None:
+    near, far = socket.socketpair()
+    cable, hub = await Cable.over(near), MemoryHub()
+    opened = asyncio.Event()
+
+    async def swallow(stream: Stream) -> None:
+        opened.set()
+        await stream.receive(SOON)
+        await asyncio.sleep(SOON.total_seconds())
+
+    hub.join("lagoon").handle(PROTOCOL, swallow)
+    route = lone_bridge(hub, cable, 0)
+    running = asyncio.create_task(route.run())
+    await until(lambda: route.incarnation > 0)
+    word = header(route.incarnation, join=pb.StageJoin())
+    far.sendall(pack_prefix(Word.HEADER, 1, route.incarnation, len(word)) + word)
+    await opened.wait()
+    why = said(FlushAborted("the trainer has enough"))
+    far.sendall(pack_prefix(Word.BREAK, 0, route.incarnation, len(why)) + why)
+    assert route._links is not None
+    await route._links._broken
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(SOON.total_seconds()):
+            await running
+    await hub.close()
     cable.close()
     far.close()
 

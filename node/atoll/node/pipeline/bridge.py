@@ -109,6 +109,8 @@ class RouteBridge:
             except ChildDied:
                 raise
             except AtollError as error:
+                if _is_cancelled():
+                    raise asyncio.CancelledError from error
                 self.trouble = error
                 _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
             if self._place.first:
@@ -146,3 +148,9 @@ class RouteBridge:
             self._links.break_off(FlushAborted("the route begins anew"))
         async with self._changed:
             self._changed.notify_all()
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this task while a group of tasks was ending with an error: the group hides it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

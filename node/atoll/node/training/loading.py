@@ -146,7 +146,10 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     loop: InnerLoop | StageLoop | None = None
     if span is not None:
         assert cable is not None
-        loop = StageLoop(spec, corpus, span, torch.device(facts.device), clock, cable)
+        try:
+            loop = StageLoop(spec, corpus, span, torch.device(facts.device), clock, cable)
+        except torch.OutOfMemoryError as error:
+            raise too_large(f"does not fit with {span} beside what is there", facts) from error
     elif holds:
         loop = InnerLoop(spec, corpus, facts.device, clock=clock)
     return Loaded(spec, shape, corpus, clock, facts, loop)

@@ -2,8 +2,9 @@
 
 The trainer is a child with its own interpreter, spawned, never forked. The two share the anchor and the
 pseudo-gradient through nameless memory and talk over a socket pair; every order has a deadline and raises
-`ChildDied` when the child is gone. A CUDA error or an out-of-memory kill therefore costs a trainer, not the membership:
-the daemon sees `died` and spawns another.
+`ChildDied` when the child is gone. A trainer that holds a span has a second pair, for what passes between it and the
+other stages of its route. A CUDA error or an out-of-memory kill therefore costs a trainer, not the membership: the
+daemon sees `died` and spawns another.
 """
 
 from __future__ import annotations
