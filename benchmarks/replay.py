@@ -60,7 +60,7 @@ class Replay(VirtualSwarm):
         anchor_E = torch.empty(loop.layout.elements)
         loop.initialise_into(anchor_E)
         loop.close()
-        saved = Saved(anchor_E, torch.zeros_like(anchor_E), position_at(genesis, history.plan(first)))
+        saved = Saved(anchor_E, torch.zeros_like(anchor_E), position_at(genesis, history.plan(first), 0))
         codec = BY_NUMBER[first.manifest.codec].name
         ingredients = Ingredients((1.0,) * len(members), codec, 0.0, history.spec.sync.screening)
         super().__init__(history.spec, corpus, ingredients, saved, members=members)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 
 from atoll.core import log, protocol
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, ChildDied, InvalidTransition, Unreachable
+from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge, Unreachable
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
 from atoll.core.plan import Plan
@@ -35,11 +35,11 @@ from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.decide import position_at
 from atoll.node.averaging.engine import AveragingEngine, Listener
 from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.round_policy import policies
+from atoll.node.averaging.round_policy import minimum_lease, policies
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.on_route import OnRoute
-from atoll.node.state.anchor import AnchorState, Fetched, Staged
+from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import ANCHOR, CheckpointState
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -97,7 +97,7 @@ class TrainingSession:
         self._state: AnchorState | None = None
         self._lacks_layers = False  # of its span: they must be fetched
         self._reloading = False  # the trainer, with other layers
-        self._former: tuple[Head, AnchorState] | None = None  # what was held under another plan
+        self._formers: list[tuple[Head, AnchorState]] = []  # what was held under other plans
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -107,8 +107,13 @@ class TrainingSession:
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
         self._route = OnRoute(context.network, context.spec, context.identity.peer_id, context.clock)
         context.status.route = self._route
-        StateServer(
-            context.network, context.spec.run.name, context.manifests, self._current, self._staged, lambda: self._former
+        self._server = StateServer(
+            context.network,
+            context.spec.run.name,
+            context.manifests,
+            self._current,
+            self._staged,
+            lambda: self._formers,
         )
 
     # --- the main path -------------------------------------------------------------------------------
@@ -154,6 +159,10 @@ class TrainingSession:
         if trainer.facts.span is not None:
             first, last = trainer.facts.span
             await self._hold(trainer, range(first, last + 1))
+        if self._in_plan() and config.span is None and trainer.facts.span is None and self._span() is None:
+            raise ModelTooLarge(
+                "the plan gives this node the whole model, which it cannot hold", "pin it to some layers"
+            )
         return trainer
 
     async def _hold(self, trainer: Trainer, layers: range) -> None:
@@ -163,13 +172,24 @@ class TrainingSession:
             trainer.anchor.copy_(before.anchor_E)
             before.anchor_E = trainer.anchor
             return
+        if before is not None and self._head is not None and not self._lacks_layers:
+            self._formers.append((self._head, before))
+        self._lacks_layers = True  # until all of it is here
         self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
-        if before is not None and self._head is not None:
-            self._former = self._head, before
-            self._lacks_layers = not await asyncio.to_thread(self._state.take_over, before)
-        else:
-            await self._restore(self._state, Layers.of(trainer.facts.layers, layers))
-            self._lacks_layers = self._head is None
+        if before is None:
+            await self._restore(Layers.of(trainer.facts.layers), trainer.facts.layer_offsets)
+        self._lacks_layers = not await asyncio.to_thread(self._take_over, self._state)
+
+    def _take_over(self, state: AnchorState) -> bool:
+        """Copy what we held before of its layers and is still true; whether that is all of them."""
+        if self._head is None:
+            return False
+        missing, now = set(state.layers), self._head.manifest.layers
+        for then, former in reversed(self._formers):
+            true = [layer for layer in missing & set(former.layers) if then.manifest.layers[layer] == now[layer]]
+            state.take_over(former, true)
+            missing -= set(true)
+        return not missing
 
     def _span(self) -> tuple[int, int] | None:
         """The layers that the plan gives this node, both included; None: all, or no plan says anything."""
@@ -185,14 +205,16 @@ class TrainingSession:
         mine = plan.span(self._it.identity.peer_id) if plan is not None else range(0)
         return len(mine) > 0 and held != (mine.start, mine.stop - 1)
 
-    async def _restore(self, state: AnchorState, layers: Layers) -> None:
-        """Begin where the last process of this node stopped; the others tell what happened since."""
+    async def _restore(self, layers: Layers, offsets: Sequence[int]) -> None:
+        """What the last process of this node held, of whichever layers; the others tell what happened since."""
         await asyncio.to_thread(self._it.manifests.sweep)
         found = await self._it.checkpoints.restore(layers)
         if found is None:
             return
-        fetched = Fetched(found.head, found.anchor_E, found.momentum_E)
-        await asyncio.to_thread(state.adopt, fetched)
+        numbers = found.layers.numbers
+        former = AnchorState(found.anchor_E, offsets, range(numbers.start, numbers.stop))
+        former.momentum_E = found.momentum_E
+        self._formers.append((found.head, former))
         await asyncio.to_thread(self._it.manifests.append, found.head)
         self._moved(found.head)
 
@@ -219,7 +241,7 @@ class TrainingSession:
             _log.warning("cannot synchronise yet", reason=str(error))
             await asyncio.sleep(_RETRY.total_seconds())
             return
-        ranges = position_at(head, plan).holdings.get(it.identity.peer_id, ())
+        ranges = position_at(head, plan, minimum_lease(it.spec)).holdings.get(it.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
         self._moved(head)
         if self._first_evaluation is not None:  # told after genesis, which it is an evaluation of
@@ -233,10 +255,10 @@ class TrainingSession:
         try:
             await self._first_of(trainer, running, following)
         finally:
-            self._engine = None
             for task in (running, following):
                 task.cancel()
             await asyncio.gather(running, following, return_exceptions=True)
+            self._engine = None
             if engine.finished.is_set():
                 await self._route.until_driver_leaves(LAST_EVALUATION)
             await self._route.leave()
@@ -339,6 +361,7 @@ class TrainingSession:
                 self._head,
                 operator_key=it.operator_key,
                 lacking=self._lacks_layers,
+                believed=self._server.learn,
             )
         except Unreachable:
             if self._lacks_layers or self._head is None or not plan.accepts(self._head):
@@ -350,6 +373,7 @@ class TrainingSession:
         await asyncio.to_thread(it.manifests.keep, fetched.head)
         await asyncio.to_thread(self._state.adopt, fetched)
         self._lacks_layers = False
+        self._let_go_of_formers(fetched.head)
         return fetched.head
 
     def _make_engine(self, trainer: Trainer, head: Head, plan: Plan) -> AveragingEngine:
@@ -495,20 +519,23 @@ class TrainingSession:
     def _moved(self, head: Head) -> None:
         status = self._it.status
         self._head = head
-        self._let_go_of_former(head)
+        self._let_go_of_formers(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
         state = self._checkpoint_state()
         if state is not None and head.round > 0:
             self._it.checkpoints.offer(state)
         self._it.directives.wake()
 
-    def _let_go_of_former(self, head: Head) -> None:
+    def _let_go_of_formers(self, head: Head) -> None:
         """Once every layer was averaged since by those who hold it now, nobody needs ours."""
-        if self._former is not None and self._state is not None:
-            then, former = self._former
-            others = set(former.layers) - set(self._state.layers)
-            if all(head.manifest.layers[layer] != then.manifest.layers[layer] for layer in others):
-                self._former = None
+        if self._state is None or self._lacks_layers:
+            return
+        ours, now = set(self._state.layers), head.manifest.layers
+        self._formers = [
+            (then, former)
+            for then, former in self._formers
+            if any(then.manifest.layers[layer] == now[layer] for layer in set(former.layers) - ours)
+        ]
 
     def _checkpoint_state(self) -> CheckpointState | None:
         if self._head is None or self._state is None or self._it.status.facts is None or self._lacks_layers:

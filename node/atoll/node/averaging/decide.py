@@ -152,11 +152,12 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
         raise PeerMisbehaved("a result to vote for is of other fragments than the plan's")
     holders = plan.holders(fragment.layers)
     most = max(item.max_round_tokens for item in plan.assignments)
+    most *= 1 if ours else 2 * manifest.fragments  # caps follow the cuts
     weights = [item.weight for item in made]
     check_form(manifest.verdicts, weights, manifest.parts_total)
     for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
-        cap = assignment.max_round_tokens if assignment else most
+        cap = assignment.max_round_tokens if assignment and ours else most
         if ours and item.peer_id not in holders:
             cap = 0
         if item.weight > cap or item.tokens != counted or item.samples > MAX_SAMPLES:
@@ -179,7 +180,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
-    due = advance(position_at(head, plan), plan.drivers, samples, policy.minimum_lease)
+    due = advance(position_at(head, plan, policy.minimum_lease), plan.drivers, samples, policy.minimum_lease)
     if ours and data != due:
         raise PeerMisbehaved("a result to vote for moves the data elsewhere")
 
@@ -197,10 +198,12 @@ def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
 def is_attested(plan: Plan, electorate: Electorate, payload: bytes, said: Set[str]) -> bool:
     """Whether witnesses may believe a result: at least half of the deciding members that hold its layers attest to it.
 
-    Half, because most layers have two holders, and one of them may be gone.
+    Those count that were present at its end. Half, because most layers have two holders, and one of them may be gone.
     """
-    holders = plan.holders(changed_layers(manifest_pb2.Manifest.FromString(payload)))
-    deciding = holders & electorate.members
+    manifest = manifest_pb2.Manifest.FromString(payload)
+    holders = plan.holders(changed_layers(manifest))
+    present = {item.peer_id for item in manifest.contributions if item.present}
+    deciding = holders & electorate.members & present
     return bool(holders & said) and 2 * len(deciding & said) >= len(deciding)
 
 
@@ -239,7 +242,7 @@ def manifest_payload(
         layers=layers,
         codec=start.codec,
         data=advance(
-            position_at(head, plan),
+            position_at(head, plan, policy.minimum_lease),
             plan.drivers,
             {item.peer_id: item.samples for item in contributions},
             policy.minimum_lease,
@@ -257,10 +260,14 @@ def manifest_payload(
     return message.SerializeToString(deterministic=True)
 
 
-def position_at(head: Head, plan: Plan) -> DataPosition:
-    """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says."""
+def position_at(head: Head, plan: Plan, minimum_lease: int) -> DataPosition:
+    """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says.
+
+    Where nobody who drives a route under `plan` holds any, all of them are given some: nothing would be trained else.
+    """
     if head.round > 0:
-        return head.data
+        somebody = any(head.data.holdings.get(peer) for peer in plan.drivers)
+        return head.data if somebody else advance(head.data, plan.drivers, {}, minimum_lease)
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
     held = sorted(piece for ranges in holdings.values() for piece in ranges)

@@ -137,10 +137,11 @@ class AveragingEngine:
         self._served: RoundId | None = None  # the exchange whose parts others may ask for
         self._asides: set[asyncio.Task[None]] = set()
         self._catching_up = False
-        self._counted_from = trainer.status.tokens
+        self._counted_from = self._reported_from = trainer.status.tokens
+        self._counted_round = head.round
         self._frozen_tokens = 0  # of the snapshot, since the round before that counted us
         self._frozen_at = 0  # the trainer's total then
-        self._usual_tokens: deque[int] = deque(maxlen=2)  # what rounds counted of ours; the first after long is more
+        self._usual_tokens: deque[int] = deque(maxlen=2)  # what was counted of ours, a round
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._looking = False
@@ -206,6 +207,8 @@ class AveragingEngine:
             raise first_error(group) from group
         finally:
             await self._stop_asides()
+            if self._served is not None:
+                self._exchanges.end(self._served)
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _feed(self) -> None:
@@ -226,7 +229,7 @@ class AveragingEngine:
         if self._catching_up:
             return  # what the machine believes is out of date
         status = self._trainer.status
-        self._step(rt.Progress(max(0, status.tokens - self._counted_from), status.step_seconds))
+        self._step(rt.Progress(max(0, status.tokens - self._reported_from), status.step_seconds))
         self._step(rt.Tick())
         quiet = self._clock.monotonic() - self._last_look
         if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
@@ -317,7 +320,7 @@ class AveragingEngine:
         self._forget_staged()
         self._counters.committed += 1
         if counted:
-            self._count_frozen()
+            self._count_frozen(head.round)
         take = self._trainer.apply if counted else self._trainer.rebase
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
         moved = (own.start, own.stop)
@@ -335,7 +338,7 @@ class AveragingEngine:
         await self._move(head, lambda: None)
         self._forget_staged()
         self._counters.witnessed += 1
-        self._counted_from = self._trainer.status.tokens  # reports are of what was trained since the head
+        self._reported_from = self._trainer.status.tokens  # of what was trained since the head
         ranges = self._ranges(head)
         await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens, moved=(0, 0))
         _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)
@@ -569,22 +572,23 @@ class AveragingEngine:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
         ranges, usual = self._ranges(head), min(self._usual_tokens, default=0)
         if counted:
-            self._count_frozen()
+            self._count_frozen(before.round + 1)
         tokens, missed = self._trainer.status.tokens - self._counted_from, head.round - before.round - bool(counted)
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
         if counted is None or (whole_turn and is_stale(tokens, usual, missed)):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
-            self._counted_from = self._trainer.status.tokens
+            self._counted_from = self._reported_from = self._trainer.status.tokens
         elif counted:
             await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
         else:
             await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
 
-    def _count_frozen(self) -> None:
-        """A round holds our snapshot."""
-        self._counted_from = self._frozen_at
+    def _count_frozen(self, number: int) -> None:
+        """Round `number` holds our snapshot."""
+        self._counted_from = self._reported_from = self._frozen_at
         if self._frozen_tokens:
-            self._usual_tokens.append(self._frozen_tokens)
+            self._usual_tokens.append(self._frozen_tokens // max(1, number - self._counted_round))
+        self._counted_round = number
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(
@@ -602,7 +606,8 @@ class AveragingEngine:
     # --- small words -----------------------------------------------------------------------------------
 
     def _ranges(self, head: Head) -> tuple[tuple[int, int], ...]:
-        return position_at(head, self._machine.plan).holdings.get(self._me, ())
+        lease = self._machine.policy.minimum_lease
+        return position_at(head, self._machine.plan, lease).holdings.get(self._me, ())
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

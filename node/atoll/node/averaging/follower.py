@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.fragments import Fragment
-from atoll.core.manifest import Head, manifest_hash
+from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import plain
@@ -69,6 +69,7 @@ class Follower:
     _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
+    _adopting: bytes = b""  # the earlier result that this attempt is to commit
 
     @property
     def fragment(self) -> Fragment:
@@ -179,6 +180,7 @@ class Follower:
     def adopt(self, message: dp.Adopt, now: float) -> None:
         """An earlier attempt's result may have been committed: fetch it, unless we hold it, or hold nothing of it."""
         check_payload(self.policy, self.plan, self.head, message.payload)
+        self._adopting = message.payload
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self.deadline = now + seconds + self.tie_seconds
         if is_witness(self.plan, self.me, message.payload):
@@ -193,7 +195,12 @@ class Follower:
         check_payload(self.policy, self.plan, self.head, message.payload)
         if not is_witness(self.plan, self.me, message.payload):
             raise PeerMisbehaved("Adopt asks a holder to believe others about its own layers")
+        if message.payload != self._due(message.payload):
+            raise PeerMisbehaved("Adopt names another result than this attempt can have")
+        manifest = manifest_pb2.Manifest.FromString(message.payload)
         said = {item.peer_id: item.signature for item in message.attestations}
+        if not said.keys() <= self.plan.holders(changed_layers(manifest)):
+            raise PeerMisbehaved("Adopt shows the word of members that do not hold the layers")
         if not is_attested(self.plan, self.plan.electorate(self.head), message.payload, said.keys()):
             raise PeerMisbehaved("Adopt shows the word of too few who hold the layers")
         try:
@@ -201,6 +208,13 @@ class Follower:
                 self.seals.check_attestation(message.payload, self.round_id.ballot, signature, peer)
         except AtollError as error:
             raise PeerMisbehaved(f"Adopt shows a word that nobody gave: {error}") from error
+
+    def _due(self, payload: bytes) -> bytes:
+        """What the attempt comes to when its layers become those of `payload`: the one way it can have ended."""
+        if self._start is None or self._settle is None:
+            return self._adopting
+        layers = tuple(manifest_pb2.Manifest.FromString(payload).layers)
+        return manifest_payload(self.policy, self.plan, self.head, self._start, self._settle, layers)
 
     def vote(self, payload: bytes) -> None:
         """Digest: we hold this result, or are its witness. Nobody votes for one that takes its voice away."""

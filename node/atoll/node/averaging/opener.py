@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import Head, manifest_hash
+from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
@@ -28,6 +28,7 @@ from atoll.node.averaging.decide import (
     check_verdicts,
     is_attested,
     is_witness,
+    manifest_payload,
     parts_total,
 )
 from atoll.node.averaging.pace import Pace
@@ -102,6 +103,8 @@ class Opener:
     _parts: dict[str, dp.Parts] = field(default_factory=dict)
     _votes: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → peer → signature
     _attestations: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → holder → its word
+    _settled: dp.Settle | None = None
+    _adopting: bytes = b""  # the earlier result that is to be committed
     _attested: bytes = b""  # the payload that witnesses were told to vote for
     _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
     _asking: bool = False  # its answer is awaited
@@ -253,6 +256,7 @@ class Opener:
         self._tell(self._ready, dp.RoundMessage(start=self._start))
 
     def _adopt(self, payload: bytes, holders: tuple[str, ...]) -> None:
+        self._adopting = payload
         seconds = self.paces.exchange_ceiling  # a whole state may have to travel
         self._enter(Stage.VOTES, seconds)
         message = dp.Adopt(
@@ -279,6 +283,7 @@ class Opener:
             verdicts=plain(verdict for peer in there for verdict in self._parts[peer].verdicts),
         )
         self._enter(Stage.VOTES, seconds)
+        self._settled = message
         self._tell(self._members, dp.RoundMessage(settle=message))
 
     def _learn(self, *, far: bool = True, failed: bool = False) -> None:
@@ -325,7 +330,7 @@ class Opener:
         payload, ballot = digest.payload, self.round_id.ballot
         try:
             if digest.HasField("attestation"):
-                check_payload(self.policy, self.plan, self.head, payload)
+                self._check_attested(payload)
                 self.seals.check_attestation(payload, ballot, digest.attestation, peer)
                 self._attestations.setdefault(payload, {})[peer] = digest.attestation
             if digest.HasField("signature"):
@@ -333,8 +338,17 @@ class Opener:
                 self._votes.setdefault(payload, {})[peer] = digest.signature
         except AtollError as error:
             self.declined[peer] = str(error)
-        self._ask_witnesses()
         self._count(final=False)
+
+    def _check_attested(self, payload: bytes) -> None:
+        """Raise `PeerMisbehaved` unless this attempt can have come to that, but for the digests."""
+        check_payload(self.policy, self.plan, self.head, payload)
+        due = self._adopting
+        if self._start is not None and self._settled is not None:
+            layers = tuple(manifest_pb2.Manifest.FromString(payload).layers)
+            due = manifest_payload(self.policy, self.plan, self.head, self._start, self._settled, layers)
+        if payload != due:
+            raise PeerMisbehaved("it attests to another result than this attempt can have")
 
     def _count(self, *, final: bool) -> None:
         for payload, votes in self._votes.items():
@@ -342,6 +356,8 @@ class Opener:
                 self.paces.decision.observe(self.now - self._stage_began)  # the quickest majority is enough
                 self._commit(payload)
                 return
+        if self._ask_witnesses(final=final):
+            self.deadline = max(self.deadline, self.now + self.paces.decision.patience)
         if self._waiting_for() and not final:
             return
         tied = [payload for payload, votes in self._votes.items() if self.electorate.is_half(votes.keys())]
@@ -350,20 +366,38 @@ class Opener:
         elif not self._asking:
             self._abandon(self._shortfall())
 
-    def _ask_witnesses(self) -> None:
-        """Those who hold none of the layers vote once enough of those who do attest to the same result."""
-        for payload, said in self._attestations.items():
-            if self._attested or not is_attested(self.plan, self.electorate, payload, said.keys()):
-                continue
-            self._attested = payload
-            message = dp.Adopt(
-                round=self.round_id.to_proto(),
-                payload=payload,
-                deadline_ms=max(0, int((self.deadline - self.now) * 1000)),
-                attestations=[dp.Attestation(peer_id=peer, signature=said[peer]) for peer in sorted(said)],
-            )
-            witnesses = {peer for peer in self._members if is_witness(self.plan, peer, payload)}
-            self._tell(witnesses, dp.RoundMessage(adopt=message))
+    def _ask_witnesses(self, *, final: bool) -> bool:
+        """Those who hold none of the layers vote once those who do attest to one result; whether they were asked now.
+
+        Most holders must, or of those that answer more than to any other result.
+        """
+        if self._attested or not self._attestations:
+            return False
+        said_by = sorted(self._attestations.items(), key=lambda item: len(item[1]), reverse=True)
+        payload, said = said_by[0]
+        divided = len(said_by) > 1 and len(said_by[1][1]) == len(said)
+        there = self._attesting & (self._parts.keys() if self._start else self._ready.keys())
+        others = there - {peer for peers in self._attestations.values() for peer in peers} - self.declined.keys()
+        enough = 2 * len(there & said.keys()) > len(there) or ((final or not others) and not divided)
+        if not enough or not is_attested(self.plan, self.electorate, payload, said.keys()):
+            return False
+        self._attested = payload
+        message = dp.Adopt(
+            round=self.round_id.to_proto(),
+            payload=payload,
+            deadline_ms=int(self.paces.decision.patience * 1000),
+            attestations=[dp.Attestation(peer_id=peer, signature=said[peer]) for peer in sorted(said)],
+        )
+        witnesses = {peer for peer in self._members if is_witness(self.plan, peer, payload)}
+        self._tell(witnesses, dp.RoundMessage(adopt=message))
+        return True
+
+    @property
+    def _attesting(self) -> frozenset[str]:
+        """Who can attest: holders of what the attempt changes."""
+        if self._start is not None or not self._adopting:
+            return self._holding
+        return self.plan.holders(changed_layers(manifest_pb2.Manifest.FromString(self._adopting)))
 
     def _commit(self, payload: bytes) -> None:
         self.done = True

@@ -21,6 +21,11 @@ _STALL = timedelta(seconds=0.5)
 _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 
+def minimum_lease(spec: RunSpec) -> int:
+    """Samples that a member holds at least after a commit: what the whole swarm consumes in a round."""
+    return -(-spec.sync.round_tokens // spec.data.sequence_length)
+
+
 def policies(spec: RunSpec, layer_offsets: Sequence[int]) -> PolicyOf:
     """The round policy under each plan of a run: no fragment crosses one of its cuts."""
     made = lru_cache(maxsize=4)(lambda cuts: policy_of(spec, layer_offsets, cuts))
@@ -47,7 +52,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         ),
         round_max=spec.sync.round_max_seconds / len(fragments),
         stop_tokens=spec.run.stop_tokens,
-        minimum_lease=-(-spec.sync.round_tokens // spec.data.sequence_length),
+        minimum_lease=minimum_lease(spec),
         exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in
         decision_timeout=_DECISION + vector,  # all may need repair
         stall=_STALL + _STALL_PARTS * part,

@@ -25,11 +25,12 @@ from atoll.node.lab.launcher import LocalSwarm
 from atoll.node.lab.trouble import DOWN_SECONDS, kill
 from atoll.node.localclient import call
 
-MEMORY_MEGABYTES = {"node-1": 140, "node-2": 140, "node-3": 105, "node-4": 105, "node-5": 105}
+MEMORY_MEGABYTES = {"node-1": 145, "node-2": 145, "node-3": 110, "node-4": 110, "node-5": 110}
 SPANS = {"node-1": "0-3", "node-2": "4-7", "node-3": "0-2", "node-4": "3-4", "node-5": "5-7"}
 TOKENS = 120_000
 SEQUENCE_LENGTH = 128
-STATE_BYTES_PER_PARAMETER = 4 * 7  # weights, gradients, AdamW's two moments, anchor, outer momentum, pseudo-gradient
+# weights, gradients, AdamW's two moments, anchor, snapshot; shared with the daemon anchor, momentum, pseudo-gradient:
+STATE_BYTES_PER_PARAMETER = 4 * 9
 _KILL_AT = 0.35  # of the tokens
 _ENROL_TIMEOUT = timedelta(seconds=90)
 
@@ -144,7 +145,7 @@ def _spec(options: PipelineOptions, root: Path) -> str:
 
 async def _pin(swarm: LocalSwarm, name: str, span: str) -> None:
     async with asyncio.timeout(_ENROL_TIMEOUT.total_seconds()):
-        while name not in await swarm.ctl("node", "list"):
+        while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it
             await asyncio.sleep(0.2)
     await swarm.ctl("plan", "pin", name, "--layers", span)
 

@@ -110,14 +110,13 @@ class AnchorState:
         """Where these elements of the model stand in our vectors."""
         return slice(start - self.start, end - self.start)
 
-    def take_over(self, other: AnchorState) -> bool:
-        """Copy what `other` holds of these layers; whether that is all of them."""
-        start, end = max(self.start, other.start), min(self.end, other.end)
-        if start < end:
+    def take_over(self, other: AnchorState, layers: Iterable[int]) -> None:
+        """Copy these layers, which both hold."""
+        for layer in layers:
+            start, end = self.offsets[layer : layer + 2]
             ours, theirs = self.slice(start, end), other.slice(start, end)
             self.anchor_E[ours].copy_(other.anchor_E[theirs])
             self.momentum_E[ours].copy_(other.momentum_E[theirs])
-        return other.layers.start <= self.layers.start and self.layers.stop <= other.layers.stop
 
     def layer_states(self, round_number: int) -> tuple[manifest_pb2.LayerState, ...]:
         """Digests of what stands now, where that is the whole model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -61,13 +61,14 @@ async def catch_up(
     operator_key: bytes,
     policy: FetchPolicy = _POLICY,
     lacking: bool = False,
+    believed: Callable[[Head], None] = lambda head: None,
 ) -> Fetched | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
     None when `held` is that head, or is newer and part of the history that counts, unless `state` is `lacking` some of
     its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
-    nothing is fetched. Raises `Unreachable` when no head can be believed yet or nobody's bytes were true,
-    `CheckpointCorrupt` when the head is not of this model.
+    nothing is fetched. `believed` hears of that head. Raises `Unreachable` when no head can be believed yet or nobody's
+    bytes were true, `CheckpointCorrupt` when the head is not of this model.
     """
     workspace: Workspace | None = None
     followed = held  # what grew out of ours need not be followed again
@@ -77,6 +78,7 @@ async def catch_up(
         if best is None:
             raise Unreachable("no head was found that enough members of the plan agree on")
         head = best.head
+        believed(head)
         try:
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
                 if not lacking:

@@ -111,7 +111,7 @@ class CheckpointStore:
             raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
         target = self.path(head.round)
         with self._writing:
-            if not self._holds(target, head):
+            if not self._holds(target, head, state.layers):
                 try:
                     self._place(self._contents(state), target, between)
                 except OSError as error:
@@ -121,19 +121,16 @@ class CheckpointStore:
         return target
 
     def newest(self, layers: Layers) -> Checkpoint | None:
-        """The newest that is undamaged and of these layers; damaged ones that are newer are set aside, with a warning.
+        """The newest that is undamaged and of this model, of some of its `layers` or all.
 
-        Raises `DataDirUnusable` when the directory cannot be read.
+        Damaged ones that are newer are set aside, with a warning. Raises `DataDirUnusable` when the directory cannot be
+        read.
         """
         for path in self._newest_first():
             try:
                 found = read_checkpoint(path)
-                held = min(len(found.layers.names), len(layers.names))
-                parts = held < len(found.head.manifest.layers)
-                if found.spec.run.name != self._spec.run.name or (found.layers != layers and not parts):
+                if found.spec.run.name != self._spec.run.name or found.layers != layers.part(found.layers.numbers):
                     raise CheckpointCorrupt(f"{path} is of another run or model")
-                if found.layers != layers:
-                    continue  # of the layers that a node held under another plan
                 if path != self.path(found.head.round):
                     raise CheckpointCorrupt(f"{path} holds round {found.head.round}")
                 return found
@@ -220,9 +217,9 @@ class CheckpointStore:
         except OSError as error:
             raise unusable(self._directory, error) from error
 
-    def _holds(self, path: Path, head: Head) -> bool:
+    def _holds(self, path: Path, head: Head, layers: Layers) -> bool:
         try:
-            return _describe(path).manifest_hash == head.hash
+            return _describe(path).manifest_hash == head.hash and tensor_file.read_layers(path / ANCHOR) == layers
         except (AtollError, DecodeError, OSError):
             return False
 

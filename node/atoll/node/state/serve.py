@@ -52,13 +52,14 @@ class StateServer:
         manifests: ManifestStore,
         current: Callable[[], tuple[Head, AnchorState] | None],
         staged: Callable[[bytes], Staged | None] = nothing_staged,
-        former: Callable[[], tuple[Head, AnchorState] | None] = lambda: None,
+        former: Callable[[], Sequence[tuple[Head, AnchorState]]] = lambda: (),
     ) -> None:
         self._run_id = run_id
         self._manifests = manifests
         self._current = current
         self._staged = staged
         self._former = former
+        self._layers = range(0)  # of the present state, also while it changes
         self._told: Head | None = None  # the last head that was seen here: still true while the state changes
         self._versions: dict[bytes, tuple[bytes, ...]] = {}  # of the last heads' layers, newest last
         self._streams: Counter[str] = Counter()
@@ -100,15 +101,24 @@ class StateServer:
             case _:
                 raise PeerMisbehaved("a state request asks for nothing")
 
+    def learn(self, head: Head) -> None:
+        """A head that counts, whether or not we hold its state: others may ask for it under that name."""
+        self._versions_of(head)
+
     def _head(self) -> Head | None:
-        self._now()
+        """Of what we hold: the present state, or while that lacks layers the newest that was held before."""
+        current = self._now()
+        if current is None and self._former():
+            former = max((head for head, _ in self._former()), key=lambda head: head.round)
+            if self._told is None or self._told.round < former.round:
+                self._told = former
         return self._told
 
     def _now(self) -> tuple[Head, AnchorState] | None:
         """The state, unless it is changing; its head and the versions of its layers are remembered."""
         current = self._current()
         if current is not None:
-            self._told = current[0]
+            self._told, self._layers = current[0], current[1].layers
             self._versions_of(current[0])
         return current
 
@@ -122,10 +132,11 @@ class StateServer:
 
     def _held(self) -> list[plan_pb2.Span]:
         """The layers that can be asked for here, for who cannot ask for all."""
-        states = [held[1] for held in (self._current(), self._former()) if held is not None]
-        if any(state.is_whole for state in states):
+        formers = [state for _, state in self._former()]
+        spans = [self._layers, *(state.layers for state in formers)]
+        if self._told is None or any(len(span) == len(self._told.manifest.layers) for span in spans):
             return []
-        return [plan_pb2.Span(first=state.layers.start, last=state.layers.stop - 1) for state in states]
+        return [plan_pb2.Span(first=span.start, last=span.stop - 1) for span in spans if span]
 
     def _stored(self, number: int) -> manifest_pb2.CommittedManifest | None:
         try:
@@ -152,7 +163,7 @@ class StateServer:
     def _vector(self, piece: dp.StateSlice, kind: Kind) -> tuple[int, Tensor]:
         """What we hold of that state, and the element that it begins with: our span's, or that of a staged result."""
         current, state_hash = self._now(), piece.manifest_hash
-        for held in (current, self._former()):
+        for held in (current, *self._former()):
             if held is not None and self._holds(piece, *held):
                 return held[1].start, held[1].vector(kind)
         staged = self._staged(state_hash)

@@ -51,6 +51,12 @@ class Layers:
             offsets.append(offsets[-1] + row.parameters)
         return cls(tuple(row.name for row in rows), tuple(offsets), held.start if held is not None else 0)
 
+    def part(self, numbers: slice) -> Layers:
+        """Those with these numbers; `self` holds all of them."""
+        start = self.offsets[min(numbers.start, len(self.offsets) - 1)]
+        offsets = tuple(offset - start for offset in self.offsets[numbers.start : numbers.stop + 1])
+        return Layers(self.names[numbers], offsets, numbers.start)
+
     @property
     def numbers(self) -> slice:
         """Where they stand in the model."""
