@@ -10,13 +10,23 @@ from functools import lru_cache
 
 import numpy as np
 
-from atoll.coordinator.planner.problem import BoolArray, FloatArray, Layer, Links, Problem, Training, read_layers
+from atoll.coordinator.planner.problem import (
+    INT8_OF_FP32,
+    BoolArray,
+    FloatArray,
+    Layer,
+    Links,
+    Problem,
+    Training,
+    read_layers,
+)
 from atoll.coordinator.planner.question import shares_memory
 from atoll.coordinator.planner.spans import SpanTables
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
+_PIPELINE_RATIO = {"int8": INT8_OF_FP32, "bf16": 0.5, "fp32": 1.0}  # bytes on the wire per byte of fp32
 _DEVICE_BYTES = 24.0  # a parameter: weight, gradient, AdamW's moments, and for outer rounds an anchor and a snapshot
 MOST_LAYERS = 1024  # of a model that is ever cut: tables grow with the square
 _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
@@ -82,16 +92,19 @@ def holds_whole(profile: mb.NodeProfile) -> bool | None:
 def training_of(spec: RunSpec) -> Training:
     """How the run trains."""
     optimizer = spec.optimizer
+    micro_batches = spec.samples_per_flush // optimizer.micro_batch_samples
     return Training(
         micro_batch_tokens=optimizer.micro_batch_samples * spec.data.sequence_length,
-        micro_batches=optimizer.accumulate,
+        micro_batches=micro_batches,
         round_tokens=spec.sync.round_tokens,
+        activation_ratio=_PIPELINE_RATIO[spec.pipeline.codec],
+        gradient_ratio=_PIPELINE_RATIO[spec.pipeline.codec],
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
         activation_checkpointing=optimizer.activation_checkpointing,
         device_bytes_per_parameter=_DEVICE_BYTES,
-        borrowed_bytes_per_parameter=16.0,  # values and gradient, here and on their way
+        borrowed_bytes_per_parameter=20.0,  # values and gradient, here and on their way; a gradient before it is added
         lent_bytes_per_parameter=8.0,
-        most_waiting=optimizer.accumulate,
+        most_waiting=micro_batches,
     )
 
 

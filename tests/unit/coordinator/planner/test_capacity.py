@@ -14,7 +14,7 @@ from atoll.coordinator.planner.problem import Wishes
 from atoll.coordinator.planner.question import Measured
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.memory import Traffic, span_memory
+from atoll.node.pipeline.memory import Traffic, trainer_memory
 from atoll.node.pipeline.span import Span
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
@@ -61,7 +61,7 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     """Nodes estimate what a stage takes, too: never more than the planner does."""
     spec = parse_run_spec(
         f'version = 1\n[run]\nname = "reef"\nstop_tokens = 1\n[data]\npath = "x"\nsequence_length = {sequence_length}\n'
-        f"[optimizer]\naccumulate = {micro_batches}\n[sync]\nround_tokens = 1000\n"
+        f"[pipeline]\nmicro_batches = {micro_batches}\n[sync]\nround_tokens = 1000\n"
     )
     parameters, vocabulary = 12 * width * width, 512
     flops = 2.0 * parameters + 2.0 * width * sequence_length
@@ -96,11 +96,7 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     assert planned is not None
     most = min(micro_batches, 2 * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
     traffic = Traffic(4 * sequence_length, sequence_length, credits=most)
-    own = sum(row.parameters for row in table.layers[first : last + 1])
-    leaves = table.layers[last].activation_bytes_per_token if last <= blocks else 0
-    waiting = traffic.credits * traffic.micro_batch_tokens * leaves
-    needed = span_memory(table, Span(first, last), traffic).total + 8 * own + waiting  # an anchor and a snapshot
-    needed += 2 * 4 * vocabulary * width * (tied and (first == 0 or last == blocks + 1))  # a matrix on its way
+    needed = trainer_memory(table, Span(first, last), traffic)
     assert planned.device_bytes(first, last) >= 0.97 * needed
     assert planned.device_bytes(first, last) <= 1.6 * needed
 
