@@ -107,8 +107,14 @@ def test_witnesses_want_the_word_of_half_of_the_holders_that_decide():
     assert not is_attested(PLAN, everybody, result(), set())
     assert is_attested(PLAN, Electorate(frozenset({BACK})), result(), {FRONT})  # holders that do not decide
     many = make_plan(["a", "b", "c", "d"], routes=[[("a", 0, 2)], [("b", 0, 2)], [("c", 0, 1), ("d", 2, 2)]])
-    assert not is_attested(many, Electorate(frozenset("abcd")), result(), {"a"})
-    assert is_attested(many, Electorate(frozenset("abcd")), result(), {"a", "c"})
+    manifest = manifest_pb2.Manifest.FromString(result())
+    del manifest.contributions[:]
+    manifest.contributions.extend(manifest_pb2.Contribution(peer_id=peer, present=True) for peer in "abcd")
+    payload = manifest.SerializeToString()
+    assert not is_attested(many, Electorate(frozenset("abcd")), payload, {"a"})
+    assert is_attested(many, Electorate(frozenset("abcd")), payload, {"a", "c"})
+    manifest.contributions[1].present = manifest.contributions[2].present = False  # they went while it was made
+    assert is_attested(many, Electorate(frozenset("abcd")), manifest.SerializeToString(), {"a"})
 
 
 def staging_witness() -> tuple[RoundMachine, str]:
@@ -148,7 +154,7 @@ def test_a_witness_freezes_nothing_and_votes_for_what_a_holder_attests_to():
     assert machine.phase is rt.Phase.VOTED
 
 
-@pytest.mark.parametrize("words", ["none of a holder", "of another ballot", "forged"])
+@pytest.mark.parametrize("words", ["none of a holder", "of another ballot", "forged", "of another result"])
 def test_a_witness_does_not_believe_an_opener_alone(words):
     machine, opener = staging_witness()
     message = adopt(WHOLE)
@@ -156,6 +162,11 @@ def test_a_witness_does_not_believe_an_opener_alone(words):
         message = adopt(BACK)
     elif words == "of another ballot":
         message = adopt(WHOLE, ballot=Ballot(1, 7))
+    elif words == "of another result":  # one that leaves the next round to the liar alone
+        manifest = manifest_pb2.Manifest.FromString(result())
+        for item in manifest.contributions:
+            item.present = item.peer_id == WHOLE
+        message = adopt(WHOLE, payload=manifest.SerializeToString(deterministic=True))
     else:
         message.adopt.attestations[0].signature.signature = b"no"
     actions = machine.step(rt.Received(opener, message), 0.4)
