@@ -1,19 +1,31 @@
 """A swarm in which two nodes hold half of the model each, beside one that holds all of it."""
 
 import asyncio
+import json
+import math
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from support.reef import READY, Reef, reef
+import transformers
+from support.reef import READY, Reef, nothing_left, reef
 
 from atoll.core.manifest import Head, changed_layers
 from atoll.node.lab.trouble import kill
 from atoll.node.state.checkpoint import read_checkpoint
+from atoll.node.state.joined import join
+from atoll.node.training.export import shape_of
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.model import Decoder
 
 SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+BIN = Path(sys.executable).parent
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(1200)]
 
 
 async def begin(swarm: Reef, tokens: int) -> None:
@@ -77,3 +89,30 @@ async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp
         steps = swarm.status("bob")["steps"]
         await swarm.until(lambda: swarm.status("bob")["steps"] > steps + 3, "the route makes no steps", READY)
         await swarm.rounds("cleo", 2)
+
+
+@pytest.mark.soak
+async def test_the_pipeline_demo_prints_what_it_promises(tmp_path):
+    """As a person runs it: a model that none of five nodes may hold, a killed stage, an export that loads."""
+    command = [BIN / "atoll", "demo", "--pipeline", "--output", "json", "--keep", tmp_path / "kept", "--minutes", "12"]
+    with nothing_left(tmp_path):
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+    it = json.loads(done.stdout)["demo"]
+    assert sorted(len(route) for route in it["routes"]) == [2, 3]
+    assert it["training_state_bytes"] > it["largest_node_cap_bytes"]
+    assert it["layers_equal"]
+    assert it["chains_equal"]
+    assert it["kills"] == 1
+    assert it["micro_batches_counted_twice"] == 0
+    assert it["val_loss_last"] < 0.75 * math.log(256)
+    model = transformers.AutoModelForCausalLM.from_pretrained(it["export"])
+    kept = tmp_path / "kept"
+    spans = [kept / stage["name"] / "runs/demo/checkpoints" for stage in min(it["routes"], key=len)]
+    whole = join([read_checkpoint(max(path for path in span.iterdir() if path.name.isdecimal())) for span in spans])
+    decoder = Decoder(shape_of(whole))
+    parameters = dict(FlatLayout.of(decoder).views(whole.anchor_E))
+    tokens_BT = torch.arange(64).view(1, 64)
+    with torch.no_grad():
+        ours = torch.func.functional_call(decoder, parameters, (tokens_BT,))
+        assert torch.allclose(model(tokens_BT).logits, ours, atol=1e-5)

@@ -43,6 +43,7 @@ from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import ANCHOR, CheckpointState
 from atoll.node.state.checkpoint_writer import CheckpointWriter
+from atoll.node.state.formers import Formers
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.state.tensor_file import Layers
@@ -57,6 +58,7 @@ from atoll.v1 import membership_pb2 as mb
 LOAD_TIMEOUT = timedelta(minutes=10)
 STOP_TIMEOUT = timedelta(seconds=5)
 LAST_EVALUATION = timedelta(seconds=60)  # of the driver, in which its route must stand
+ROUND_REST = timedelta(seconds=30)  # for a round to end before the engine does
 FINISH_TIMEOUT = timedelta(minutes=10)  # to write the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
@@ -97,7 +99,7 @@ class TrainingSession:
         self._state: AnchorState | None = None
         self._lacks_layers = False  # of its span: they must be fetched
         self._reloading = False  # the trainer, with other layers
-        self._formers: list[tuple[Head, AnchorState]] = []  # what was held under other plans
+        self._formers = Formers()  # what was held under other plans
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -113,7 +115,7 @@ class TrainingSession:
             context.manifests,
             self._current,
             self._staged,
-            lambda: self._formers,
+            lambda: self._formers.held,
         )
 
     # --- the main path -------------------------------------------------------------------------------
@@ -173,23 +175,12 @@ class TrainingSession:
             before.anchor_E = trainer.anchor
             return
         if before is not None and self._head is not None and not self._lacks_layers:
-            self._formers.append((self._head, before))
+            self._formers.add(self._head, before)
         self._lacks_layers = True  # until all of it is here
         self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
         if before is None:
             await self._restore(Layers.of(trainer.facts.layers), trainer.facts.layer_offsets)
-        self._lacks_layers = not await asyncio.to_thread(self._take_over, self._state)
-
-    def _take_over(self, state: AnchorState) -> bool:
-        """Copy what we held before of its layers and is still true; whether that is all of them."""
-        if self._head is None:
-            return False
-        missing, now = set(state.layers), self._head.manifest.layers
-        for then, former in reversed(self._formers):
-            true = [layer for layer in missing & set(former.layers) if then.manifest.layers[layer] == now[layer]]
-            state.take_over(former, true)
-            missing -= set(true)
-        return not missing
+        self._lacks_layers = not await asyncio.to_thread(self._formers.fill, self._state, self._head)
 
     def _span(self) -> tuple[int, int] | None:
         """The layers that the plan gives this node, both included; None: all, or no plan says anything."""
@@ -214,7 +205,7 @@ class TrainingSession:
         numbers = found.layers.numbers
         former = AnchorState(found.anchor_E, offsets, range(numbers.start, numbers.stop))
         former.momentum_E = found.momentum_E
-        self._formers.append((found.head, former))
+        self._formers.add(found.head, former)
         await asyncio.to_thread(self._it.manifests.append, found.head)
         self._moved(found.head)
 
@@ -247,7 +238,7 @@ class TrainingSession:
         if self._first_evaluation is not None:  # told after genesis, which it is an evaluation of
             self._evaluated(self._first_evaluation)
             self._first_evaluation = None
-        await self._or_trainer_death(trainer, self._route.follow(plan, trainer))
+        await self._or_trainer_death(trainer, self._take_route(plan, trainer))
         engine = self._make_engine(trainer, head, plan)
         running = asyncio.create_task(engine.run(self._links))
         self._engine = engine
@@ -277,7 +268,7 @@ class TrainingSession:
             plan = self._plan()
             if plan.version > followed:
                 engine.plan_received(plan)
-                await self._route.follow(plan, trainer)
+                await self._take_route(plan, trainer)
                 followed = plan.version
             wanted = self._may_train()
             if wanted is not training:
@@ -287,6 +278,16 @@ class TrainingSession:
                 it.status.enter(state, "training" if wanted else self._why_paused())
                 it.link.hurry()
             await it.directives.until(partial(self._differs_from, plan.version, wanted))
+        await engine.rest(ROUND_REST)
+
+    async def _take_route(self, plan: Plan, trainer: Trainer) -> None:
+        """The node takes part in rounds even where it cannot stand on its route."""
+        try:
+            await self._route.follow(plan, trainer)
+        except ChildDied:
+            raise
+        except AtollError as error:
+            _log.error("this node cannot stand on its route", reason=str(error))
 
     async def _finish(self, trainer: Trainer) -> None:
         """Write the state of the last common round and say so."""
@@ -315,7 +316,7 @@ class TrainingSession:
         manifest = manifest_pb2.Manifest(
             protocol=protocol.ours(),
             round=RoundId(spec.run.name, 0, 0, 0, 0).to_proto(),
-            layers=self._state.layer_states(0),
+            layers=await asyncio.to_thread(self._state.layer_states, 0),
             corpus_digest=bytes.fromhex(trainer.facts.corpus_digest),
             committed_unix_ms=unix_ms(it.clock),
         )
@@ -527,15 +528,8 @@ class TrainingSession:
         self._it.directives.wake()
 
     def _let_go_of_formers(self, head: Head) -> None:
-        """Once every layer was averaged since by those who hold it now, nobody needs ours."""
-        if self._state is None or self._lacks_layers:
-            return
-        ours, now = set(self._state.layers), head.manifest.layers
-        self._formers = [
-            (then, former)
-            for then, former in self._formers
-            if any(then.manifest.layers[layer] == now[layer] for layer in set(former.layers) - ours)
-        ]
+        if self._state is not None and not self._lacks_layers:
+            self._formers.let_go(head, self._state.layers)
 
     def _checkpoint_state(self) -> CheckpointState | None:
         if self._head is None or self._state is None or self._it.status.facts is None or self._lacks_layers:

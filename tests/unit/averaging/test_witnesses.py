@@ -23,6 +23,7 @@ from atoll.node.averaging.decide import (
     is_witness,
     manifest_payload,
     parts_total,
+    position_at,
 )
 from atoll.node.averaging.round import RoundMachine
 from atoll.v1 import dataplane_pb2 as dp
@@ -183,6 +184,52 @@ def test_a_witness_takes_a_committed_round_without_any_state():
     for head in world.committed.values():
         brought = {item.peer_id for item in head.manifest.contributions if item.weight}
         assert brought <= PLAN.holders(changed_layers(head.manifest))
+
+
+def test_a_holder_that_attests_to_a_result_of_its_own_gets_no_vote_for_it():
+    """It names itself as the only one who decides the next round, and is quicker than the others."""
+    routes = [[(WHOLE, 0, 2)], [(FRONT, 0, 1), (BACK, 2, 2)], [("p3", 0, 1), ("p4", 2, 2)]]
+    world, lies = World(5, seed=4, routes=routes), []
+
+    def lie(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if sender != FRONT or message.WhichOneof("body") != "digest":
+            return False
+        manifest = manifest_pb2.Manifest.FromString(message.digest.payload)
+        for item in manifest.contributions:
+            item.present = item.peer_id == FRONT
+        payload, ballot = (
+            manifest.SerializeToString(deterministic=True),
+            RoundId.from_proto(message.digest.round).ballot,
+        )
+        digest = dp.Digest(round=message.digest.round, payload=payload)
+        digest.signature.CopyFrom(FakeSeals(FRONT).vote(payload, ballot))
+        digest.attestation.CopyFrom(FakeSeals(FRONT).attest(payload, ballot))
+        lies.append(payload)
+        world.at(0.001, world.feed, to, rt.Received(FRONT, dp.RoundMessage(digest=digest)))
+        return True
+
+    world.network.drop = lie
+    assert world.run(200, until=lambda: world.rounds() >= 8)
+    assert lies
+    assert not any(head.committed.payload in lies for head in world.committed.values())
+
+
+def test_holders_that_differ_are_told_so_and_nobody_votes_for_either():
+    world = World(3, seed=6, routes=ROUTES)
+    world.layers_of = lambda peer, digest: b"x" * 32 if peer == FRONT else digest
+    world.run(40)
+    assert world.rounds() == 0
+    assert any("differ" in report.reason or "no majority" in report.reason for report in world.reports)
+
+
+def test_drivers_that_are_all_new_get_data_at_once():
+    payload = manifest_pb2.Manifest.FromString(result())
+    head = Head(manifest_pb2.CommittedManifest(payload=payload.SerializeToString()))
+    later = make_plan(["p8", "p9"], 2, routes=[[("p8", 0, 1), ("p9", 2, 2)]])
+    assert position_at(head, PLAN, 8) == head.data
+    given = position_at(head, later, 8)
+    assert sum(end - start for start, end in given.holdings["p8"]) >= 8
+    assert set(given.holdings) == {"p8"}
 
 
 def test_rounds_are_due_by_what_holders_trained():

@@ -9,6 +9,7 @@ never waits for any of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -187,6 +188,18 @@ class AveragingEngine:
     def plan_received(self, plan: Plan) -> None:
         """A newer plan; adopted between rounds."""
         self._events.put_nowait(rt.PlanReceived(plan))
+
+    async def rest(self, timeout: timedelta) -> None:
+        """Wait until no round is under way here and what was committed is installed, or the time is up.
+
+        What is staged for a round that is not decided yet would be lost with this engine.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout.total_seconds()):
+                await self._orders.join()
+                while self._machine.phase is not rt.Phase.IDLE:
+                    await asyncio.sleep(_TICK_SECONDS)
+                    await self._orders.join()
 
     async def run(self, links: RoundLinks) -> None:
         """Take part in rounds until cancelled or `finished`. Raises what the trainer or the disk raise."""

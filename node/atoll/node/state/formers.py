@@ -1,0 +1,41 @@
+"""Layers that this node held under earlier plans, or before it was started again, until nobody can need them.
+
+Others may know them from nobody else, and a later plan may give them back.
+"""
+
+from __future__ import annotations
+
+from atoll.core.manifest import Head
+from atoll.node.state.anchor import AnchorState
+
+
+class Formers:
+    """States that are whole for the layers that they hold, each with its head; newest last."""
+
+    def __init__(self) -> None:
+        self.held: tuple[tuple[Head, AnchorState], ...] = ()
+
+    def add(self, head: Head, state: AnchorState) -> None:
+        """What was held until now; nobody changes it any more."""
+        self.held = (*self.held, (head, state))
+
+    def fill(self, state: AnchorState, head: Head | None) -> bool:
+        """Copy what is true of `head` into a state that still lacks all its layers; whether it lacks none now."""
+        missing = set(state.layers)
+        for then, former in reversed(self.held if head is not None else ()):
+            true = _unchanged(then, head, missing & set(former.layers))
+            state.take_over(former, sorted(true))
+            missing -= true
+        return not missing
+
+    def let_go(self, head: Head, held: range) -> None:
+        """We hold these layers of `head`. What was averaged since by those who hold it now, nobody needs from us."""
+        self.held = tuple(
+            (then, former) for then, former in self.held if _unchanged(then, head, set(former.layers) - set(held))
+        )
+
+
+def _unchanged(then: Head, now: Head | None, layers: set[int]) -> set[int]:
+    if now is None:
+        return set()
+    return {layer for layer in layers if then.manifest.layers[layer] == now.manifest.layers[layer]}
