@@ -358,6 +358,7 @@ class Opener:
                 return
         if self._ask_witnesses(final=final):
             self.deadline = max(self.deadline, self.now + self.paces.decision.patience)
+            return
         if self._waiting_for() and not final:
             return
         tied = [payload for payload, votes in self._votes.items() if self.electorate.is_half(votes.keys())]
