@@ -144,7 +144,9 @@ async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragm
             protocol=protocol.ours(), round=pb.RoundId(run_id="reef"), layers=layers
         ).SerializeToString()
         head = Head(manifest_pb2.CommittedManifest(payload=payload))
-        base = make_plan([member.identity.peer_id for member in made])
+        last = len(made[0].state.offsets) - 2
+        peers = sorted(member.identity.peer_id for member in made)
+        base = make_plan(peers, routes=[[(peer, 0, last)] for peer in peers])
         plan = Plan("reef", 1, base.assignments, base.routes, Base(head.hash, base.members))
         for member in made:
             ranges = plan.assignment(member.identity.peer_id).data_ranges
