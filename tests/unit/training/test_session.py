@@ -113,7 +113,7 @@ def test_a_model_of_which_not_a_layer_fits_is_refused_before_the_corpus_is_read(
 def test_a_model_that_does_not_fit_but_can_be_cut_leaves_a_trainer_that_holds_nothing_and_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def holds_a_layer(device: torch.device, vram_fraction: float) -> DeviceFacts:
+    def holds_a_layer(device: torch.device, vram_fraction: float, memory_bytes: int) -> DeviceFacts:
         return DeviceFacts("cpu", "a small machine", 400_000)
 
     monkeypatch.setattr(session_module, "device_facts", holds_a_layer)
@@ -144,9 +144,7 @@ def test_a_span_that_does_not_fit_or_is_none_of_the_model_s_is_refused(
         run(tmp_path, span=(1, 3))
     with pytest.raises(InvalidRequest, match="no span"):
         run(tmp_path, span=(2, 1))
-    monkeypatch.setattr(
-        session_module, "device_facts", lambda device, vram_fraction: DeviceFacts("cpu", "a small machine", 10_000)
-    )
+    monkeypatch.setattr(session_module, "device_facts", lambda *_: DeviceFacts("cpu", "a small machine", 10_000))
     with pytest.raises(ModelTooLarge, match="layers 0 to 1"):
         run(tmp_path, span=(0, 1))
 
