@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from support.flush_ledger import Ledger
 from torch import Tensor
 
 from atoll.node.pipeline.in_process import InProcessRoute, Link, oldest
 from atoll.node.pipeline.inbox import Place
-from atoll.node.pipeline.ledger import Ledger
 from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.runner import Flushed, Runner
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.flush_ledger import Ledger
 
 from atoll.core.errors import InvalidTransition
-from atoll.node.pipeline.ledger import Ledger
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=30))
