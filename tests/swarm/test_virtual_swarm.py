@@ -9,7 +9,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.training.corpus import load_corpus
 from atoll.v1 import plan_pb2
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]  # of busy cores: a minute of quiet ones
 PACES = {"ann": 0.3, "bob": 0.3, "cid": 0.6}  # seconds a step: few steps are made while a round is settled
 
 
