@@ -122,7 +122,7 @@ class NodeProfile(_message.Message):
     def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class NodeStatus(_message.Message):
     ROUNDS_JOINED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_REPEATED_FIELD_NUMBER: _ClassVar[int]
     UPLINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     state: NodeState
     steps: int
     tokens: int
@@ -157,7 +158,8 @@ class NodeStatus(_message.Message):
     rounds_joined: int
     samples_repeated: int
     uplink_bytes_per_second: float
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ...) -> None: ...
+    prepared: _plan_pb2.Span
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")
@@ -224,7 +226,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "prepare")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +236,7 @@ class HeartbeatResponse(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -243,7 +246,8 @@ class HeartbeatResponse(_message.Message):
     order: Order
     seeds: _containers.RepeatedScalarFieldContainer[str]
     uploads: _containers.RepeatedCompositeFieldContainer[UploadOrder]
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ...) -> None: ...
+    prepare: _plan_pb2.Span
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "payload")

@@ -11,7 +11,7 @@ from atoll.coordinator.planner.capacity import Room, room
 from atoll.coordinator.planner.drafting import Part, routes_of
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state import machine
+from atoll.coordinator.state import machine, preparation
 from atoll.coordinator.state.records import Event
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.clock import ManualClock
@@ -72,6 +72,7 @@ class RoutedWorld(World):
     policy: Policy = field(default_factory=lambda: QUICK)
     table: plan_pb2.LayerTable = field(default_factory=lambda: layer_table(rows()))
     answers: bool = True
+    fetches: bool = True  # nodes have the layers of a plan to come as soon as they are told
     asked: list[Question] = field(default_factory=list)
 
     def tick_done(self) -> None:
@@ -79,6 +80,16 @@ class RoutedWorld(World):
         memory = self.state.memory.get(RUN)
         if self.answers and memory is not None and memory.question is not None:
             self.bring(memory.question, self.find(memory.question))
+        if self.fetches:
+            self.fetch_told()
+
+    def fetch_told(self) -> None:
+        """All nodes that are there come to have the layers that they were told to fetch, and say so."""
+        for name, identity in self.identities.items():
+            span, peer = preparation.told(self.state, identity.peer_id), identity.peer_id
+            if span and peer in self.sessions and self.prepared.get(name) != span:
+                self.prepared[name] = span
+                self.say(name, self.state.live[peer].status.state)
 
     def find(self, question: Question) -> Answer:
         """What the planner says."""

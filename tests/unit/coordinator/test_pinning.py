@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.planner.live import answer
-from atoll.coordinator.state import applying, pinning, plan_views, routing
+from atoll.coordinator.state import applying, asking, pinning, plan_views
 from atoll.coordinator.state.views import node_view
 from atoll.core.clock import ManualClock
 from atoll.core.errors import InvalidTransition, NotFound, PlanInputInvalid
@@ -150,7 +150,7 @@ def test_plans_are_made_for_runs_that_train() -> None:
     with pytest.raises(InvalidTransition):
         applying.question_of(world.state, world.now, RUN, world.policy)
     with pytest.raises(InvalidTransition, match="no layer table"):
-        routing.ask(world.state, world.now, RUN, world.policy)
+        asking.ask(world.state, world.now, RUN, world.policy)
 
 
 def test_a_plan_is_shown_with_memory_and_who_is_left_out() -> None:

@@ -58,6 +58,8 @@ class StormyWorld(RoutedWorld):
         self.pending = [item for item in self.pending if item not in due]
         for _, question, found in due:
             self.bring(question, found)
+        if self.rng.random() < 0.3:
+            self.fetch_told()
 
     def check(self, plan: Plan, step: Step[object]) -> None:
         """What every plan must be."""

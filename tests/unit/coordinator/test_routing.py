@@ -92,6 +92,7 @@ def test_while_the_planner_thinks_the_plan_stands_and_one_question_is_enough(pai
     assert question is not None
     assert (pair.plan.version, pair.state.memory[RUN].questions) == (1, 2)
     pair.bring(question, pair.find(question))
+    pair.wait(0.4)
     assert pair.plan.version == 2
 
 
@@ -136,6 +137,7 @@ def test_newcomers_do_not_make_an_answer_void(pair: RoutedWorld) -> None:
     found = pair.find(question)
     pair.cards(eve=6)
     pair.bring(question, found)
+    pair.wait(0.4)
     assert pair.plan.version == 2
     pair.wait(2)
     again = pair.state.memory[RUN].question

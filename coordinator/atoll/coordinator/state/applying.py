@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
-from atoll.coordinator.state import routing
+from atoll.coordinator.state import answering, asking, routing
 from atoll.coordinator.state.fitness import difference, present
 from atoll.coordinator.state.issuing import issue
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
@@ -23,7 +23,7 @@ def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Quest
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: plans are made for runs that train", "see `atollctl run show`"
         )
-    question = routing.ask(state, now, run_id, policy)
+    question = asking.ask(state, now, run_id, policy)
     here = present(state, run_id, now.monotonic)
     if routing.needs_routes(state, run_id, here):
         return question
@@ -35,7 +35,7 @@ def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Quest
 def apply(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
     """The plan that was issued; None where the present one stays."""
     if not question.wanted:
-        return routing.take(state, now, run_id, question, answer, ordered=True)
+        return answering.take(state, now, run_id, question, answer, ordered=True)
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
     members = present(state, run_id, now.monotonic).members

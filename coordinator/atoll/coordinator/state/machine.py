@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.coordinator.planner.question import Answer, Question, memory_of
-from atoll.coordinator.state import admission, checkpoints, find, lifecycle, pace, paths, recovery, reports, routing
+from atoll.coordinator.state import admission, answering, checkpoints, find, lifecycle, pace, paths, recovery, reports
 from atoll.coordinator.state.allowance import RESIZED, STORED
 from atoll.coordinator.state.fitness import corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
@@ -186,7 +186,7 @@ def take_answer(state: State, now: Moment, run_id: str, question: Question, answ
     """The planner answered what a run wanted to know."""
     if question.wanted:
         return pace.take_prediction(state, now, run_id, question, answer)
-    return routing.take(state, now, run_id, question, answer)
+    return answering.take(state, now, run_id, question, answer)
 
 
 def _watch_streams(draft: Draft, policy: Policy) -> None:

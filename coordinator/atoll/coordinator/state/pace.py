@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.planner.question import Answer, Question, is_known
-from atoll.coordinator.state import routing
+from atoll.coordinator.state import asking
 from atoll.coordinator.state.records import PlanFigures
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.core.plan import Plan
@@ -58,7 +58,7 @@ def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
     lives = [state.live.get(peer) for peer in plan.members]
     if not all(live is not None and is_known(live.profile) for live in lives):
         return
-    question = routing.ask(state, draft.now, run_id, policy)
+    question = asking.ask(state, draft.now, run_id, policy)
     nodes = tuple(node for node in question.nodes if node.peer_id in plan.members)
     if len(nodes) == len(plan.members):
         draft.remember(
@@ -75,7 +75,7 @@ def take_prediction(state: State, now: Moment, run_id: str, question: Question, 
     if memory.question is None or memory.question.number != question.number:
         return draft.done(None)
     draft.remember(run_id, question=None)
-    standing = routing.named(state, memory.plan) == question.wanted
+    standing = asking.named(state, memory.plan) == question.wanted
     if standing and memory.figures is not None and answer.tokens_per_second:
         draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))
     return draft.done(None)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from atoll.coordinator.planner.question import Question
 from atoll.coordinator.state.allowance import Allowance
 from atoll.coordinator.state.paths import Path
+from atoll.coordinator.state.preparation import Preparation
 from atoll.coordinator.state.records import (
     Change,
     Checkpoint,
@@ -61,6 +62,7 @@ class Policy:
     shares_seconds: float = 60.0  # that other shares of reducing must have been better for so long
     replan_seconds: float = 120.0  # after which routes are looked at again, because links and speeds drift
     solve_seconds: float = 2.0  # that the planner may search
+    prepare_seconds: float = 60.0  # for nodes to fetch layers before a plan gives them, beside the bytes' time
     solve_steps: int | None = None  # of its search, at most; where a result must repeat
     resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
@@ -157,6 +159,8 @@ class RunMemory:
     questions: int = 0  # that were asked
     asked_about: tuple[tuple[object, ...], ...] = ()  # by that question: see `Considered`
     considered: Considered | None = None
+    preparation: Preparation | None = None  # of the next plan
+    unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, and when
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
@@ -349,7 +353,7 @@ class Draft:
             cuts.pop(version, None)
             if all(version != base.since_version for base in bases):
                 self._records += [Delete(table, (plan.run_id, version)) for table in (PlanRow, PlanFigures)]
-        self.remember(plan.run_id, plan=plan, caps=caps, cuts=cuts, bases=bases, changed_since=None)
+        self.remember(plan.run_id, plan=plan, caps=caps, cuts=cuts, bases=bases, changed_since=None, preparation=None)
         self._plans.append(plan)
         self.set_figures(figures)
 

@@ -1,0 +1,159 @@
+"""What becomes of the planner's answer: dropped, prepared, issued; who has no part in it is told why. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+from atoll.coordinator.planner.drafting import Part, Route
+from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
+from atoll.coordinator.state import asking, preparation
+from atoll.coordinator.state.edges import move
+from atoll.coordinator.state.fitness import Present, difference, present
+from atoll.coordinator.state.issuing import Notes, issue_routes
+from atoll.coordinator.state.pinning import span_of
+from atoll.coordinator.state.preparation import Preparation
+from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, State, Step
+from atoll.core.plan import Plan
+
+
+def take(
+    state: State, now: Moment, run_id: str, question: Question, answer: Answer, *, ordered: bool = False
+) -> Step[Plan | None]:
+    """The planner answered: the plan that was issued, if any. `ordered`: by the operator, who is not kept waiting."""
+    draft = Draft(state, now)
+    memory = state.memory[run_id]
+    waits = memory.question is not None and memory.question.number == question.number
+    if not waits and not ordered:
+        return draft.done(None)
+    if waits:
+        draft.remember(run_id, question=None)
+    here = present(state, run_id, now.monotonic)
+    goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
+    if not goes_on or not _still_holds(state, run_id, question, answer, here):
+        return draft.done(None)
+    about = memory.asked_about if waits else asking.about(state, run_id, here)
+    draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
+    _tell_missing(draft, run_id, answer.missing)
+    if answer.missing:
+        return draft.done(None)
+    if set(answer.routes) == set(question.current) and not asking.forgotten(state, run_id):
+        _tell_left_out(draft, run_id, _left_out(state, here, answer, now.monotonic))
+    elif ordered or not _prepare(draft, run_id, question, answer, here):
+        _issue(draft, run_id, answer)
+    plan = draft.state.memory[run_id].plan
+    return draft.done(plan if plan is not memory.plan else None)
+
+
+def _still_holds(state: State, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
+    """Whether those that the answer gives a part are as they were when it was asked for."""
+    names = {node.name: node for node in question.nodes}
+    used = {name for route in answer.routes for name, _, _ in route} or names.keys()
+    peers = [names[name].peer_id for name in used]
+    about, able = {node.peer_id: memory_of(node.profile) for node in question.nodes}, {*here.fit, *here.silent}
+    return asking.named(state, state.memory[run_id].plan) == question.current and all(
+        peer in able
+        and about[peer] == memory_of(asking.live_of(state, peer).profile)
+        and span_of(state.nodes[peer]) == question.pins.get(state.nodes[peer].name)
+        for peer in peers
+    )
+
+
+def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: Present) -> None:
+    """The next plan is prepared: issue it when that is done, or end it when it cannot be."""
+    state, memory = draft.state, draft.state.memory[run_id]
+    if not _still_holds(state, run_id, coming.question, coming.answer, here):
+        _abandon(draft, run_id, "somebody whom it needs is gone or changed")
+        return
+    unready = preparation.unready(state, coming)
+    assert memory.plan is not None
+    if not set(memory.plan.members) <= set(here.members) or not (unready or here.finishing):
+        _issue(draft, run_id, coming.answer)
+    elif unready and draft.now.monotonic - coming.since >= preparation.patience(coming, policy.prepare_seconds):
+        names = ", ".join(state.nodes[peer].name for peer in unready)
+        new = {peer: draft.now.monotonic for peer in unready if peer not in memory.plan.members}
+        draft.remember(run_id, unprepared={**memory.unprepared, **new})
+        _abandon(draft, run_id, f"{names} did not fetch the layers in time", again=bool(new))
+
+
+def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
+    """Let nodes fetch what this answer gives them; False where nobody has to, or nobody should wait for it."""
+    state, plan = draft.state, draft.state.memory[run_id].plan
+    if plan is None or not set(plan.members) <= set(here.members) or asking.forgotten(state, run_id):
+        return False
+    spans = preparation.lacking(plan, question, answer)
+    if not spans and not here.finishing:
+        return False
+    draft.remember(run_id, preparation=Preparation(question, answer, spans, draft.now.monotonic))
+    fetch = ", ".join(f"{state.nodes[peer].name} {_layers(span)}" for peer, span in sorted(spans.items()))
+    draft.event("plan.preparing", run_id, run_id, f"before the next plan, nodes fetch their layers: {fetch or 'none'}")
+    return True
+
+
+def _abandon(draft: Draft, run_id: str, why: str, *, again: bool = True) -> None:
+    draft.event("plan.abandoned", run_id, run_id, f"the plan that was being prepared is given up: {why}")
+    draft.remember(run_id, preparation=None)
+    if again:
+        draft.remember(run_id, considered=None)
+
+
+def _layers(span: range) -> str:
+    return f"{span.start}-{span.stop - 1}" if len(span) > 1 else str(span.start)
+
+
+def _issue(draft: Draft, run_id: str, answer: Answer) -> None:
+    now = draft.now.monotonic
+    left_out = _left_out(draft.state, present(draft.state, run_id, now), answer, now)
+    _issue_answer(draft, run_id, answer, left_out)
+    _tell_left_out(draft, run_id, left_out)
+
+
+def _issue_answer(draft: Draft, run_id: str, answer: Answer, left_out: dict[str, str]) -> None:
+    state, plan = draft.state, draft.state.memory[run_id].plan
+    peers = {node.name: node.peer_id for node in state.members_of(run_id)}
+    routes: list[Route] = [
+        tuple(Part(peers[name], first, last) for name, first, last in route) for route in answer.routes
+    ]
+    members = sorted(part.peer_id for route in routes for part in route)
+    changed = difference(state, plan.members, members) if plan else ""
+    notes = Notes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)
+    issue_routes(draft, run_id, routes, "; ".join(filter(None, (changed, answer.reason))), notes)
+    if state.runs[run_id].state == "GENESIS":
+        move(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
+
+
+def _left_out(state: State, here: Present, answer: Answer, now: float) -> dict[str, str]:
+    """By peer id: those that the planner left out, and those that it was not asked about."""
+    placed = {name for route in answer.routes for name, _, _ in route}
+    found = {}
+    for peer in here.fit:
+        name = state.nodes[peer].name
+        if name in placed:
+            continue
+        found[peer] = answer.left_out.get(name) or _why_not_asked_about(state, peer, now)
+    return found
+
+
+def _why_not_asked_about(state: State, peer: str, now: float) -> str:
+    if asking.is_unprepared(state.memory[state.nodes[peer].run_id], peer, now):
+        return "did not fetch its layers in time"
+    known = is_known(asking.live_of(state, peer).profile)
+    return "joined while the plan was made" if known else "has not told its memory"
+
+
+def _tell_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
+    """Each once, until it has a part."""
+    memory = draft.state.memory[run_id]
+    for peer in sorted(left_out.keys() - memory.left_out.keys()):
+        name = draft.state.nodes[peer].name
+        draft.event("node.left-out", run_id, peer, f"{name} has no part in the plan: {left_out[peer]}")
+    draft.remember(run_id, left_out=left_out)
+    if memory.figures is not None and left_out != memory.left_out:
+        draft.set_figures(replace(memory.figures, left_out=json.dumps(left_out, sort_keys=True)))
+
+
+def _tell_missing(draft: Draft, run_id: str, missing: str) -> None:
+    if missing and missing != draft.state.memory[run_id].missing:
+        draft.event("plan.impossible", run_id, run_id, f"no plan is possible: {missing}")
+    draft.remember(run_id, missing=missing)

@@ -1,0 +1,85 @@
+"""What the planner is asked of a run: its nodes as they are now, its layers, what they follow. Pure."""
+
+from __future__ import annotations
+
+from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of
+from atoll.coordinator.state.fitness import Present, present
+from atoll.coordinator.state.paths import fresh
+from atoll.coordinator.state.pinning import pins_of
+from atoll.coordinator.state.snapshot import Live, Moment, Policy, RunMemory, State
+from atoll.core.errors import InvalidTransition
+from atoll.core.plan import Plan
+from atoll.v1 import plan_pb2
+
+UNPREPARED_SECONDS = 600.0  # for which who did not fetch its layers in time is given none
+
+
+def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
+    """What the planner has to find for a run as things are now. Raises `InvalidTransition` before genesis."""
+    run, memory = state.runs[run_id], state.memory[run_id]
+    if not run.genesis:
+        raise InvalidTransition(
+            f"run {run_id!r} has no layer table yet: there is nothing to plan",
+            "it gets one when its genesis is written",
+        )
+    here = present(state, run_id, now.monotonic)
+    usable = _usable(state, memory, here, now.monotonic)
+    return Question(
+        number=memory.questions + 1,
+        nodes=tuple(_measured(state, memory.plan, peer, now) for peer in usable),
+        layers=plan_pb2.LayerTable.FromString(run.layers),
+        spec=memory.spec,
+        pins=pins_of(state, usable),
+        current=named(state, memory.plan),
+        seconds=policy.solve_seconds,
+        steps=policy.solve_steps,
+    )
+
+
+def about(state: State, run_id: str, here: Present) -> tuple[tuple[object, ...], ...]:
+    """Who may have a part, with what decides which spans it may hold: also who is silent for a moment."""
+    profiles = ((peer, live_of(state, peer).profile) for peer in sorted({*here.fit, *here.silent}))
+    return tuple((peer, memory_of(profile), is_known(profile), state.nodes[peer].pin) for peer, profile in profiles)
+
+
+def forgotten(state: State, run_id: str) -> bool:
+    """Whether a restore made nodes follow a newer plan than ours."""
+    run, plan = state.runs[run_id], state.memory[run_id].plan
+    return plan is not None and run.plan_floor >= plan.version
+
+
+def is_unprepared(memory: RunMemory, peer: str, now: float) -> bool:
+    """Whether this node was given layers lately that it did not fetch in time."""
+    at = memory.unprepared.get(peer)
+    return at is not None and now - at < UNPREPARED_SECONDS
+
+
+def _usable(state: State, memory: RunMemory, here: Present, now: float) -> tuple[str, ...]:
+    """Who may have a part in a new plan: told what a planner needs, came to have what it was given, stays."""
+    able = sorted({*here.fit, *here.silent})
+    return tuple(
+        peer for peer in able if is_known(live_of(state, peer).profile) and not is_unprepared(memory, peer, now)
+    )
+
+
+def _measured(state: State, plan: Plan | None, peer: str, now: Moment) -> Measured:
+    live, node = live_of(state, peer), state.nodes[peer]
+    planned = plan.assignment(peer) if plan else None
+    last = max(item.last_layer for item in plan.assignments) if plan else 0
+    alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
+    return Measured(
+        peer, node.name, live.profile, live.status, node.multiaddrs, fresh(live.paths, now.monotonic), alone
+    )
+
+
+def named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
+    """The routes of a plan by names of nodes."""
+    return tuple(
+        tuple((state.nodes[part.peer_id].name, part.first, part.last) for part in route)
+        for route in (routes_of(plan) if plan else ())
+    )
+
+
+def live_of(state: State, peer: str) -> Live:
+    return state.live.get(peer) or Live(session=0, seen=0.0)

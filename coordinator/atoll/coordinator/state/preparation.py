@@ -1,0 +1,67 @@
+"""Two phases of a plan that moves layers: who lacks some fetches them first, under the plan that stands. Pure.
+
+Prepare: the answer of the planner is kept, and each node that lacks layers of its next span is told to fetch them
+(`HeartbeatResponse.prepare`). Commit: once all say that they have them, the plan is issued; only what was averaged
+since is fetched then. Somebody of the new plan who is gone, shrank or was pinned meanwhile, or does not come to have
+its layers in time, ends it: nothing has changed for anybody. Where somebody of the present plan is gone nobody waits:
+a swarm that lacks a stage is mended at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.planner.question import Answer, Question
+
+if TYPE_CHECKING:
+    from atoll.coordinator.state.snapshot import State
+    from atoll.core.plan import Plan
+
+SLOWEST_BYTES_PER_SECOND = 1e6  # that a preparation allows for
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A plan to come, and who has to fetch what before."""
+
+    question: Question
+    answer: Answer
+    spans: Mapping[str, range]  # by peer id: the next span of each who lacks some of it
+    since: float  # monotonic
+
+
+def lacking(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
+    """By peer id, the spans of an answer whose nodes do not hold all of it under `plan`."""
+    peers = {node.name: node.peer_id for node in question.nodes}
+    spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
+    return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
+
+
+def patience(preparation: Preparation, least: float) -> float:
+    """Seconds that it may take: `least`, and what the most that one node fetches needs on a slow link."""
+    return least + max(preparation.answer.fetched_bytes.values(), default=0.0) / SLOWEST_BYTES_PER_SECOND
+
+
+def unready(state: State, preparation: Preparation) -> tuple[str, ...]:
+    """Peer ids of those that do not say yet that they hold their next span, ordered."""
+    return tuple(peer for peer, span in sorted(preparation.spans.items()) if not _holds(state, peer, span))
+
+
+def told(state: State, peer_id: str) -> range:
+    """What a node is to fetch; empty: nothing."""
+    node = state.nodes[peer_id]
+    preparation = state.memory[node.run_id].preparation if node.run_id in state.memory else None
+    return preparation.spans.get(peer_id, range(0)) if preparation is not None else range(0)
+
+
+def _holds(state: State, peer: str, span: range) -> bool:
+    live = state.live.get(peer)
+    if live is None or not live.status.HasField("prepared"):
+        return False
+    return _within(span, range(live.status.prepared.first, live.status.prepared.last + 1))
+
+
+def _within(span: range, held: range) -> bool:
+    return held.start <= span.start and span.stop <= held.stop

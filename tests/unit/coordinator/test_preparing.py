@@ -1,0 +1,124 @@
+"""A plan that gives nodes other layers is prepared first: they fetch them under the plan that stands."""
+
+from __future__ import annotations
+
+import pytest
+from unit.coordinator.routed import LAYERS, RoutedWorld
+from unit.coordinator.world import RUN
+
+from atoll.coordinator.state import admission, preparation
+from atoll.v1 import membership_pb2 as mb
+
+
+@pytest.fixture
+def pair() -> RoutedWorld:
+    """Two halves make the only route; nobody fetches anything by itself."""
+    world = RoutedWorld(fetches=False)
+    world.begin(ann=6, bob=6)
+    return world
+
+
+def told(world: RoutedWorld) -> dict[str, range]:
+    """By name: the layers that each node is told to fetch."""
+    spans = {name: preparation.told(world.state, it.peer_id) for name, it in world.identities.items()}
+    return {name: span for name, span in spans.items() if span}
+
+
+def test_newcomers_fetch_their_layers_before_the_plan_counts_on_them(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(5)
+    assert pair.plan.version == 1
+    spans = told(pair)
+    assert spans.keys() == {"cid", "dan"}
+    assert {layer for span in spans.values() for layer in span} == set(range(LAYERS))
+    assert len(pair.told("plan.preparing")) == 1
+    pair.prepared["cid"] = spans["cid"]
+    pair.say("cid", mb.NODE_STATE_READY)
+    pair.wait(5)
+    assert pair.plan.version == 1
+    pair.prepared["dan"] = spans["dan"]
+    pair.say("dan", mb.NODE_STATE_READY)
+    pair.wait(0.4)
+    assert pair.plan.version == 2
+    assert {name: span for name, span in pair.spans().items() if name in spans} == {
+        name: (span.start, span.stop - 1) for name, span in spans.items()
+    }
+    assert told(pair) == {}
+
+
+def test_layers_that_lack_one_are_not_those_that_were_asked_for(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    for name, span in told(pair).items():
+        pair.prepared[name] = range(span.start, span.stop - 1)
+        pair.say(name, mb.NODE_STATE_READY)
+    pair.wait(3)
+    assert pair.plan.version == 1
+
+
+def test_who_dies_while_it_fetches_ends_the_preparation_and_nothing_has_changed(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    pair.hang_up("dan")
+    pair.wait(pair.policy.lost_after_seconds + 3)
+    assert pair.plan.version == 1
+    assert len(pair.told("plan.abandoned")) == 1
+    assert told(pair) == {}
+
+
+def test_who_does_not_fetch_in_time_is_left_out_and_the_others_go_on(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    slow, quick = "cid", "dan"
+    pair.prepared[quick] = told(pair)[quick]
+    pair.say(quick, mb.NODE_STATE_READY)
+    pair.wait(400)
+    (why,) = pair.told("plan.abandoned")
+    assert why.endswith(f"{slow} did not fetch the layers in time")
+    assert pair.plan.version == 1
+    left_out = pair.state.memory[RUN].left_out
+    assert left_out[pair.identities[slow].peer_id] == "did not fetch its layers in time"
+    pair.cards(eve=6)
+    pair.wait(3)
+    assert told(pair).keys() == {"dan", "eve"}
+
+
+def test_when_a_stage_is_lost_meanwhile_nobody_waits_any_longer(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    lost = pair.routes()[0][1]
+    pair.hang_up(lost)
+    pair.wait(pair.policy.lost_after_seconds + 3)
+    assert pair.plan.version == 2
+    assert lost not in pair.spans()
+    assert told(pair) == {}
+
+
+def test_who_takes_the_place_of_a_draining_stage_fetches_while_that_one_still_trains(pair: RoutedWorld) -> None:
+    pair.cards(cid=6)
+    pair.wait(2)
+    going = pair.routes()[0][0]
+    first, last = pair.spans()[going]
+    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.wait(3)
+    assert told(pair) == {"cid": range(first, last + 1)}
+    pair.fetch_told()
+    pair.wait(3)
+    assert going in pair.spans()  # until it has had its last round
+    pair.say(going, mb.NODE_STATE_DRAINING)
+    pair.wait(0.4)
+    assert pair.spans()["cid"] == (first, last)
+    assert going not in pair.spans()
+
+
+def test_a_coordinator_that_starts_again_asks_anew_and_what_was_fetched_counts(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    pair.fetch_told()
+    assert pair.plan.version == 1
+    pair.restart()
+    for name in pair.identities:
+        pair.connect(name, mb.NODE_STATE_TRAINING)
+    pair.wait(10)
+    assert pair.plan.version == 2
+    assert set(pair.spans()) == {"ann", "bob", "cid", "dan"}
