@@ -22,6 +22,7 @@ from atoll.node.training.flat import FlatLayout
 from atoll.node.training.model import Decoder
 
 SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four
+SPARE = "dan"
 
 BIN = Path(sys.executable).parent
 
@@ -46,7 +47,8 @@ async def pinned(swarm: Reef, name: str, span: tuple[int, int]) -> None:
 
 def on_route(swarm: Reef, name: str) -> bool:
     status = swarm.status(name)
-    return status is not None and status["route_ready"] and status["layers"] == list(SPANS[name] or ())
+    span = SPANS["cleo"] if name == SPARE else SPANS[name]
+    return status is not None and status["route_ready"] and status["layers"] == list(span or ())
 
 
 async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
@@ -75,7 +77,8 @@ async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
         assert all(before["round"] < after["round"] for before, after in pairwise(losses))
 
 
-async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp_path):
+async def test_a_killed_stage_comes_back_and_a_drained_one_hands_its_layers_over(tmp_path):
+    """The route goes on; who takes the layers of one that leaves has them before it does."""
     async with reef(tmp_path) as swarm:
         await begin(swarm, tokens=10**9)
         for name in ("bob", "cleo"):
@@ -89,6 +92,18 @@ async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp
         steps = swarm.status("bob")["steps"]
         await swarm.until(lambda: swarm.status("bob")["steps"] > steps + 3, "the route makes no steps", READY)
         await swarm.rounds("cleo", 2)
+
+        await swarm.node(SPARE, 0.1)
+        await pinned(swarm, SPARE, SPANS["cleo"])
+        await swarm.until(lambda: (swarm.status(SPARE) or {}).get("state") == "ready", "the spare is not ready", READY)
+        await swarm.ctl("node", "drain", "cleo")
+        for name in ("bob", SPARE):
+            await swarm.until(lambda name=name: on_route(swarm, name), f"{name} is on no route after the drain", READY)
+        log = (tmp_path / SPARE / "daemon.log").read_text()
+        assert log.index("the layers of the next plan are here") < log.index("plan received", log.index("fetch"))
+        events = await swarm.json("events", "--kind", "plan.preparing")
+        assert events
+        await swarm.rounds(SPARE, 2)
 
 
 @pytest.mark.soak

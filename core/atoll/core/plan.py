@@ -72,6 +72,11 @@ class Plan:
         assignment = self.assignment(peer_id)
         return range(assignment.first_layer, assignment.last_layer + 1) if assignment else range(0)
 
+    @property
+    def layers(self) -> int:
+        """How many the model has; 0 in a plan without members."""
+        return max((item.last_layer + 1 for item in self.assignments), default=0)
+
     def is_replica(self, peer_id: str) -> bool:
         """Whether it holds the whole model: a route of its own."""
         return (peer_id,) in self.routes

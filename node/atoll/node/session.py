@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from atoll.core import log, protocol
-from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge, Unreachable
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, sign_vote
+from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Voted
 from atoll.core.round_id import RoundId
@@ -38,21 +36,17 @@ from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.round_policy import minimum_lease, policies
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
+from atoll.node.genesis import write_genesis
+from atoll.node.holdings import Holdings, Rooms
 from atoll.node.on_route import OnRoute
-from atoll.node.state.anchor import AnchorState, Staged
-from atoll.node.state.catchup import catch_up
-from atoll.node.state.checkpoint import ANCHOR, CheckpointState
+from atoll.node.state.checkpoint import ANCHOR
 from atoll.node.state.checkpoint_writer import CheckpointWriter
-from atoll.node.state.formers import Formers
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.serve import StateServer
-from atoll.node.state.tensor_file import Layers
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.training.trainer import Trainer, TrainerConfig
 from atoll.node.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
-from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 LOAD_TIMEOUT = timedelta(minutes=10)
@@ -95,11 +89,8 @@ class TrainingSession:
         self.genesis: mb.GenesisReport | None = None  # while the coordinator does not know it yet
         self.finished = asyncio.Event()
         self._it = context
-        self._head: Head | None = None
-        self._state: AnchorState | None = None
-        self._lacks_layers = False  # of its span: they must be fetched
         self._reloading = False  # the trainer, with other layers
-        self._formers = Formers()  # what was held under other plans
+        self._refused = range(0)  # what was to be prepared and does not fit
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -109,20 +100,26 @@ class TrainingSession:
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
         self._route = OnRoute(context.network, context.spec, context.identity.peer_id, context.clock)
         context.status.route = self._route
-        self._server = StateServer(
-            context.network,
-            context.spec.run.name,
-            context.manifests,
-            self._current,
-            self._staged,
-            lambda: self._formers.held,
+        self._held = Holdings(
+            Rooms(
+                context.network,
+                context.spec.run.name,
+                context.run_dir,
+                context.operator_key,
+                context.manifests,
+                context.checkpoints,
+                context.directives,
+                context.link.hurry,
+            )
         )
+        context.status.preparing = self._held.preparing
 
     # --- the main path -------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Until the run is finished. Raises what makes this node useless: a corpus or model it cannot load."""
         restarts, last_round = 0, -1
+        preparing = asyncio.create_task(self._prepare())
         try:
             while not self.finished.is_set():
                 if self._reloading:
@@ -133,8 +130,13 @@ class TrainingSession:
                     self._reloading = False
                     trainer = await self._load()
                     await self._train_through(trainer)
+                except ModelTooLarge as error:
+                    if self._in_plan() or not self._wanted():
+                        raise
+                    _log.error("the layers of the next plan do not fit here", reason=str(error))
+                    self._refused = self._it.directives.prepare
                 except ChildDied as error:
-                    head_round = self._head.round if self._head else -1
+                    head_round = self._held.head.round if self._held.head else -1
                     restarts = restarts + 1 if head_round == last_round else 1
                     last_round = head_round
                     self._it.status.trainer_restarts += 1
@@ -143,9 +145,18 @@ class TrainingSession:
                         raise
                     await asyncio.sleep(_RETRY.total_seconds() * restarts)
         finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
             await self._route.leave()
             await self._links.close()
             await self.stop_trainer()
+
+    async def _prepare(self) -> None:
+        """The node trains without it: what it did not fetch before, it fetches when the plan is there."""
+        try:
+            await self._held.preparing.run()
+        except Exception as error:
+            _log.error("layers of plans to come are not fetched any more", reason=repr(error))
 
     async def _load(self) -> Trainer:
         """A trainer with its layers and the corpus loaded; the anchor survives in our memory if it had one."""
@@ -158,56 +169,30 @@ class TrainingSession:
         if self._limits is not limits:  # changed while it loaded
             await trainer.limit(self._limits)
         it.status.facts, it.status.trainer = trainer.facts, trainer
-        if trainer.facts.span is not None:
-            first, last = trainer.facts.span
-            await self._hold(trainer, range(first, last + 1))
+        await self._held.hold(trainer)
+        if self._held.head is not None:
+            self._moved(self._held.head)
         if self._in_plan() and config.span is None and trainer.facts.span is None and self._span() is None:
             raise ModelTooLarge(
                 "the plan gives this node the whole model, which it cannot hold", "pin it to some layers"
             )
         return trainer
 
-    async def _hold(self, trainer: Trainer, layers: range) -> None:
-        """Committed state of these layers, in the trainer's memory: what we have of it, or a checkpoint's."""
-        before = self._state
-        if before is not None and before.layers == layers:
-            trainer.anchor.copy_(before.anchor_E)
-            before.anchor_E = trainer.anchor
-            return
-        if before is not None and self._head is not None and not self._lacks_layers:
-            self._formers.add(self._head, before)
-        self._lacks_layers = True  # until all of it is here
-        self._state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
-        if before is None:
-            await self._restore(Layers.of(trainer.facts.layers), trainer.facts.layer_offsets)
-        self._lacks_layers = not await asyncio.to_thread(self._formers.fill, self._state, self._head)
-
     def _span(self) -> tuple[int, int] | None:
-        """The layers that the plan gives this node, both included; None: all, or no plan says anything."""
-        plan, me = self._it.directives.plan, self._it.identity.peer_id
-        if plan is None or me not in plan.members:
-            return None
-        span = plan.span(me)
-        return None if plan.is_replica(me) else (span.start, span.stop - 1)
+        """What the trainer is told to hold, both layers included; None: all, or nobody says."""
+        plan, span = self._it.directives.plan, self._wanted()
+        return (span.start, span.stop - 1) if plan is not None and 0 < len(span) < plan.layers else None
+
+    def _wanted(self) -> range:
+        """The layers that the plan gives this node; where it gives none, those that the next one may."""
+        plan, prepare = self._it.directives.plan, self._it.directives.prepare
+        mine = plan.span(self._it.identity.peer_id) if plan is not None else range(0)
+        return mine or (range(0) if prepare == self._refused else prepare)
 
     def _holds_other_layers(self, trainer: Trainer) -> bool:
-        """Whether the plan gives this node another span than its trainer has."""
-        held, plan = trainer.facts.span, self._it.directives.plan
-        mine = plan.span(self._it.identity.peer_id) if plan is not None else range(0)
-        return len(mine) > 0 and held != (mine.start, mine.stop - 1)
-
-    async def _restore(self, layers: Layers, offsets: Sequence[int]) -> None:
-        """What the last process of this node held, of whichever layers; the others tell what happened since."""
-        await asyncio.to_thread(self._it.manifests.sweep)
-        found = await self._it.checkpoints.restore(layers)
-        if found is None:
-            return
-        numbers = found.layers.numbers
-        former = AnchorState(found.anchor_E, offsets, range(numbers.start, numbers.stop))
-        former.momentum_E = found.momentum_E
-        self._formers.add(found.head, former)
-        await asyncio.to_thread(self._it.manifests.append, found.head)
-        self._moved(found.head)
+        """Whether the trainer has to be loaded anew."""
+        wanted = self._wanted()
+        return len(wanted) > 0 and trainer.facts.held != wanted
 
     async def _train_through(self, trainer: Trainer) -> None:
         while not self.finished.is_set():
@@ -215,10 +200,10 @@ class TrainingSession:
             await self._or_trainer_death(trainer, self._it.directives.until(self._has_work))
             if self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None:
                 await self._write_genesis(trainer)
+            if self._holds_other_layers(trainer) and not self._resting:
+                self._reloading = True  # still part of the plan, or of the next
+                return
             if self._in_plan() and not self._resting:
-                if self._holds_other_layers(trainer):
-                    self._reloading = True  # still part of the plan
-                    return
                 await self._follow_plan(trainer)
 
     async def _follow_plan(self, trainer: Trainer) -> None:
@@ -241,7 +226,7 @@ class TrainingSession:
         await self._or_trainer_death(trainer, self._take_route(plan, trainer))
         engine = self._make_engine(trainer, head, plan)
         running = asyncio.create_task(engine.run(self._links))
-        self._engine = engine
+        self._engine = self._held.engine = engine
         following = asyncio.create_task(self._steer(trainer, engine))
         try:
             await self._first_of(trainer, running, following)
@@ -249,7 +234,7 @@ class TrainingSession:
             for task in (running, following):
                 task.cancel()
             await asyncio.gather(running, following, return_exceptions=True)
-            self._engine = None
+            self._engine = self._held.engine = None
             if engine.finished.is_set():
                 await self._route.until_driver_leaves(LAST_EVALUATION)
             await self._route.leave()
@@ -293,7 +278,7 @@ class TrainingSession:
         """Write the state of the last common round and say so."""
         it = self._it
         await trainer.pause()
-        assert self._head is not None
+        assert self._held.head is not None
         try:
             path = await self.save(FINISH_TIMEOUT)
         except AtollError as error:  # the others have it, and we still serve it from memory
@@ -301,8 +286,8 @@ class TrainingSession:
         else:
             it.status.anchor_path = str(path / ANCHOR) if path is not None else ""
             told = f"checkpoint at {path}"
-        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._head.round}; {told}")
-        _log.info("run finished; still serving until told to stop", round=self._head.round, outcome=told)
+        it.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._held.head.round}; {told}")
+        _log.info("run finished; still serving until told to stop", round=self._held.head.round, outcome=told)
         it.link.hurry()
         self.finished.set()
 
@@ -310,83 +295,30 @@ class TrainingSession:
 
     async def _write_genesis(self, trainer: Trainer) -> None:
         """Initialise the model here and sign round 0; the others fetch it by digest."""
-        it, spec = self._it, self._it.spec
+        it = self._it
         it.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor")
-        self._state = await self._initial(trainer)
-        manifest = manifest_pb2.Manifest(
-            protocol=protocol.ours(),
-            round=RoundId(spec.run.name, 0, 0, 0, 0).to_proto(),
-            layers=await asyncio.to_thread(self._state.layer_states, 0),
-            corpus_digest=bytes.fromhex(trainer.facts.corpus_digest),
-            committed_unix_ms=unix_ms(it.clock),
-        )
-        payload = manifest.SerializeToString(deterministic=True)
-        committed = manifest_pb2.CommittedManifest(
-            payload=payload, signatures=[sign_vote(it.identity, payload, Ballot(0, 0))]
-        )
-        head = Head(committed)
-        it.manifests.append(head)
-        self._lacks_layers = False
+        head, state = await write_genesis(trainer, it.identity, it.spec.run.name, it.run_dir, it.clock)
+        self._held.begin(head, state)
         self._moved(head)
-        if self._holds_all(trainer):
+        if trainer.facts.holds_all:
             self._first_evaluation = mb.EvaluationReport(round=0, loss=await trainer.evaluate(), committed_tokens=0)
-        self.genesis = mb.GenesisReport(layers=trainer.facts.layers, manifest=committed)
+        self.genesis = mb.GenesisReport(layers=trainer.facts.layers, manifest=head.committed)
         it.link.hurry()
 
-    async def _initial(self, trainer: Trainer) -> AnchorState:
-        """The whole model as it begins: in the trainer's memory where that is large enough, else in a file."""
-        offsets = trainer.facts.layer_offsets
-        if self._holds_all(trainer):
-            await trainer.initialise()
-            return AnchorState(trainer.anchor, offsets)
-        path = self._it.run_dir / "genesis.f32"
-        await trainer.write_initial(path)
-        initial = torch.from_file(str(path), size=offsets[-1], dtype=torch.float32)
-        path.unlink()  # its bytes stay for as long as they are mapped
-        return AnchorState(initial, offsets)
-
-    def _holds_all(self, trainer: Trainer) -> bool:
-        return trainer.facts.span == (0, len(trainer.facts.layer_offsets) - 2)
-
     async def _synchronise(self, plan: Plan) -> Head:
-        it = self._it
-        assert self._state is not None
-        if self._head is not None and self._head.round == 0 and not plan.accepts(self._head):
-            self._head = None  # a genesis that the coordinator did not choose
-        it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
-        try:
-            fetched = await catch_up(
-                it.network,
-                plan,
-                self._state,
-                self._head,
-                operator_key=it.operator_key,
-                lacking=self._lacks_layers,
-                believed=self._server.learn,
-            )
-        except Unreachable:
-            if self._lacks_layers or self._head is None or not plan.accepts(self._head):
-                raise
-            return self._head  # nobody else has any: we wrote genesis, or are alone
-        if fetched is None:
-            assert self._head is not None
-            return self._head
-        await asyncio.to_thread(it.manifests.keep, fetched.head)
-        await asyncio.to_thread(self._state.adopt, fetched)
-        self._lacks_layers = False
-        self._let_go_of_formers(fetched.head)
-        return fetched.head
+        self._it.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
+        return await self._held.synchronise(plan)
 
     def _make_engine(self, trainer: Trainer, head: Head, plan: Plan) -> AveragingEngine:
         it = self._it
-        assert self._state is not None
+        assert self._held.state is not None
         return AveragingEngine(
             identity=it.identity,
             operator_key=it.operator_key,
             spec=it.spec,
             policies=policies(it.spec, trainer.facts.layer_offsets),
             trainer=trainer,
-            state=self._state,
+            state=self._held.state,
             manifests=it.manifests,
             votes=it.votes,
             network=it.network,
@@ -458,7 +390,7 @@ class TrainingSession:
 
         A finished session has given the device back; it borrows it again for this.
         """
-        if self._head is None or (self._trainer is None and not self.finished.is_set()):
+        if self._held.head is None or (self._trainer is None and not self.finished.is_set()):
             raise InvalidTransition("there is no anchor to generate from yet")
         trainer = self._trainer or await self._load()
         try:
@@ -472,7 +404,7 @@ class TrainingSession:
 
         Raises `DeadlineExceeded`, `DataDirUnusable`.
         """
-        state = self._checkpoint_state()
+        state = self._held.checkpoint_state()
         return await self._it.checkpoints.flush(state, timeout) if state is not None else None
 
     async def stop_trainer(self) -> None:
@@ -490,15 +422,6 @@ class TrainingSession:
     def _lost(self, peer: str) -> None:
         if self._engine is not None:
             self._engine.lost(peer)
-
-    def _current(self) -> tuple[Head, AnchorState] | None:
-        if self._lacks_layers or (self._engine is not None and self._engine.moving):
-            return None
-        head = self._engine.head if self._engine else self._head
-        return (head, self._state) if head is not None and self._state is not None else None
-
-    def _staged(self, payload_hash: bytes) -> Staged | None:
-        return self._engine.staged(payload_hash) if self._engine is not None else None
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> rt.TieBreak:
         """The coordinator's promise or vote; not granted when it cannot be asked."""
@@ -519,23 +442,12 @@ class TrainingSession:
 
     def _moved(self, head: Head) -> None:
         status = self._it.status
-        self._head = head
-        self._let_go_of_formers(head)
+        self._held.moved(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
-        state = self._checkpoint_state()
+        state = self._held.checkpoint_state()
         if state is not None and head.round > 0:
             self._it.checkpoints.offer(state)
         self._it.directives.wake()
-
-    def _let_go_of_formers(self, head: Head) -> None:
-        if self._state is not None and not self._lacks_layers:
-            self._formers.let_go(head, self._state.layers)
-
-    def _checkpoint_state(self) -> CheckpointState | None:
-        if self._head is None or self._state is None or self._it.status.facts is None or self._lacks_layers:
-            return None
-        layers = Layers.of(self._it.status.facts.layers, self._state.layers)
-        return CheckpointState(self._head, layers, self._state.anchor_E, self._state.momentum_E)
 
     def _evaluated(self, report: mb.EvaluationReport) -> None:
         self._it.status.validation_loss = report.loss
@@ -573,7 +485,8 @@ class TrainingSession:
     def _has_work(self) -> bool:
         waiting_for_genesis = self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None
         changed = bool(self._resting) != (self._it.status.state == mb.NODE_STATE_PAUSED)
-        return waiting_for_genesis or changed or (self._in_plan() and not self._resting)
+        loads = self._trainer is not None and self._holds_other_layers(self._trainer)
+        return waiting_for_genesis or changed or ((self._in_plan() or loads) and not self._resting)
 
     async def _or_trainer_death(self, trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)

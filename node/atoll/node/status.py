@@ -7,6 +7,7 @@ from typing import Any
 
 from atoll.node.averaging.engine import RoundCounters
 from atoll.node.on_route import OnRoute
+from atoll.node.state.prepared import Preparing
 from atoll.node.training.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
@@ -33,6 +34,7 @@ class LiveStatus:
     anchor_path: str = ""
     trainer_restarts: int = 0
     route: OnRoute | None = None
+    preparing: Preparing | None = None  # layers for a plan to come
 
     def enter(self, state: mb.NodeState, detail: str) -> None:
         """Move on, and say why in one sentence."""
@@ -41,7 +43,7 @@ class LiveStatus:
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
         """What goes into a heartbeat."""
         training = self.trainer.status if self.trainer else None
-        return mb.NodeStatus(
+        status = mb.NodeStatus(
             state=self.state,
             steps=training.steps if training else 0,
             tokens=training.tokens if training else 0,
@@ -59,6 +61,10 @@ class LiveStatus:
             rounds_joined=self.counters.joined,
             detail=self.detail,
         )
+        prepared = self.preparing.span if self.preparing is not None else range(0)
+        if prepared:
+            status.prepared.first, status.prepared.last = prepared.start, prepared.stop - 1
+        return status
 
     def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:
         """What `atoll status --output json` prints."""

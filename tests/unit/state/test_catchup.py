@@ -282,9 +282,9 @@ async def test_no_more_than_the_cap_is_served_at_once(reef):
         await conversation.answer((1 << 20) + 1)
 
 
-async def test_two_conversations_at_once_and_not_three(reef):
+async def test_four_conversations_at_once_and_not_five(reef):
     reef.serve(ANN, history(HEAD), STATE)
-    talks = [await talk(reef) for _ in range(2)]
+    talks = [await talk(reef) for _ in range(4)]
     for conversation in talks:
         assert (await conversation.manifest(None)).hash == HEAD.hash
     with pytest.raises(PeerMisbehaved):

@@ -37,6 +37,7 @@ class Directives:
         self.sealed_plan: pb.Signed | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
+        self.prepare = range(0)  # layers that a plan to come may give this node
         self._authority = authority
         self._deny_listed = deny_listed
         self._seeds_moved = seeds_moved
@@ -56,6 +57,8 @@ class Directives:
             self._seeds_moved(tuple(response.seeds))
         self.order = response.order
         self.run_state = response.run_state
+        prepare = response.prepare
+        self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()
 
     def take_plan(self, sealed: pb.Signed) -> None:

@@ -82,10 +82,19 @@ class Staging:
 class AnchorState:
     """Anchor and momentum of one committed round, fp32 [E], of the layers that this node holds."""
 
-    def __init__(self, anchor_E: Tensor, offsets: Sequence[int], layers: range | None = None) -> None:
-        """`offsets` are those of all layers of the model, `layers` those that `anchor_E` holds (all)."""
+    def __init__(
+        self,
+        anchor_E: Tensor,
+        offsets: Sequence[int],
+        layers: range | None = None,
+        momentum_E: Tensor | None = None,
+    ) -> None:
+        """`offsets` are those of all layers of the model, `layers` those that `anchor_E` holds (all).
+
+        Without `momentum_E` momentum is zero.
+        """
         self.anchor_E = anchor_E
-        self.momentum_E = torch.zeros_like(anchor_E)
+        self.momentum_E = torch.zeros_like(anchor_E) if momentum_E is None else momentum_E
         self.offsets = tuple(offsets)
         self.layers = layers if layers is not None else range(len(self.offsets) - 1)
         if anchor_E.numel() != self.end - self.start:

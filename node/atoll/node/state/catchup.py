@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
 from google.protobuf.message import DecodeError
 
 from atoll.core import log
@@ -21,7 +22,7 @@ from atoll.node.state.anchor import AnchorState, Fetched, Staged
 from atoll.node.state.conversation import Conversation
 from atoll.node.state.fetch import FetchPolicy, StateMoved, Wanted, fetch_state
 from atoll.node.state.heads import believe
-from atoll.node.state.pieces import Piece, Workspace, pieces_of
+from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
 from atoll.node.transport import Network
 from atoll.v1 import manifest_pb2
 
@@ -62,13 +63,16 @@ async def catch_up(
     policy: FetchPolicy = _POLICY,
     lacking: bool = False,
     believed: Callable[[Head], None] = lambda head: None,
+    allocate: Allocate = torch.empty,
 ) -> Fetched | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
     None when `held` is that head, or is newer and part of the history that counts, unless `state` is `lacking` some of
     its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
-    nothing is fetched. `believed` hears of that head. Raises `Unreachable` when no head can be believed yet or nobody's
-    bytes were true, `CheckpointCorrupt` when the head is not of this model.
+    nothing is fetched. `believed` hears of that head; `allocate` makes the vectors that are returned.
+
+    Raises `Unreachable` when no head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head
+    is not of this model.
     """
     workspace: Workspace | None = None
     followed = held  # what grew out of ours need not be followed again
@@ -88,7 +92,7 @@ async def catch_up(
             followed = head if best.grown else followed
             wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets, state.layers))
             if workspace is None:
-                workspace = Workspace(state.start, state.end)
+                workspace = Workspace(state.start, state.end, allocate)
                 if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
                     await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations, best.held)

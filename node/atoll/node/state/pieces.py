@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -16,6 +16,7 @@ from atoll.node.averaging.outer import digest
 from atoll.v1 import manifest_pb2
 
 Kind = Literal["anchor", "momentum"]
+Allocate = Callable[[int], Tensor]  # an fp32 vector of so many elements, whatever they are
 
 _EMPTY = sha256(b"").digest()
 
@@ -58,9 +59,9 @@ def pieces_of(layers: Sequence[manifest_pb2.LayerState], offsets: Sequence[int])
 class Workspace:
     """The elements [start, end) of two vectors, filled piece by piece, and what of them is known to be true."""
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, start: int, end: int, allocate: Allocate = torch.empty) -> None:
         self._start = start
-        self.vectors: dict[Kind, Tensor] = {"anchor": torch.empty(end - start), "momentum": torch.empty(end - start)}
+        self.vectors: dict[Kind, Tensor] = {"anchor": allocate(end - start), "momentum": allocate(end - start)}
         self._true: dict[tuple[Kind, int], bytes] = {}
 
     def take_over(self, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:

@@ -24,7 +24,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2, plan_pb2
 
 MAX_SLICE_ELEMENTS = 1 << 20  # 4 MiB of fp32: what one question may make us copy
-STREAMS_PER_PEER = 2  # one that asks for heads, one that fetches
+STREAMS_PER_PEER = 4  # one that asks for heads, one that fetches; the same for layers of a plan to come
 _IDLE = timedelta(seconds=30)
 _HEADS = 128  # that are remembered: two turns of as many fragments as there can be
 

@@ -63,12 +63,19 @@ class TrainerFacts:
     whole_model_bytes: int  # what all of them would take of the device
 
     @property
+    def held(self) -> range:
+        """The layers that are held."""
+        return range(0) if self.span is None else range(self.span[0], self.span[1] + 1)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether it is the whole model."""
+        return len(self.held) == len(self.layer_offsets) - 1
+
+    @property
     def held_elements(self) -> int:
         """Of the layers that are held: the length of anchor and pseudo-gradient."""
-        if self.span is None:
-            return 0
-        first, last = self.span
-        return self.layer_offsets[last + 1] - self.layer_offsets[first]
+        return self.layer_offsets[self.held.stop] - self.layer_offsets[self.held.start]
 
     @classmethod
     def of(cls, ready: ms.Ready) -> TrainerFacts:

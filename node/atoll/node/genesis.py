@@ -1,0 +1,47 @@
+"""Round 0: the node that was chosen draws the initial parameters and signs their digests; others fetch them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from atoll.core import protocol
+from atoll.core.clock import Clock, unix_ms
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, sign_vote
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.node.state.anchor import AnchorState
+from atoll.node.training.trainer import Trainer
+from atoll.v1 import manifest_pb2
+
+
+async def write_genesis(
+    trainer: Trainer, identity: Identity, run_id: str, run_dir: Path, clock: Clock
+) -> tuple[Head, AnchorState]:
+    """The head of round 0 and the state of all layers: in the trainer's memory where that holds it, else in a file."""
+    state = await _initial(trainer, run_dir)
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(),
+        round=RoundId(run_id, 0, 0, 0, 0).to_proto(),
+        layers=await asyncio.to_thread(state.layer_states, 0),
+        corpus_digest=bytes.fromhex(trainer.facts.corpus_digest),
+        committed_unix_ms=unix_ms(clock),
+    )
+    payload = manifest.SerializeToString(deterministic=True)
+    signatures = [sign_vote(identity, payload, Ballot(0, 0))]
+    return Head(manifest_pb2.CommittedManifest(payload=payload, signatures=signatures)), state
+
+
+async def _initial(trainer: Trainer, run_dir: Path) -> AnchorState:
+    offsets = trainer.facts.layer_offsets
+    if trainer.facts.holds_all:
+        await trainer.initialise()
+        return AnchorState(trainer.anchor, offsets)
+    path = run_dir / "genesis.f32"
+    await trainer.write_initial(path)
+    initial = torch.from_file(str(path), size=offsets[-1], dtype=torch.float32)
+    path.unlink()  # its bytes stay for as long as they are mapped
+    return AnchorState(initial, offsets)

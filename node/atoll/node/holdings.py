@@ -1,0 +1,185 @@
+"""What this node has of a run: the state of its layers, what it held before, what it fetches for a plan to come.
+
+Others may ask for all of it (`/atoll/state/1`). The session says for which layers the trainer has memory; what belongs
+there comes from what was held before or prepared, from the last checkpoint, and from other members, in that order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.core.errors import Unreachable
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.node.averaging.engine import AveragingEngine
+from atoll.node.control.directives import Directives
+from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.catchup import catch_up
+from atoll.node.state.checkpoint import CheckpointState
+from atoll.node.state.checkpoint_writer import CheckpointWriter
+from atoll.node.state.formers import Formers
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.prepared import Preparing, Present
+from atoll.node.state.serve import StateServer
+from atoll.node.state.tensor_file import Layers
+from atoll.node.training.trainer import Trainer, TrainerFacts
+from atoll.node.transport import Network
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Where a run's state comes from and goes to."""
+
+    network: Network
+    run_id: str
+    run_dir: Path
+    operator_key: bytes
+    manifests: ManifestStore
+    checkpoints: CheckpointWriter
+    directives: Directives
+    hurry: Callable[[], None]  # the coordinator should hear from us
+
+
+class Holdings:
+    """`head` is the newest round known here. `state` is of it, unless it lacks layers or the engine is moving it."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self.head: Head | None = None
+        self.state: AnchorState | None = None
+        self.engine: AveragingEngine | None = None  # that moves the state now
+        self._lacks_layers = False  # of the state: they must be fetched
+        self._formers = Formers()  # what was held under other plans
+        self._facts: TrainerFacts | None = None
+        self._it = rooms
+        self._server = StateServer(
+            rooms.network, rooms.run_id, rooms.manifests, self._current, self._staged, lambda: self._formers.held
+        )
+        self.preparing = Preparing(
+            rooms.network,
+            rooms.directives,
+            rooms.operator_key,
+            rooms.run_dir,
+            self._present,
+            ready=rooms.hurry,
+            believed=self._server.learn,
+        )
+
+    async def hold(self, trainer: Trainer) -> None:
+        """Put committed state of the trainer's layers into its memory, as far as there is any here."""
+        self._facts = trainer.facts
+        layers, before = trainer.facts.held, self.state
+        if not layers:
+            return
+        if before is not None and before.layers == layers:
+            trainer.anchor.copy_(before.anchor_E)
+            before.anchor_E = trainer.anchor
+            return
+        if before is not None and self.head is not None and not self._lacks_layers:
+            self._formers.add(self.head, before)
+        self._lacks_layers = True  # until all of it is here
+        self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
+        if before is None:
+            await self._restore(trainer.facts)
+        await self._fill()
+
+    def begin(self, head: Head, state: AnchorState) -> None:
+        """This node wrote genesis: `state` is of all layers, maybe of more than it trains."""
+        self._it.manifests.append(head)
+        self.state, self._lacks_layers = state, False
+        self.moved(head)
+
+    async def synchronise(self, plan: Plan) -> Head:
+        """Bring the state to the head that the members of `plan` agree on. Raises what `catch_up` raises."""
+        it = self._it
+        assert self.state is not None
+        if self.head is not None and self.head.round == 0 and not plan.accepts(self.head):
+            self.head = None  # a genesis that the coordinator did not choose
+        await self._take_prepared()
+        try:
+            fetched = await catch_up(
+                it.network,
+                plan,
+                self.state,
+                self.head,
+                operator_key=it.operator_key,
+                lacking=self._lacks_layers,
+                believed=self._server.learn,
+            )
+        except Unreachable:
+            if self._lacks_layers or self.head is None or not plan.accepts(self.head):
+                raise
+            return self.head  # nobody else has any: we wrote genesis, or are alone
+        if fetched is None:
+            assert self.head is not None
+            return self.head
+        await asyncio.to_thread(it.manifests.keep, fetched.head)
+        await asyncio.to_thread(self.state.adopt, fetched)
+        self._lacks_layers = False
+        self._let_go(fetched.head)
+        return fetched.head
+
+    def moved(self, head: Head) -> None:
+        """The state is of `head` now."""
+        self.head = head
+        self._let_go(head)
+
+    def checkpoint_state(self) -> CheckpointState | None:
+        """What a checkpoint would hold; None while this node has no head or lacks layers of it."""
+        if self.head is None or self.state is None or self._facts is None or self._lacks_layers:
+            return None
+        layers = Layers.of(self._facts.layers, self.state.layers)
+        return CheckpointState(self.head, layers, self.state.anchor_E, self.state.momentum_E)
+
+    # --- where it comes from ---------------------------------------------------------------------------
+
+    async def _restore(self, facts: TrainerFacts) -> None:
+        """What the last process of this node held, of whichever layers; the others tell what happened since."""
+        await asyncio.to_thread(self._it.manifests.sweep)
+        found = await self._it.checkpoints.restore(Layers.of(facts.layers))
+        if found is None:
+            return
+        numbers = found.layers.numbers
+        layers = range(numbers.start, numbers.stop)
+        self._formers.add(found.head, AnchorState(found.anchor_E, facts.layer_offsets, layers, found.momentum_E))
+        await asyncio.to_thread(self._it.manifests.append, found.head)
+        self.moved(found.head)
+
+    async def _take_prepared(self) -> None:
+        """The plan is there for which layers were fetched."""
+        prepared = self.preparing.take()
+        for head, state in prepared:
+            self._formers.add(head, state)
+        newest = max((head for head, _ in prepared), key=lambda head: head.round, default=None)
+        if newest is not None and self.head is None:
+            await asyncio.to_thread(self._it.manifests.append, newest)
+            self.head = newest
+        if prepared and self._lacks_layers:
+            await self._fill()
+
+    async def _fill(self) -> None:
+        assert self.state is not None
+        self._lacks_layers = not await asyncio.to_thread(self._formers.fill, self.state, self.head)
+
+    def _let_go(self, head: Head) -> None:
+        if self.state is not None and not self._lacks_layers:
+            self._formers.let_go(head, self.state.layers)
+
+    # --- what others may know --------------------------------------------------------------------------
+
+    def _current(self) -> tuple[Head, AnchorState] | None:
+        if self._lacks_layers or (self.engine is not None and self.engine.moving):
+            return None
+        head = self.engine.head if self.engine is not None else self.head
+        return (head, self.state) if head is not None and self.state is not None else None
+
+    def _staged(self, payload_hash: bytes) -> Staged | None:
+        return self.engine.staged(payload_hash) if self.engine is not None else None
+
+    def _present(self) -> Present:
+        offsets = self._facts.layer_offsets if self._facts is not None else ()
+        if self.state is None or self._lacks_layers:
+            return Present(offsets, range(0), None)
+        return Present(offsets, self.state.layers, self.head)

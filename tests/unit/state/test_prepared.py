@@ -1,0 +1,185 @@
+"""Layers of a plan to come are fetched beside what a node holds, followed round by round, and handed over."""
+
+import asyncio
+from typing import cast
+
+import pytest
+import torch
+from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OFFSETS, OPERATOR, Reef, commit, history, plan_of, state_of
+
+from atoll.core.errors import DataDirUnusable
+from atoll.core.membership import Authority
+from atoll.node.control.directives import Directives
+from atoll.node.state import prepared
+from atoll.node.state.mapped import mapped_vector
+from atoll.node.state.prepared import Preparing, Present, lacking
+
+DONORS = (ANN, BOB, DAN)
+STATE = state_of(3.0)
+HEAD = commit(STATE, 1, list(DONORS), after=GENESIS)
+PLAN = plan_of(*DONORS, CLEO, voters=DONORS)
+
+
+class Node:
+    """One that is told to fetch layers."""
+
+    def __init__(self, folder, held=range(0)):
+        self.reef = Reef(folder)
+        self.folder = folder / "ours"
+        self.folder.mkdir()
+        self.directives = Directives(cast(Authority, None), lambda *_: None, lambda _: None, folder / "plan")
+        self.directives.plan = PLAN
+        self.present = Present(OFFSETS, held, HEAD if held else None)
+        self.told = 0
+        self.preparing = Preparing(
+            self.reef.network, self.directives, OPERATOR.public_key, self.folder, lambda: self.present, self.ready
+        )
+        self.holdings = [self.reef.serve(member, history(HEAD), STATE) for member in DONORS]
+
+    def ready(self):
+        self.told += 1
+        self.directives.wake()
+
+    def wants(self, layers):
+        self.directives.prepare = layers
+        self.directives.wake()
+
+    async def until(self, condition):
+        async with asyncio.timeout(10):
+            await self.directives.until(condition)
+
+
+@pytest.fixture
+async def node(tmp_path):
+    node = Node(tmp_path)
+    running = asyncio.create_task(node.preparing.run())
+    yield node
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await node.reef.hub.close()
+
+
+def holds(held, state, layers) -> bool:
+    own = slice(OFFSETS[layers.start], OFFSETS[layers.stop])
+    return torch.equal(held.anchor_E, state.anchor_E[own]) and torch.equal(held.momentum_E, state.momentum_E[own])
+
+
+async def test_a_spare_fetches_the_span_and_says_so_once(node):
+    node.wants(range(1, 4))
+    await node.until(lambda: node.preparing.span == range(1, 4))
+    ((head, state),) = node.preparing.held
+    assert head.hash == HEAD.hash
+    assert holds(state, STATE, range(1, 4))
+    assert node.told == 1
+
+
+async def test_a_member_fetches_only_what_it_lacks(node):
+    node.present = Present(OFFSETS, range(1, 2), HEAD)
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    assert [state.layers for _, state in node.preparing.held] == [range(1), range(2, 4)]
+    assert all(holds(state, STATE, state.layers) for _, state in node.preparing.held)
+    assert sum(node.reef.bodies.values()) == 4  # an anchor and a momentum of two layers that have parameters
+
+
+async def test_what_is_held_already_needs_nothing(node):
+    node.present = Present(OFFSETS, range(4), HEAD)
+    node.wants(range(1, 3))
+    await node.until(lambda: node.preparing.span == range(1, 3))
+    assert node.preparing.held == ()
+    assert not node.reef.bodies
+
+
+async def test_it_follows_the_rounds_until_the_plan_is_there(node):
+    node.present = Present(OFFSETS, range(3, 4), HEAD)
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    later = state_of(5.0)
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    for holding in node.holdings:
+        holding.hold(head, later)
+    node.present = Present(OFFSETS, range(3, 4), head)
+    node.directives.wake()
+    async with asyncio.timeout(10):
+        while node.preparing.held[0][0].hash != head.hash:
+            await asyncio.sleep(0.01)
+    assert holds(node.preparing.held[0][1], later, range(3))
+    node.directives.plan = plan_of(*DONORS, CLEO, version=2)
+    node.wants(range(0))
+    await asyncio.sleep(0.05)
+    ((taken, _),) = node.preparing.take()  # whoever loads the trainer
+    assert taken.hash == head.hash
+    assert node.preparing.held == ()
+
+
+async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
+    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 20)
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    later = state_of(5.0)
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    for holding in node.holdings:
+        holding.hold(head, later)
+    async with asyncio.timeout(10):
+        while node.preparing.held[0][0].hash != head.hash:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_plan_that_is_given_up_leaves_nothing(node):
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    node.wants(range(0))
+    async with asyncio.timeout(10):
+        while node.preparing.held:
+            await asyncio.sleep(0.01)
+    assert not node.preparing.span
+    assert list(node.folder.iterdir()) == []
+
+
+async def test_another_span_takes_the_place_of_the_first(node):
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    node.wants(range(2, 4))
+    await node.until(lambda: node.preparing.span == range(2, 4))
+    assert [state.layers for _, state in node.preparing.held] == [range(2, 4)]
+
+
+async def test_layers_that_the_model_has_not_are_ignored(node):
+    node.wants(range(2, 9))
+    await asyncio.sleep(0.05)
+    assert not node.preparing.span
+    node.wants(range(2, 4))
+    await node.until(lambda: node.preparing.span == range(2, 4))
+
+
+async def test_when_nobody_can_be_reached_it_tries_again(node, monkeypatch):
+    monkeypatch.setattr(prepared, "_RETRY", prepared.POLL / 100)
+    states = [(holding, holding.state) for holding in node.holdings]
+    for holding, _ in states:
+        holding.state = None
+    node.wants(range(4))
+    await asyncio.sleep(0.1)
+    assert not node.preparing.span
+    for holding, state in states:
+        holding.state = state
+    await node.until(lambda: node.preparing.span == range(4))
+
+
+@pytest.mark.parametrize(
+    ("span", "held", "gaps"),
+    [
+        (range(2, 5), range(0), (range(2, 5),)),
+        (range(2, 5), range(2), (range(2, 5),)),
+        (range(2, 5), range(3), (range(3, 5),)),
+        (range(2, 5), range(3, 4), (range(2, 3), range(4, 5))),
+        (range(2, 5), range(9), ()),
+    ],
+)
+def test_what_is_lacking(span, held, gaps):
+    assert lacking(span, held) == gaps
+
+
+def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(DataDirUnusable):
+        mapped_vector(tmp_path, 1 << 50)
+    assert list(tmp_path.iterdir()) == []
