@@ -6,7 +6,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN
 
-from atoll.coordinator.state import admission, preparation
+from atoll.coordinator.state import admission, hand_over, preparation, views
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -22,6 +22,10 @@ def told(world: RoutedWorld) -> dict[str, range]:
     """By name: the layers that each node is told to fetch."""
     spans = {name: preparation.told(world.state, it.peer_id) for name, it in world.identities.items()}
     return {name: span for name, span in spans.items() if span}
+
+
+def order(world: RoutedWorld, name: str) -> mb.Order:
+    return views.order_for(world.state, world.state.nodes[world.identities[name].peer_id])
 
 
 def test_newcomers_fetch_their_layers_before_the_plan_counts_on_them(pair: RoutedWorld) -> None:
@@ -102,13 +106,37 @@ def test_who_takes_the_place_of_a_draining_stage_fetches_while_that_one_still_tr
     pair.take(admission.drain(pair.state, pair.now, going))
     pair.wait(3)
     assert told(pair) == {"cid": range(first, last + 1)}
+    assert order(pair, going) == mb.ORDER_UNSPECIFIED
     pair.fetch_told()
     pair.wait(3)
+    assert order(pair, going) == mb.ORDER_DRAIN
     assert going in pair.spans()  # until it has had its last round
     pair.say(going, mb.NODE_STATE_DRAINING)
     pair.wait(0.4)
     assert pair.spans()["cid"] == (first, last)
     assert going not in pair.spans()
+
+
+def test_a_stage_that_nobody_can_replace_may_go_all_the_same(pair: RoutedWorld) -> None:
+    going = pair.routes()[0][0]
+    pair.take(admission.drain(pair.state, pair.now, going))
+    assert order(pair, going) == mb.ORDER_UNSPECIFIED
+    pair.wait(5)
+    assert order(pair, going) == mb.ORDER_DRAIN
+    assert pair.told("plan.impossible")
+
+
+def test_a_stage_goes_when_its_layers_are_not_fetched_for_long(pair: RoutedWorld) -> None:
+    pair.cards(cid=6)
+    pair.wait(2)
+    going = pair.routes()[0][0]
+    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.hang_up(going)
+    pair.connect(going, mb.NODE_STATE_TRAINING)
+    pair.wait(30)
+    assert order(pair, going) == mb.ORDER_UNSPECIFIED
+    pair.wait(hand_over.MOST_SECONDS)
+    assert order(pair, going) == mb.ORDER_DRAIN
 
 
 def test_a_coordinator_that_starts_again_asks_anew_and_what_was_fetched_counts(pair: RoutedWorld) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.state import find
+from atoll.coordinator.state import find, hand_over
 from atoll.coordinator.state.records import Node, Token
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
 from atoll.coordinator.text import clean
@@ -154,7 +154,9 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
         draft.put(node)
         live = state.live.get(node.peer_id)
         if live is not None:
-            draft.set_live(node.peer_id, replace(live, drain_since=now.monotonic))
+            draft.set_live(
+                node.peer_id, replace(live, drain_since=now.monotonic, hands_over=hand_over.begins(state, node))
+            )
         draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} is asked to drain")
     return draft.done(node)
 

@@ -155,6 +155,7 @@ def _finishing(state: State, node: Node, now: float) -> bool:
     if live is None or live.lost or not node.draining or node.banned or node.left:
         return False
     in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
+    in_time |= live.hands_over
     return in_time and (not live.connected or live.status.state in FIT)
 
 

@@ -14,7 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.coordinator.planner.question import Answer, Question, memory_of
-from atoll.coordinator.state import admission, answering, checkpoints, find, lifecycle, pace, paths, recovery, reports
+from atoll.coordinator.state import (
+    admission,
+    answering,
+    checkpoints,
+    find,
+    hand_over,
+    lifecycle,
+    pace,
+    paths,
+    recovery,
+    reports,
+)
 from atoll.coordinator.state.allowance import RESIZED, STORED
 from atoll.coordinator.state.fitness import corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
@@ -94,6 +105,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
     if old is not None:  # who hangs up and calls again has no more to spend
         fresh = replace(
             fresh,
+            hands_over=old.hands_over,
             profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
             stored=old.stored,
             refused=old.refused,
@@ -202,6 +214,7 @@ def _watch_streams(draft: Draft, policy: Policy) -> None:
 def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     _tell_strays(draft, run_id)
     reports.tell_gap(draft, run_id)
+    hand_over.go_on(draft, run_id)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)

@@ -83,7 +83,8 @@ class Live:
     paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
     corpus_digest: str = ""
     layers: bytes = b""  # LayerTable of the run's model, as told before genesis
-    drain_since: float | None = None  # monotonic; when the operator asked the node to leave
+    drain_since: float | None = None  # monotonic; when the operator asked the node to leave, or it may leave since
+    hands_over: bool = False  # it drains, but is not told yet: others fetch its layers
     stored: Allowance = field(default_factory=Allowance)
     refused: Allowance = field(default_factory=Allowance)
     resized: Allowance = field(default_factory=Allowance)

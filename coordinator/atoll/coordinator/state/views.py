@@ -165,7 +165,8 @@ def run_state(run: Run) -> mb.RunState:
 
 def order_for(state: State, node: Node) -> mb.Order:
     """What the operator wants of a node now."""
-    if node.draining:
+    live = state.live.get(node.peer_id)
+    if node.draining and not (live is not None and live.hands_over):
         return mb.ORDER_DRAIN
     memory, run = state.memory[node.run_id], state.runs[node.run_id]
     if (

@@ -1,0 +1,41 @@
+"""A stage that the operator drains trains on until whoever takes its layers has them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.state import asking, preparation
+from atoll.coordinator.state.fitness import present
+from atoll.coordinator.state.records import Node
+from atoll.coordinator.state.snapshot import Draft, State
+
+MOST_SECONDS = 300.0  # after which the node goes whatever becomes of its layers
+
+
+def begins(state: State, node: Node) -> bool:
+    """Whether others have to take layers over before this node goes: it is a stage of a route that trains."""
+    plan = state.memory[node.run_id].plan if node.run_id in state.memory else None
+    trains = plan is not None and state.runs[node.run_id].state == "TRAINING"
+    return trains and plan is not None and node.peer_id in plan.members and not plan.is_replica(node.peer_id)
+
+
+def go_on(draft: Draft, run_id: str) -> None:
+    """Let nodes go for whose layers there is nothing to wait for any more."""
+    now = draft.now.monotonic
+    for node in draft.state.members_of(run_id):
+        live = draft.state.live.get(node.peer_id)
+        if live is None or not live.hands_over:
+            continue
+        since = live.drain_since if live.drain_since is not None else now
+        if now - since >= MOST_SECONDS or not begins(draft.state, node) or _is_settled(draft.state, run_id, now):
+            draft.set_live(node.peer_id, replace(live, hands_over=False, drain_since=now))
+
+
+def _is_settled(state: State, run_id: str, now: float) -> bool:
+    """Whether the planner knows of everybody who goes, and what it gave to others is theirs."""
+    memory, here = state.memory[run_id], present(state, run_id, now)
+    if memory.preparation is not None:
+        return not preparation.unready(state, memory.preparation)
+    asks = memory.question is not None and not memory.question.wanted
+    known = memory.considered is not None and memory.considered.nodes == asking.about(state, run_id, here)
+    return known and not asks
