@@ -22,20 +22,26 @@ LAYERS = Layers(("embedding", "block.0", "head"), (0, 5, 12, 16))
 ANN, BOB = Identity.generate(), Identity.generate()
 
 
-def state_of(number: int, salt: float = 0.0, layers: Layers = LAYERS) -> CheckpointState:
-    """The state of round `number`; another `salt`, another history."""
+def state_of(number: int, salt: float = 0.0, layers: Layers = LAYERS, seconds: float = 0.0) -> CheckpointState:
+    """The state of round `number`, committed `seconds` after 1970; another `salt`, another history."""
     anchor_E = torch.arange(layers.elements, dtype=torch.float32) + number + salt
-    return of_vectors(number, anchor_E, -anchor_E, layers)
+    return of_vectors(number, anchor_E, -anchor_E, layers, seconds=seconds)
 
 
 def of_vectors(
-    number: int, anchor_E: torch.Tensor, momentum_E: torch.Tensor, layers: Layers, run: str = "reef"
+    number: int,
+    anchor_E: torch.Tensor,
+    momentum_E: torch.Tensor,
+    layers: Layers,
+    run: str = "reef",
+    seconds: float = 0.0,
 ) -> CheckpointState:
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=RoundId(run, 1, 0, number, 0).to_proto(),
         layers=layer_states(anchor_E, momentum_E, layers.offsets, number),
         committed_tokens=100 * number,
+        committed_unix_ms=int(1000 * seconds),
     )
     payload = manifest.SerializeToString(deterministic=True)
     votes = [sign_vote(member, payload, Ballot(1, 0)) for member in (ANN, BOB)]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -108,6 +109,40 @@ async def test_a_killed_stage_comes_back_and_a_drained_one_hands_its_layers_over
         assert not any("cannot synchronise" in line for line in lines[came:])
         assert "fetch their layers: dan 2-3" in await swarm.ctl("events")
         await swarm.rounds(SPARE, 2)
+
+
+@pytest.mark.soak
+async def test_after_a_power_cut_a_swarm_of_stages_goes_on_from_a_round_that_is_whole(tmp_path, monkeypatch):
+    """Nobody holds the whole model, and the cut came before one of them had written the newest round."""
+    stages = ("bob", "cleo")
+    monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
+    monkeypatch.setenv("ATOLL_CHECKPOINT_KEEP", "6")
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
+        for name in stages:
+            await swarm.node(name, 0.1)
+            await pinned(swarm, name, SPANS[name])
+        await swarm.rounds("bob", 5)
+        for name in stages:
+            await kill(swarm, name)
+        saved = {name: tmp_path / name / "runs/reef/checkpoints" for name in stages}
+        for newest in sorted(path for path in saved["cleo"].iterdir() if path.name.isdecimal())[-2:]:
+            shutil.rmtree(newest)  # one of them at least was a round of its layers
+        rounds = {name: {path.name for path in saved[name].iterdir() if path.name.isdecimal()} for name in stages}
+        whole = int(max(rounds["bob"] & rounds["cleo"]))
+        assert max(map(max, rounds.values())) > f"{whole:09d}"
+        for name in stages:
+            await swarm.restart_member(name)
+        async with asyncio.timeout(240):
+            while "run.recovered" not in await swarm.ctl("events"):
+                await asyncio.sleep(1)
+        assert f"goes on from round {whole}" in await swarm.ctl("events")
+        for name in stages:
+            await swarm.until(lambda name=name: on_route(swarm, name), f"{name} did not come back to its route", READY)
+        await swarm.rounds("bob", 3)
+        chains = [swarm.chain(name) for name in stages]
+        for number in chains[0].keys() & chains[1].keys():
+            assert chains[0][number].hash == chains[1][number].hash
 
 
 @pytest.mark.soak

@@ -50,7 +50,8 @@ class Holdings:
         self.head: Head | None = None
         self.state: AnchorState | None = None
         self.engine: AveragingEngine | None = None  # that moves the state now
-        self._lacks_layers = False  # of the state: they must be fetched
+        self._missing: frozenset[int] = frozenset()  # layers of the state that must be fetched
+        self.lost: frozenset[int] = frozenset()  # of them, or of those that are old: nobody was found who has them
         self._formers = Formers()  # what was held under other plans
         self._facts: TrainerFacts | None = None
         self._it = rooms
@@ -77,9 +78,9 @@ class Holdings:
             trainer.anchor.copy_(before.anchor_E)
             before.anchor_E = trainer.anchor
             return
-        if before is not None and self.head is not None and not self._lacks_layers:
+        if before is not None and self.head is not None and not self._missing:
             self._formers.add(self.head, before)
-        self._lacks_layers = True  # until all of it is here
+        self._missing = frozenset(layers)
         self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
         if before is None:
             await self._restore(trainer.facts)
@@ -88,7 +89,7 @@ class Holdings:
     def begin(self, head: Head, state: AnchorState) -> None:
         """This node wrote genesis: `state` is of all layers, maybe of more than it trains."""
         self._it.manifests.append(head)
-        self.state, self._lacks_layers = state, False
+        self.state, self._missing = state, frozenset()
         self.moved(head)
 
     async def synchronise(self, plan: Plan) -> Head:
@@ -98,6 +99,15 @@ class Holdings:
         if self.head is not None and self.head.round == 0 and not plan.accepts(self.head):
             self.head = None  # a genesis that the coordinator did not choose
         await self._take_prepared()
+        if self.head is not None and not plan.accepts(self.head):
+            await self._go_back(plan)
+        believed = self.head
+
+        def believe(head: Head) -> None:
+            nonlocal believed
+            believed = head
+            self._server.learn(head)
+
         try:
             fetched = await catch_up(
                 it.network,
@@ -105,19 +115,21 @@ class Holdings:
                 self.state,
                 self.head,
                 operator_key=it.operator_key,
-                lacking=self._lacks_layers,
-                believed=self._server.learn,
+                lacking=bool(self._missing),
+                believed=believe,
             )
         except Unreachable:
-            if self._lacks_layers or self.head is None or not plan.accepts(self.head):
+            self.lost = self._missing | self._older_than(believed)
+            if self.lost or self.head is None or not plan.accepts(self.head):
                 raise
             return self.head  # nobody else has any: we wrote genesis, or are alone
         if fetched is None:
             assert self.head is not None
+            self.lost = frozenset()
             return self.head
         await asyncio.to_thread(it.manifests.keep, fetched.head)
         await asyncio.to_thread(self.state.adopt, fetched)
-        self._lacks_layers = False
+        self._missing = self.lost = frozenset()
         self._let_go(fetched.head)
         return fetched.head
 
@@ -128,7 +140,7 @@ class Holdings:
 
     def checkpoint_state(self) -> CheckpointState | None:
         """What a checkpoint would hold; None while this node has no head or lacks layers of it."""
-        if self.head is None or self.state is None or self._facts is None or self._lacks_layers:
+        if self.head is None or self.state is None or self._facts is None or self._missing:
             return None
         layers = Layers.of(self._facts.layers, self.state.layers)
         return CheckpointState(self.head, layers, self.state.anchor_E, self.state.momentum_E)
@@ -147,6 +159,27 @@ class Holdings:
         await asyncio.to_thread(self._it.manifests.append, found.head)
         self.moved(found.head)
 
+    async def _go_back(self, plan: Plan) -> None:
+        """The run goes on from an earlier round: what our checkpoint of it holds is ours again, the rest is fetched."""
+        assert self._facts is not None
+        assert self.state is not None
+        found = await self._it.checkpoints.of_round(plan.base.round, Layers.of(self._facts.layers))
+        if found is None or found.head.hash != plan.base.manifest_hash:
+            return
+        numbers = found.layers.numbers
+        layers = range(numbers.start, numbers.stop)
+        former = AnchorState(found.anchor_E, self._facts.layer_offsets, layers, found.momentum_E)
+        self._formers.add(found.head, former)
+        self.head, self._missing = found.head, frozenset(self.state.layers)
+        await self._fill()
+
+    def _older_than(self, head: Head | None) -> frozenset[int]:
+        """Our layers that have another version at `head`."""
+        if head is None or self.head is None or self.state is None or head.hash == self.head.hash:
+            return frozenset()
+        ours, theirs = self.head.manifest.layers, head.manifest.layers
+        return frozenset(layer for layer in self.state.layers if ours[layer] != theirs[layer])
+
     async def _take_prepared(self) -> None:
         """The plan is there for which layers were fetched."""
         prepared = self.preparing.take()
@@ -156,21 +189,21 @@ class Holdings:
         if newest is not None and self.head is None:
             await asyncio.to_thread(self._it.manifests.append, newest)
             self.head = newest
-        if prepared and self._lacks_layers:
+        if prepared and self._missing:
             await self._fill()
 
     async def _fill(self) -> None:
         assert self.state is not None
-        self._lacks_layers = not await asyncio.to_thread(self._formers.fill, self.state, self.head)
+        self._missing = await asyncio.to_thread(self._formers.fill, self.state, self.head)
 
     def _let_go(self, head: Head) -> None:
-        if self.state is not None and not self._lacks_layers:
+        if self.state is not None and not self._missing:
             self._formers.let_go(head, self.state.layers)
 
     # --- what others may know --------------------------------------------------------------------------
 
     def _current(self) -> tuple[Head, AnchorState] | None:
-        if self._lacks_layers or (self.engine is not None and self.engine.moving):
+        if self._missing or (self.engine is not None and self.engine.moving):
             return None
         head = self.engine.head if self.engine is not None else self.head
         return (head, self.state) if head is not None and self.state is not None else None
@@ -180,6 +213,6 @@ class Holdings:
 
     def _present(self) -> Present:
         offsets = self._facts.layer_offsets if self._facts is not None else ()
-        if self.state is None or self._lacks_layers:
+        if self.state is None or self._missing:
             return Present(offsets, range(0), None)
         return Present(offsets, self.state.layers, self.head)

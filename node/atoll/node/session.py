@@ -112,7 +112,7 @@ class TrainingSession:
                 context.link.hurry,
             )
         )
-        context.status.preparing = self._held.preparing
+        context.status.holdings = self._held
 
     # --- the main path -------------------------------------------------------------------------------
 
@@ -251,6 +251,8 @@ class TrainingSession:
         followed = engine.plan.version
         while self._in_plan() and not self._holds_other_layers(trainer):
             plan = self._plan()
+            if not trainer.facts.holds_all and not plan.accepts(engine.head):
+                break  # an earlier round of these layers is in our own checkpoints, maybe in nobody else's
             if plan.version > followed:
                 engine.plan_received(plan)
                 await self._take_route(plan, trainer)

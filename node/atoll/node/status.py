@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.node.averaging.engine import RoundCounters
+from atoll.node.holdings import Holdings
 from atoll.node.on_route import OnRoute
-from atoll.node.state.prepared import Preparing
 from atoll.node.training.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
@@ -34,7 +34,7 @@ class LiveStatus:
     anchor_path: str = ""
     trainer_restarts: int = 0
     route: OnRoute | None = None
-    preparing: Preparing | None = None  # layers for a plan to come
+    holdings: Holdings | None = None
 
     def enter(self, state: mb.NodeState, detail: str) -> None:
         """Move on, and say why in one sentence."""
@@ -61,7 +61,8 @@ class LiveStatus:
             rounds_joined=self.counters.joined,
             detail=self.detail,
         )
-        prepared = self.preparing.span if self.preparing is not None else range(0)
+        prepared = self.holdings.preparing.span if self.holdings is not None else range(0)
+        status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())
         if prepared:
             status.prepared.first, status.prepared.last = prepared.start, prepared.stop - 1
         return status

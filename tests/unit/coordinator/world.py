@@ -152,6 +152,7 @@ class World:
     uplinks: dict[str, float] = field(default_factory=dict)  # by name: bytes per second that a node says it measured
     paces: dict[str, float] = field(default_factory=dict)  # by name: tokens per second under the newest plan
     profiles: dict[str, mb.NodeProfile] = field(default_factory=dict)  # by name; nodes without one tell none
+    lost: dict[str, list[int]] = field(default_factory=dict)  # by name: layers that nobody has any more
     prepared: dict[str, range] = field(default_factory=dict)  # by name: layers fetched for a plan to come
     table: plan_pb2.LayerTable = field(default_factory=layer_table)
 
@@ -240,6 +241,7 @@ class World:
         status = mb.NodeStatus(state=state, head_round=number, head_hash=digest, uplink_bytes_per_second=uplink)
         if name in self.paces:
             status.tokens_per_second, status.plan_version = self.paces[name], self.plans[-1].version
+        status.lost_layers.extend(self.lost.get(name, ()))
         if name in self.prepared:
             status.prepared.first, status.prepared.last = self.prepared[name].start, self.prepared[name].stop - 1
         told = {"profile": self.profiles.get(name), **request}

@@ -58,20 +58,50 @@ async def written(writer: CheckpointWriter, *rounds: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_the_first_is_written_and_then_one_an_interval(tmp_path, clock):
+async def test_the_first_is_written_and_then_the_first_of_every_interval(tmp_path, clock):
     writer = make(tmp_path, clock)
     assert await writer.restore(LAYERS) is None
-    writer.offer(state_of(1))
+    writer.offer(state_of(1, seconds=130))
     await written(writer, 1)
-    clock.now += 59
-    writer.offer(state_of(2))
+    clock.now += 49
+    writer.offer(state_of(2, seconds=179))
     clock.now += 1
-    writer.offer(state_of(3))
+    writer.offer(state_of(3, seconds=180))
     await written(writer, 3, 1)
     again = make(tmp_path, clock)
     found = await again.restore(LAYERS)
     assert found.head.round == 3
     assert [info.round for info in again.held()] == [3, 1]
+
+
+async def idle(writer: CheckpointWriter) -> None:
+    async with asyncio.timeout(10):
+        while writer._background is not None:
+            await asyncio.sleep(0.001)
+
+
+async def test_nodes_that_began_at_other_times_write_the_same_rounds(tmp_path, clock):
+    writers = [make(tmp_path / "ann", clock), make(tmp_path / "bob", clock)]
+    for number in range(1, 60):
+        clock.now += 5
+        for writer in writers[: 1 if number < 9 else 2]:
+            writer.offer(state_of(number, seconds=7 * 60 + 5 * number))
+            await idle(writer)
+    ann, bob = ([info.round for info in writer.held()] for writer in writers)
+    assert ann == bob == [48, 36, 24]
+
+
+async def test_rounds_that_tell_a_wrong_time_make_few_checkpoints_but_some(tmp_path, clock):
+    jumps, stands = make(tmp_path / "jumps", clock), make(tmp_path / "stands", clock)
+    began = {jumps: 0, stands: 0}
+    for number in range(1, 121):  # ten minutes
+        clock.now += 5
+        for writer, seconds in ((jumps, 1e6 * number), (stands, 0)):
+            writer.offer(state_of(number, seconds=seconds))
+            began[writer] += writer._background is not None
+            await idle(writer)
+    assert began[jumps] <= 4 * 10 + 1
+    assert began[stands] >= 10 / 2
 
 
 async def test_rounds_go_on_while_one_is_written_and_change_nothing_in_it(tmp_path, clock):
@@ -113,7 +143,7 @@ async def test_a_full_disk_is_a_problem_and_another_try_an_interval_later(tmp_pa
     full.offer(state_of(3))
     assert full.problem
     clock.now += 60
-    full.offer(state_of(4))  # by now there is room
+    full.offer(state_of(4, seconds=60))  # by now there is room
     await written(full, 4, 1)
     assert full.problem == ""
 

@@ -12,7 +12,7 @@ from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import Draft, State, electorate_after
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.manifest import parse_head, require_quorum, verify_votes
-from atoll.v1 import manifest_pb2
+from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_CHECKPOINTS = 64  # of one node; the newest ones are kept
@@ -31,8 +31,11 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest("a node tells its checkpoints, each of another round")
     for item in told:
         numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
+        if item.layers.first > item.layers.last:
+            raise InvalidRequest("a checkpoint holds layers that cannot be")
         if max(numbers) > _MAX or len(item.manifest_hash) != _DIGEST_BYTES:
             raise InvalidRequest("a checkpoint has a number or a hash that cannot be")
+    count = layer_count(draft.state, node.run_id)
     held = tuple(
         Checkpoint(
             peer_id=node.peer_id,
@@ -42,6 +45,8 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
             size_bytes=item.bytes,
             written_ms=item.written_unix_ms,
             committed_tokens=item.committed_tokens,
+            first_layer=item.layers.first,
+            last_layer=item.layers.last if item.HasField("layers") else max(0, count - 1),
         )
         for item in told
     )
@@ -59,6 +64,16 @@ def is_committed(state: State, item: Checkpoint) -> bool:
     """Whether that round is known to have committed with that manifest."""
     commit = state.memory[item.run_id].committed.get(item.round)
     return commit is not None and commit.manifest_hash == item.manifest_hash
+
+
+def is_whole(state: State, item: Checkpoint) -> bool:
+    """Whether it holds all layers of the run's model."""
+    return item.layers == range(layer_count(state, item.run_id))
+
+
+def layer_count(state: State, run_id: str) -> int:
+    """Of the run's model; 0 before genesis."""
+    return len(plan_pb2.LayerTable.FromString(state.runs[run_id].layers).layers)
 
 
 def choose(state: State, run_id: str, round_number: int, node: str, *, unverified: bool = False) -> Checkpoint:
@@ -82,6 +97,16 @@ def choose(state: State, run_id: str, round_number: int, node: str, *, unverifie
     wanted = known
     if not wanted:
         raise NotFound(f"no node of run {run.run_id!r} said that it holds a checkpoint {which}there", _LOOK)
+    parts = [item for item in wanted if not is_whole(state, item)]
+    wanted = [item for item in wanted if item not in parts]
+    if not wanted:
+        names = ", ".join(
+            f"{state.nodes[item.peer_id].name} {item.first_layer}-{item.last_layer}" for item in parts[:8]
+        )
+        raise NotFound(
+            f"no node holds a checkpoint {which}of all layers there; some hold parts: {names}",
+            "put them together where they lie: `atoll export --checkpoint DIR --checkpoint DIR`",
+        )
     here = [item for item in wanted if connected(state, item.peer_id)]
     if not here:
         names = ", ".join(state.nodes[item.peer_id].name for item in wanted[:5])

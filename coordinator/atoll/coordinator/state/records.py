@@ -175,6 +175,13 @@ class Checkpoint:
     size_bytes: int  # of all its files
     written_ms: int
     committed_tokens: int
+    first_layer: int = 0
+    last_layer: int = 0  # inclusive
+
+    @property
+    def layers(self) -> range:
+        """That it holds."""
+        return range(self.first_layer, self.last_layer + 1)
 
 
 @dataclass(frozen=True)

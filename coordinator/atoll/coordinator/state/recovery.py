@@ -3,8 +3,9 @@
 A recovery issues a plan with a new *base*: a manifest, and who decides the round after it. Higher rounds that were
 made under earlier plans are void from then on, on every node that follows the plan. Nothing else ever goes back
 behind a committed round, so there are two ways only: the operator orders it (`recover`), or every node that decides
-the next round is here and says that it holds an older one (`watch`), as after a power cut that took the whole swarm
-back to its checkpoints. Then nobody is left who could go on with what is made void.
+the next round is here and says that it holds an older one, or that layers of it are lost to all who should hold them
+(`watch`), as after a power cut that took the whole swarm back to its checkpoints. Then nobody is left who could go on
+with what is made void. Where nodes hold some layers each, it goes on from the newest round that all layers are left of.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
             "start it first: `atollctl run start`",
         )
     here = fit_nodes(state, run.run_id)
-    left = newest_left(state, run)
+    left = _goes_on_from(state, run)
     if left is None:
         raise InvalidTransition(
-            f"no connected node holds any state of run {run.run_id!r}: there is nothing to go on from",
-            "start a node that still has its data directory, or begin a new run",
+            f"connected nodes hold no state of run {run.run_id!r} that is whole: there is nothing to go on from",
+            "start the nodes that still have their data directories, or begin a new run",
         )
     electorate = electorate_after(memory, run.head_round)
     tie_break = not votes.abstains(run, memory)
@@ -72,13 +73,16 @@ def watch(draft: Draft, run_id: str, policy: Policy) -> None:
     """Recover by itself once it has been plain for a while that the newest round is lost to all who decide."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     left = _left_to_all(draft.state, run_id)
+    patience = policy.recover_seconds
+    if left is None and (left := _left_of_lost(draft.state, run_id)) is not None:
+        patience = policy.lost_layers_seconds
     if left is None:
         if memory.recoverable_since is not None:
             draft.remember(run_id, recoverable_since=None)
     elif memory.recoverable_since is None:
         draft.remember(run_id, recoverable_since=now)
-    elif now - memory.recoverable_since >= policy.recover_seconds:
-        _go_on_from(draft, run_id, left, "all who decide hold older rounds")
+    elif now - memory.recoverable_since >= patience:
+        _go_on_from(draft, run_id, left, "the newest state is lost to all who held it")
 
 
 def newest_left(state: State, run: Run) -> Left | None:
@@ -112,7 +116,52 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
         return None
     if any(state.live[peer].status.head_round >= run.head_round for peer in here):
         return None
-    return newest_left(state, run)
+    return _goes_on_from(state, run)
+
+
+def _left_of_lost(state: State, run_id: str) -> Left | None:
+    """What is left, if all planned nodes are here and some layer is lost to each of them that should hold it."""
+    run, memory = state.runs[run_id], state.memory[run_id]
+    here = set(fit_nodes(state, run_id))
+    if memory.plan is None or not here >= set(memory.plan.members):
+        return None
+    held = {
+        layer
+        for item in memory.plan.assignments
+        for layer in range(item.first_layer, item.last_layer + 1)
+        if layer not in state.live[item.peer_id].status.lost_layers
+    }
+    if len(held) == memory.plan.layers:
+        return None
+    left = _goes_on_from(state, run)
+    return left if left is not None and left.round < run.head_round else None
+
+
+def _goes_on_from(state: State, run: Run) -> Left | None:
+    """The newest state that is left, of all layers."""
+    memory = state.memory[run.run_id]
+    cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.members)
+    return _newest_whole(state, run) if cut else newest_left(state, run)
+
+
+def _newest_whole(state: State, run: Run) -> Left | None:
+    """The newest committed round of which fit nodes hold all layers: as their state, or in checkpoints."""
+    memory, here = state.memory[run.run_id], fit_nodes(state, run.run_id)
+    assert memory.plan is not None
+    held: dict[tuple[int, bytes], list[tuple[str, range]]] = {}
+    for peer in here:
+        status, span = state.live[peer].status, memory.plan.span(peer)
+        if len(status.head_hash) == _HASH_BYTES and not status.lost_layers:
+            held.setdefault((status.head_round, status.head_hash), []).append((peer, span))
+        for item in state.checkpoints.get(peer, ()):
+            held.setdefault((item.round, item.manifest_hash), []).append((peer, item.layers))
+    layers = set(range(memory.plan.layers))
+    whole = (
+        Left(number, len({peer for peer, _ in those}), digest)
+        for (number, digest), those in held.items()
+        if layers <= {layer for _, span in those for layer in span}
+    )
+    return max((item for item in whole if _counts(run, memory, item, len(here) / 2)), default=None)
 
 
 def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:

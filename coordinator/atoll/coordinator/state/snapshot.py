@@ -69,6 +69,7 @@ class Policy:
     recover_seconds: float = (
         10.0  # that all who decide must have been back, with older rounds, before the run goes back
     )
+    lost_layers_seconds: float = 60.0  # that all who should hold some layers must have said that these are lost
 
 
 @dataclass(frozen=True)

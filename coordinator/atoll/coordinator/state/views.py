@@ -138,6 +138,7 @@ def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
             bytes=item.size_bytes,
             written_unix_ms=item.written_ms,
             committed_tokens=item.committed_tokens,
+            layers=plan_pb2.Span(first=item.first_layer, last=item.last_layer),
         ),
         peer_id=item.peer_id,
         node_name=state.nodes[item.peer_id].name,

@@ -32,7 +32,7 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.averaging.outer import holds
 from atoll.node.state import tensor_file
 from atoll.node.state.tensor_file import Facts, Layers, TensorFile
-from atoll.v1 import manifest_pb2
+from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 ANCHOR, MOMENTUM = "anchor.safetensors", "momentum.safetensors"
@@ -90,12 +90,11 @@ class CheckpointStore:
                 self._remove(path)
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
-        """The whole models that are here, newest first, by their manifests; the vectors are not read."""
+        """What is here, newest first, by manifests and layers; the vectors are not read."""
         found = []
         for path in self._newest_first():
             try:
-                if len(tensor_file.read_layers(path / ANCHOR).names) == len(_head_of(path).manifest.layers):
-                    found.append(_describe(path))
+                found.append(_describe(path))
             except (AtollError, DecodeError, OSError) as error:
                 _log.warning("a checkpoint cannot be described", path=str(path), reason=str(error))
         return tuple(found)
@@ -126,7 +125,15 @@ class CheckpointStore:
         Damaged ones that are newer are set aside, with a warning. Raises `DataDirUnusable` when the directory cannot be
         read.
         """
-        for path in self._newest_first():
+        return self._first_of(self._newest_first(), layers)
+
+    def of_round(self, number: int, layers: Layers) -> Checkpoint | None:
+        """That of one round, if it is here, undamaged and of this model."""
+        path = self.path(number)
+        return self._first_of([path] if path.exists() else [], layers)
+
+    def _first_of(self, paths: Iterable[Path], layers: Layers) -> Checkpoint | None:
+        for path in paths:
             try:
                 found = read_checkpoint(path)
                 if found.spec.run.name != self._spec.run.name or found.layers != layers.part(found.layers.numbers):
@@ -291,12 +298,14 @@ def _head_of(path: Path) -> Head:
 
 def _describe(path: Path) -> mb.CheckpointInfo:
     manifest_path, head = path / MANIFEST, _head_of(path)
+    layers = tensor_file.read_layers(path / ANCHOR)
     return mb.CheckpointInfo(
         round=head.round,
         manifest_hash=head.hash,
         bytes=sum(file.stat().st_size for file in path.iterdir()),
         written_unix_ms=manifest_path.stat().st_mtime_ns // 1_000_000,
         committed_tokens=head.committed_tokens,
+        layers=plan_pb2.Span(first=layers.first, last=layers.first + len(layers.names) - 1),
     )
 
 

@@ -1,5 +1,9 @@
 """When checkpoints are written: now and then while training, and once more on leaving.
 
+All nodes write the same rounds, because what a round says of its time decides: where each holds some layers, their
+checkpoints are worth something together. A clock that is wrong changes little: no node writes more than four times in
+its interval, or less than once in two.
+
 Rounds never wait for the disk. A due state is copied and written in a thread; if a round commits into it during the
 copy, the digests tell, and the next round is offered anyway. A disk that fails is a warning and another try later.
 """
@@ -7,6 +11,7 @@ copy, the digests tell, and the next round is offered anyway. A disk that fails 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +21,7 @@ from pathlib import Path
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, CheckpointCorrupt, DeadlineExceeded
+from atoll.core.manifest import Head
 from atoll.node.state.checkpoint import Checkpoint, CheckpointState, CheckpointStore
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import membership_pb2 as mb
@@ -34,7 +40,8 @@ class CheckpointWriter:
         self._interval = interval
         self._clock = clock
         self._held: tuple[mb.CheckpointInfo, ...] = ()
-        self._next = clock.monotonic()
+        self._written_at = -math.inf  # when one was begun
+        self._slot = -1  # of the last round that was seen: intervals since 1970
         self._background: asyncio.Task[None] | None = None
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
@@ -50,11 +57,25 @@ class CheckpointWriter:
             _log.info("checkpoint read", round=found.head.round, path=str(self.store.path(found.head.round)))
         return found
 
+    async def of_round(self, number: int, layers: Layers) -> Checkpoint | None:
+        """That of one round, if it is on disk. Raises `DataDirUnusable`."""
+        return await asyncio.to_thread(self.store.of_round, number, layers)
+
     def offer(self, state: CheckpointState) -> None:
         """A round was committed. Writes it if one is due and none is being written; returns at once."""
-        if self._background is None and self._clock.monotonic() >= self._next:
-            self._next = self._clock.monotonic() + self._interval.total_seconds()
+        if self._background is None and self._is_due(state.head):
+            self._slot, self._written_at = self._slot_of(state.head), self._clock.monotonic()
             self._background = asyncio.create_task(self._write_beside(state))
+
+    def _is_due(self, head: Head) -> bool:
+        """Whether it is the first round of an interval, by its own time."""
+        seconds = self._interval.total_seconds()
+        since = self._clock.monotonic() - self._written_at
+        return since >= 2 * seconds or (self._slot_of(head) != self._slot and since >= seconds / 4)
+
+    def _slot_of(self, head: Head) -> int:
+        milliseconds = self._interval // timedelta(milliseconds=1)
+        return head.manifest.committed_unix_ms // milliseconds if milliseconds else head.round
 
     async def flush(self, state: CheckpointState, timeout: timedelta) -> Path:
         """Make `state` durable, due or not; returns its directory.
@@ -81,7 +102,7 @@ class CheckpointWriter:
         try:
             await self._write_copy(state)
         except CheckpointCorrupt as error:
-            self._next = self._clock.monotonic()
+            self._slot, self._written_at = -1, -math.inf
             _log.warning("checkpoint skipped", reason=str(error))
         except AtollError as error:
             self.problem = str(error)

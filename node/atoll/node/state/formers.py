@@ -19,14 +19,14 @@ class Formers:
         """What was held until now; nobody changes it any more."""
         self.held = (*self.held, (head, state))
 
-    def fill(self, state: AnchorState, head: Head | None) -> bool:
-        """Copy what is true of `head` into a state that still lacks all its layers; whether it lacks none now."""
+    def fill(self, state: AnchorState, head: Head | None) -> frozenset[int]:
+        """Copy what is true of `head` into a state that still lacks all its layers; the layers that it lacks then."""
         missing = set(state.layers)
         for then, former in reversed(self.held if head is not None else ()):
             true = _unchanged(then, head, missing & set(former.layers))
             state.take_over(former, sorted(true))
             missing -= true
-        return not missing
+        return frozenset(missing)
 
     def let_go(self, head: Head, held: range) -> None:
         """We hold these layers of `head`. What was averaged since by those who hold it now, nobody needs from us."""

@@ -1,0 +1,149 @@
+"""Where nodes hold some layers each, a run goes on from the newest round that all layers are left of."""
+
+from __future__ import annotations
+
+import pytest
+from unit.coordinator.routed import LAYERS, RoutedWorld
+from unit.coordinator.world import RUN, hash_of, round_report
+
+from atoll.coordinator.state import checkpoints, recovery
+from atoll.core.errors import InvalidTransition, NotFound
+from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
+
+STAGES = ("ann", "bob")
+
+
+@pytest.fixture
+def pair() -> RoutedWorld:
+    """A route of two stages after twelve rounds."""
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    for _ in range(12):
+        go_on(world)
+    return world
+
+
+def go_on(world: RoutedWorld) -> None:
+    run, commits = world.run, world.state.memory[RUN].committed
+    report = round_report(
+        run.head_round + 1,
+        commits[run.head_round].manifest_hash,
+        [world.identities[name] for name in STAGES],
+        committed_before=run.committed_tokens,
+        layers=LAYERS,
+        fragments=2,
+    )
+    for name in STAGES:
+        world.heads[name] = (report.round.number, hash_of(report))
+    world.say(STAGES[0], rounds=[report])
+    world.say(STAGES[1])
+
+
+def hash_at(world: RoutedWorld, number: int) -> bytes:
+    return world.state.memory[RUN].committed[number].manifest_hash
+
+
+def tell(world: RoutedWorld, name: str, *rounds: int, span: tuple[int, int] | None = None) -> None:
+    """That a node has checkpoints of its layers."""
+    first, last = span or world.spans()[name]
+    held = [
+        mb.CheckpointInfo(
+            round=number, manifest_hash=hash_at(world, number), bytes=1, layers=plan_pb2.Span(first=first, last=last)
+        )
+        for number in rounds
+    ]
+    world.say(name, checkpoints=held, checkpoints_changed=True)
+
+
+def power_cut(world: RoutedWorld, **back_to: int) -> None:
+    """Each is back with a checkpoint of that round; who is behind says that nobody has its layers any more."""
+    for name, number in back_to.items():
+        world.heads[name] = (number, hash_at(world, number))
+        if number < max(back_to.values()):
+            first, last = world.spans()[name]
+            world.lost[name] = list(range(first, last + 1))
+        world.say(name)
+
+
+def test_after_a_power_cut_it_goes_on_from_the_newest_round_that_is_whole(pair: RoutedWorld) -> None:
+    before = pair.spans()
+    tell(pair, "ann", 12, 8, 4)
+    tell(pair, "bob", 10, 8, 4)
+    power_cut(pair, ann=12, bob=10)
+    pair.wait(pair.policy.lost_layers_seconds - 1)
+    assert pair.plan.version == 1  # perhaps they are found yet
+    pair.wait(3)
+    assert pair.plan.base.round == 8
+    assert pair.plan.base.manifest_hash == hash_at(pair, 8)
+    assert set(pair.plan.base.voters) == set(pair.plan.members)
+    assert pair.spans() == before
+    assert pair.run.head_round == 8
+    (told,) = pair.told("run.recovered")
+    assert "rounds 9 to 12 are void" in told
+
+
+def test_when_all_are_behind_it_goes_on_from_what_all_have(pair: RoutedWorld) -> None:
+    tell(pair, "ann", 11, 7)
+    tell(pair, "bob", 9, 7)
+    for name, number in (("ann", 11), ("bob", 9)):
+        pair.heads[name] = (number, hash_at(pair, number))
+        pair.say(name)
+    pair.wait(pair.policy.recover_seconds + 2)
+    assert pair.plan.base.round == 7
+
+
+def test_layers_that_another_holder_has_are_not_lost(pair: RoutedWorld) -> None:
+    pair.cards(whale=12)
+    pair.wait(5)
+    assert pair.spans()["whale"] == (0, LAYERS - 1)
+    version = pair.plan.version
+    pair.heads["whale"] = pair.heads["ann"]
+    pair.say("whale")
+    tell(pair, "ann", 8)
+    tell(pair, "bob", 8)
+    power_cut(pair, ann=12, bob=8)
+    pair.wait(2 * pair.policy.lost_layers_seconds)
+    assert pair.plan.version == version
+
+
+def test_while_one_is_away_that_may_have_them_nothing_is_given_up(pair: RoutedWorld) -> None:
+    tell(pair, "ann", 8)
+    tell(pair, "bob", 8)
+    power_cut(pair, ann=12, bob=8)
+    pair.wait(pair.policy.lost_layers_seconds / 2)
+    pair.hang_up("ann")
+    pair.wait(pair.policy.lost_after_seconds - 2)
+    assert pair.plan.base.round == 0
+
+
+def test_who_finds_its_layers_after_all_ends_it(pair: RoutedWorld) -> None:
+    tell(pair, "ann", 8)
+    tell(pair, "bob", 8)
+    power_cut(pair, ann=12, bob=8)
+    pair.wait(pair.policy.lost_layers_seconds / 2)
+    pair.lost.clear()
+    pair.heads["bob"] = pair.heads["ann"]
+    pair.say("bob")
+    pair.wait(2 * pair.policy.lost_layers_seconds)
+    assert pair.plan.version == 1
+
+
+def test_where_no_round_is_whole_nothing_is_guessed_and_the_operator_is_told(pair: RoutedWorld) -> None:
+    tell(pair, "ann", 12, 9)
+    tell(pair, "bob", 10, 8)
+    power_cut(pair, ann=12, bob=10)
+    pair.wait(2 * pair.policy.lost_layers_seconds)
+    assert pair.plan.version == 1
+    with pytest.raises(InvalidTransition, match="nothing to go on from"):
+        recovery.recover(pair.state, pair.now, RUN, force=True)
+
+
+def test_checkpoints_of_parts_are_shown_and_not_pulled(pair: RoutedWorld) -> None:
+    tell(pair, "ann", 8)
+    tell(pair, "bob", 8)
+    assert {(item.first_layer, item.last_layer) for item in checkpoints.held_in(pair.state, RUN)} == {(0, 5), (6, 11)}
+    with pytest.raises(NotFound, match="some hold parts: ann 0-5, bob 6-11"):
+        checkpoints.choose(pair.state, RUN, 0, "")
+    tell(pair, "bob", 7, span=(0, LAYERS - 1))
+    assert checkpoints.choose(pair.state, RUN, 0, "").round == 7

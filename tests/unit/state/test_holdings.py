@@ -1,0 +1,147 @@
+"""What a node of a few layers holds, after a cut and after its run went back to an earlier round."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import cast
+
+import pytest
+import torch
+from support.donors import ANN, BOB, CLEO, GENESIS, OFFSETS, OPERATOR, Reef, commit, history, plan_of, state_of
+
+from atoll.core.clock import SystemClock
+from atoll.core.errors import Unreachable
+from atoll.core.membership import Authority
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.control.directives import Directives
+from atoll.node.holdings import Holdings, Rooms
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
+from atoll.node.state.checkpoint_writer import CheckpointWriter
+from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.tensor_file import Layers
+from atoll.node.training.trainer import Trainer
+from atoll.v1 import plan_pb2
+
+SPEC = parse_run_spec(
+    'version = 1\n[run]\nname = "r"\nstop_tokens = 1000\n[data]\npath = "corpus"\n[sync]\nround_tokens = 100\n'
+)
+TABLE = plan_pb2.LayerTable(
+    layers=[plan_pb2.LayerInfo(name=f"layer.{i}", parameters=OFFSETS[i + 1] - OFFSETS[i]) for i in range(4)]
+)
+VOTERS = [ANN, BOB, CLEO]
+STATES = {number: state_of(float(number)) for number in (1, 2, 3)}
+HEADS = {1: commit(STATES[1], 1, VOTERS, after=GENESIS)}
+HEADS[2] = commit(STATES[2], 2, VOTERS, after=HEADS[1])
+HEADS[3] = commit(STATES[3], 3, VOTERS, after=HEADS[2])
+PLAN = plan_of(*VOTERS)
+OURS, THEIRS = range(2, 4), range(2)
+
+
+def part(number: int, layers: range) -> AnchorState:
+    whole, own = STATES[number], slice(OFFSETS[layers.start], OFFSETS[layers.stop])
+    return AnchorState(whole.anchor_E[own].clone(), OFFSETS, layers, whole.momentum_E[own].clone())
+
+
+@dataclass
+class Facts:
+    layers: plan_pb2.LayerTable = field(default_factory=lambda: TABLE)
+    layer_offsets: tuple[int, ...] = OFFSETS
+    held: range = OURS
+
+
+class Device:
+    """Where a trainer would keep its anchor."""
+
+    def __init__(self, layers: range = OURS) -> None:
+        self.facts = Facts(held=layers)
+        self.anchor = torch.full((OFFSETS[layers.stop] - OFFSETS[layers.start],), torch.nan)
+
+
+class Node:
+    def __init__(self, folder, *rounds: int) -> None:
+        """One whose last process wrote checkpoints of these rounds."""
+        self.reef = Reef(folder / "reef")
+        self.store = CheckpointStore(folder / "checkpoints", SPEC, keep=3)
+        for number in rounds:
+            it = part(number, OURS)
+            self.store.write(CheckpointState(HEADS[number], Layers.of(TABLE, OURS), it.anchor_E, it.momentum_E))
+        directives = Directives(cast(Authority, None), lambda *_: None, lambda _: None, folder / "plan")
+        self.holdings = Holdings(
+            Rooms(
+                self.reef.network,
+                "r",
+                folder,
+                OPERATOR.public_key,
+                ManifestStore(folder / "manifests", "r"),
+                CheckpointWriter(self.store, timedelta(seconds=60), SystemClock()),
+                directives,
+                lambda: None,
+            )
+        )
+
+    async def load(self) -> Device:
+        device = Device()
+        await self.holdings.hold(cast(Trainer, device))
+        return device
+
+    def holds(self, number: int) -> bool:
+        state, true = self.holdings.state, part(number, OURS)
+        return torch.equal(state.anchor_E, true.anchor_E) and torch.equal(state.momentum_E, true.momentum_E)
+
+
+@pytest.fixture
+async def make(tmp_path):
+    made = []
+
+    def node(*rounds: int) -> Node:
+        made.append(Node(tmp_path, *rounds))
+        return made[-1]
+
+    yield node
+    for item in made:
+        await item.reef.hub.close()
+
+
+async def test_a_node_that_came_back_behind_fetches_what_others_have(make):
+    node = make(1)
+    for donor in (ANN, BOB):
+        node.reef.serve(donor, history(HEADS[1], HEADS[2]), STATES[2])
+    await node.load()
+    assert node.holds(1)
+    assert (await node.holdings.synchronise(PLAN)).round == 2
+    assert node.holds(2)
+    assert not node.holdings.lost
+
+
+async def test_layers_that_nobody_has_as_they_are_now_are_called_lost(make):
+    node = make(1)
+    for donor in (ANN, BOB):
+        node.reef.serve(donor, history(HEADS[1], HEADS[2]), part(2, THEIRS))
+    await node.load()
+    with pytest.raises(Unreachable):
+        await node.holdings.synchronise(PLAN)
+    assert node.holdings.lost == {2, 3}
+
+
+async def test_when_the_run_goes_back_each_takes_its_own_checkpoint_of_that_round(make):
+    """Nobody else holds these layers."""
+    node = make(1, 3)
+    for donor in (ANN, BOB):
+        node.reef.serve(donor, history(HEADS[1]), part(1, THEIRS))
+    await node.load()
+    assert node.holds(3)
+    back = plan_of(*VOTERS, version=2, base=HEADS[1])
+    assert (await node.holdings.synchronise(back)).round == 1
+    assert node.holds(1)
+    assert node.holdings.checkpoint_state().head.hash == HEADS[1].hash
+    assert not node.holdings.lost
+
+
+async def test_without_a_checkpoint_of_that_round_it_is_fetched(make):
+    node = make(3)
+    for donor in (ANN, BOB):
+        node.reef.serve(donor, history(HEADS[1]), STATES[1])
+    await node.load()
+    back = plan_of(*VOTERS, version=2, base=HEADS[1])
+    assert (await node.holdings.synchronise(back)).round == 1
+    assert node.holds(1)
