@@ -46,6 +46,7 @@ class CoordinatorConfig(BaseModel):
     plan_search_seconds: Seconds = 2.0  # for the planner, where not every node holds the model
     genesis_seconds: Seconds = 600.0
     recover_seconds: Seconds = 10.0
+    lost_layers_seconds: Seconds = 60.0  # that a layer is lost to all who should hold it
     drain_seconds: Seconds = 5.0  # for calls in progress when told to stop
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
@@ -80,6 +81,7 @@ class CoordinatorConfig(BaseModel):
             solve_seconds=self.plan_search_seconds,
             genesis_seconds=self.genesis_seconds,
             recover_seconds=self.recover_seconds,
+            lost_layers_seconds=self.lost_layers_seconds,
         )
 
 

@@ -21,6 +21,7 @@ app = typer.Typer(help="Checkpoints: list, pull.", no_args_is_help=True)
 _COLUMNS = [
     Column("round", right=True),
     Column("node"),
+    Column("layers"),
     Column("state"),
     Column("tokens", right=True),
     Column("size", right=True),
@@ -112,6 +113,7 @@ def _row(item: wire.CheckpointView) -> Plain:
     return {
         "round": held.round,
         "node": item.node_name,
+        "layers": f"{held.layers.first}-{held.layers.last}" if held.HasField("layers") else "",
         "state": "connected" if item.connected else "away",
         "tokens": count(held.committed_tokens),
         "size": size(held.bytes),

@@ -52,7 +52,7 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
     left = _goes_on_from(state, run)
     if left is None:
         raise InvalidTransition(
-            f"connected nodes hold no state of run {run.run_id!r} that is whole: there is nothing to go on from",
+            f"no connected nodes hold any whole state of run {run.run_id!r}: there is nothing to go on from",
             "start the nodes that still have their data directories, or begin a new run",
         )
     electorate = electorate_after(memory, run.head_round)
