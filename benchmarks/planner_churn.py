@@ -1,0 +1,309 @@
+"""A swarm whose machines come and go, followed by the planner as a coordinator asks it, against an oracle.
+
+Machines are there for a share of the time (`availability`); absences are exponential, and have a mean. *Live*: who is
+silent is missed after 20 s; changes of 1 s make one question; an answer takes 2 s; a plan that gives layers to machines
+is issued when these were fetched, while the old one is followed, and at once when a member of the old one is gone;
+whoever gets other layers loads them for 15 s; who comes back fetches its span. *Oracle*: the same solver at every
+change, with full knowledge, moves for nothing. *Fixed*: the first plan for ever, whose members fetch what they missed,
+too. All three are worth what `cost.evaluate` says that their whole routes train, in tokens. Time is simulated; searches
+are counted in steps, so that results repeat.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.links import complete
+from atoll.coordinator.planner.problem import Problem
+from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.repair import able_routes
+from atoll.coordinator.planner.replan import Change, fetched_bytes, named_routes, replan
+from atoll.coordinator.planner.solve import solve
+from atoll.coordinator.planner.tables import Tables
+from atoll.core.clock import SystemClock
+from atoll.core.errors import NoFeasiblePlan
+
+LIVE_STEPS = 200  # of the search, at a question
+ORACLE_STEPS = 800
+LOST_SECONDS = 20.0
+DEBOUNCE_SECONDS = 1.0
+ANSWER_SECONDS = 2.0
+LOAD_SECONDS = 15.0
+_PATIENCE_SECONDS = 600.0  # of a search: steps end it before
+
+Routes = tuple[NamedRoute, ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A machine comes or goes."""
+
+    at: float
+    machine: str
+    comes: bool
+
+
+def turns(
+    names: Sequence[str], availability: float, absence: float, seconds: float, rng: random.Random
+) -> tuple[Turn, ...]:
+    """All of them in that time, in order. Everybody is there at first."""
+    found = []
+    for name in names:
+        at, here = 0.0, True
+        presence = absence * availability / (1 - availability)
+        while (at := at + rng.expovariate(1 / (presence if here else absence))) < seconds:
+            here = not here
+            found.append(Turn(at, name, here))
+    return tuple(sorted(found, key=lambda turn: turn.at))
+
+
+class World:
+    """A problem of which any machines may be there, and what layouts of them are worth."""
+
+    def __init__(self, problem: Problem, steps: int) -> None:
+        self.problem = replace(
+            problem, machines=tuple(replace(it, availability=1.0, failures_per_hour=0.0) for it in problem.machines)
+        )
+        self.tables = Tables(self.problem)
+        self.steps = steps
+        self.names = [machine.name for machine in self.problem.machines]
+
+    def of(self, present: set[str]) -> Problem:
+        """With these machines only."""
+        rows = np.array([number for number, name in enumerate(self.names) if name in present])
+        links, square = self.problem.links, np.ix_(rows, rows)
+        return replace(
+            self.problem,
+            machines=tuple(self.problem.machines[row] for row in rows),
+            links=complete(links.rtt_seconds[square].copy(), links.bytes_per_second[square].copy()),
+        )
+
+    def rate(self, routes: Sequence[NamedRoute]) -> float:
+        """Tokens per second of these routes."""
+        return evaluate(self.tables, able_routes(self.tables, routes)).tokens_per_second
+
+    def best(self, present: set[str], near: Sequence[Routes]) -> Routes:
+        """What the solver finds from nothing, or from one of the routes that are `near`, whichever is best."""
+        found = [*near]
+        problem = self.of(present)
+        try:
+            clock, rng = SystemClock(), random.Random(0)
+            solution = solve(problem, clock=clock, rng=rng, seconds=_PATIENCE_SECONDS, steps=self.steps)
+            found.append(named_routes(problem, solution.evaluation.layout))
+        except NoFeasiblePlan:
+            pass
+        whole = (tuple(route for route in routes if present.issuperset(_members([route]))) for routes in found)
+        return max(whole, key=self.rate, default=())
+
+    def answer(self, present: set[str], current: Routes, number: int) -> Change | None:
+        """As a coordinator has it from the planner; None: no plan is possible."""
+        try:
+            return replan(
+                self.of(present),
+                current,
+                clock=SystemClock(),
+                rng=random.Random(number),
+                seconds=_PATIENCE_SECONDS,
+                steps=self.steps,
+            )
+        except NoFeasiblePlan:
+            return None
+
+    def fetching(self, change: Change, current: Routes, stale: set[str]) -> dict[str, float]:
+        """Seconds that machines of the new layout take to fetch what they lack, by name."""
+        layout, tables = change.evaluation.layout, change.tables
+        held = tuple(
+            tuple(place for place in route if place[0] not in stale) for route in current
+        )  # who was away has old layers
+        bytes_of = fetched_bytes(tables, held, layout)
+        return {name: size / self._downlink(name) for name, size in bytes_of.items()}
+
+    def span_seconds(self, name: str, routes: Routes) -> float:
+        """To fetch all of a machine's layers."""
+        places = [place for route in routes for place in route if place[0] == name]
+        layers = self.problem.layers[places[0][1] : places[0][2] + 1] if places else ()
+        state = self.problem.training.state_bytes_per_parameter * sum(layer.parameters for layer in layers)
+        return state / self._downlink(name)
+
+    def _downlink(self, name: str) -> float:
+        machine = self.problem.machines[self.names.index(name)]
+        return machine.downlink_bytes_per_second * self.problem.training.link_efficiency
+
+
+@dataclass
+class Live:
+    """A coordinator and its swarm, in simulated time."""
+
+    world: World
+    plan: Routes
+    present: set[str]
+    follows: bool = True  # False: the first plan stays
+    known: set[str] = field(default_factory=set)  # that the coordinator counts on
+    busy_until: dict[str, float] = field(default_factory=dict)  # machines that fetch or load layers
+    stale: set[str] = field(default_factory=set)  # came back, and did not fetch yet what it missed
+    tokens: float = 0.0
+    waiting: float = 0.0  # tokens that routes would have trained whose members are there but fetch or load
+    broken: float = 0.0  # and those of which somebody is gone
+    plans: int = 1
+    abandoned: int = 0
+    _now: float = 0.0
+    _asked: bool = False
+    _preparing: tuple[Change, dict[str, float]] | None = None
+    _events: list[tuple[float, int, str, object]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.known = set(self.present)
+
+    def run(self, changes: Sequence[Turn], seconds: float) -> None:
+        """Until then."""
+        for turn in changes:
+            self._at(turn.at, "turn", turn)
+        while self._events and self._events[0][0] < seconds:
+            at, _, what, it = heapq.heappop(self._events)
+            self._pass(at)
+            getattr(self, f"_on_{what}")(it)
+        self._pass(seconds)
+
+    def _pass(self, now: float) -> None:
+        """Training goes on; a machine that becomes ready on the way divides the time."""
+        for at in sorted({until for until in self.busy_until.values() if self._now < until < now} | {now}):
+            here = tuple(route for route in self.plan if self.present.issuperset(_members([route])))
+            rates = [self.world.rate(routes) for routes in (self._whole(), here, self.plan)]
+            self.tokens += rates[0] * (at - self._now)
+            self.waiting += (rates[1] - rates[0]) * (at - self._now)
+            self.broken += (rates[2] - rates[1]) * (at - self._now)
+            self._now = at
+
+    def _whole(self) -> Routes:
+        able = {name for name in self.present if self.busy_until.get(name, 0.0) <= self._now}
+        return tuple(route for route in self.plan if able.issuperset(_members([route])))
+
+    def _at(self, when: float, what: str, it: object = None) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), what, it))
+
+    def _on_turn(self, turn: object) -> None:
+        assert isinstance(turn, Turn)
+        if not turn.comes:
+            self.present.discard(turn.machine)
+            self._at(self._now + LOST_SECONDS, "missed", turn.machine)
+            return
+        self.present.add(turn.machine)
+        self.stale.add(turn.machine)
+        seconds = LOAD_SECONDS + self.world.span_seconds(turn.machine, self.plan)
+        self.busy_until[turn.machine] = self._now + seconds
+        if turn.machine not in self.known:
+            self.known.add(turn.machine)
+            self._ask()
+
+    def _on_missed(self, name: object) -> None:
+        assert isinstance(name, str)
+        if name not in self.present and name in self.known:
+            self.known.discard(name)
+            if self._preparing is not None:
+                self._end_preparation(name)
+            self._ask()
+
+    def _end_preparation(self, lost: str) -> None:
+        """Somebody of the next plan is gone: it is given up. Somebody of the old one alone: nobody waits longer."""
+        assert self._preparing is not None
+        change, _ = self._preparing
+        if lost in _members(named_routes(change.tables.problem, change.evaluation.layout)):
+            self._preparing, self.abandoned = None, self.abandoned + 1
+        elif lost in _members(self.plan):
+            self._issue()
+
+    def _ask(self) -> None:
+        if self.follows and not self._asked and self._preparing is None:
+            self._asked = True
+            self._at(self._now + DEBOUNCE_SECONDS, "question")
+
+    def _on_question(self, _: object) -> None:
+        known = set(self.known)
+        change = self.world.answer(known, self.plan, next(self._numbers)) if known else None
+        self._at(self._now + ANSWER_SECONDS, "answer", (known, change))
+
+    def _on_answer(self, it: object) -> None:
+        known, change = it  # type: ignore[misc]
+        self._asked = False
+        if known != self.known:
+            self._ask()
+        if change is None:
+            return
+        routes = named_routes(change.tables.problem, change.evaluation.layout)
+        if not self.known.issuperset(_members(routes)) or set(routes) == set(self.plan):
+            return
+        waits = self.world.fetching(change, self.plan, self.stale)
+        self._preparing = change, {name: self._now + seconds for name, seconds in waits.items()}
+        if not waits or not self.known.issuperset(_members(self.plan)):
+            self._issue()
+        else:
+            self._at(max(self._preparing[1].values()), "prepared", self._preparing)
+
+    def _on_prepared(self, it: object) -> None:
+        if self._preparing is it:
+            self._issue()
+            self._ask()  # for whoever came meanwhile
+
+    def _issue(self) -> None:
+        assert self._preparing is not None
+        (change, ready), self._preparing = self._preparing, None
+        routes = named_routes(change.tables.problem, change.evaluation.layout)
+        spans = {name: (first, last) for route in self.plan for name, first, last in route}
+        for name, first, last in (place for route in routes for place in route):
+            if spans.get(name) != (first, last):
+                self.busy_until[name] = max(self._now, ready.get(name, 0.0)) + LOAD_SECONDS
+            self.stale.discard(name)
+        self.plan, self.plans = routes, self.plans + 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Tokens of one replay."""
+
+    live: float
+    oracle: float
+    fixed: float
+    turns: int
+    plans: int
+    abandoned: int
+    waiting: float
+    broken: float
+
+
+def replay(problem: Problem, availability: float, absence: float, seconds: float, seed: int) -> Outcome:
+    """One swarm for so long."""
+    world = World(problem, LIVE_STEPS)
+    changes = turns(world.names, availability, absence, seconds, random.Random(seed))
+    everybody = set(world.names)
+    first = World(problem, ORACLE_STEPS).best(everybody, [])
+    live, fixed = (Live(world, first, set(everybody), follows=follows) for follows in (True, False))
+    for one in (live, fixed):
+        one.run(changes, seconds)
+    oracle = _oracle(World(problem, ORACLE_STEPS), first, changes, seconds)
+    return Outcome(
+        live.tokens, oracle, fixed.tokens, len(changes), live.plans, live.abandoned, live.waiting, live.broken
+    )
+
+
+def _oracle(world: World, first: Routes, changes: Sequence[Turn], seconds: float) -> float:
+    """Tokens with full knowledge and moves for nothing."""
+    present, routes, tokens, now = set(world.names), first, 0.0, 0.0
+    for turn in (*changes, Turn(seconds, "", comes=True)):
+        tokens += world.rate(routes) * (turn.at - now)
+        now = turn.at
+        if turn.machine:
+            (present.add if turn.comes else present.discard)(turn.machine)
+            routes = world.best(present, [routes, first])
+    return tokens
+
+
+def _members(routes: Sequence[NamedRoute]) -> set[str]:
+    return {name for route in routes for name, _, _ in route}
