@@ -105,7 +105,7 @@ def test_adapters_need_no_gradients_or_moments_of_what_is_frozen() -> None:
     rows = architecture.cut(Span(0, 3)).parameters
     trained = [sum(each.numel() for each in row.values() if each.requires_grad) for row in rows]
     built, peak = peak_bytes(architecture, Span(1, 2))
-    estimate = span_memory(table_of(architecture, TOKENS, ""), Span(1, 2), TRAFFIC, trained)
+    estimate = span_memory(table_of(architecture, TOKENS, ""), Span(1, 2), TRAFFIC)
     assert estimate.gradients == 4 * sum(trained[1:3])
     assert estimate.optimizer == 2 * estimate.gradients
     assert built == pytest.approx(estimate.weights + estimate.gradients, rel=0.001)

@@ -33,6 +33,7 @@ class HuggingFace:
         whole = self._build()
         self.anatomy = dissect(whole)
         self.names = tuple(name.replace(".base_layer.", ".") for name, _ in whole.named_parameters())
+        self.trained_names = tuple(name for name, each in whole.named_parameters() if each.requires_grad)
         self._check_passes_on(whole)
 
     @classmethod
@@ -50,6 +51,11 @@ class HuggingFace:
         return cls(config, lora)
 
     @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained and the rest is frozen."""
+        return self._lora is not None
+
+    @property
     def layers(self) -> int:
         """Embedding, blocks, head."""
         return self.anatomy.blocks_count + 2
@@ -61,10 +67,12 @@ class HuggingFace:
             return None
         return Tie(f"{self.anatomy.embedding}.weight", f"{self.anatomy.head}.weight")
 
-    def cut(self, span: Span) -> Cut:
-        """Raises `InvalidRequest` for layers that the model does not have."""
+    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+        """Raises `InvalidRequest` for layers that the model does not have, `UnsupportedModel`."""
         span.check_within(self.layers)
         model = self._build()
+        if activation_checkpointing:
+            self._checkpoint(model)
         self._make_holes(model, span)
         rebuild_buffers(model, self.config)
         rows: list[dict[str, nn.Parameter]] = [{} for _ in range(len(span))]
@@ -103,6 +111,14 @@ class HuggingFace:
             if self._lora is not None:
                 _adapt(model, self._lora)
         return model.train()
+
+    def _checkpoint(self, model: Any) -> None:
+        try:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{self.config.model_type} cannot compute its blocks again", "leave out activation_checkpointing"
+            ) from error
 
     def _make_holes(self, model: Any, span: Span) -> None:
         anatomy = self.anatomy

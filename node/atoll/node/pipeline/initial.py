@@ -16,26 +16,25 @@ from atoll.node.pipeline.span_model import SpanModel
 
 
 def initialise_span(model: SpanModel, seed: int, standard_deviation: float = 0.02) -> None:
-    """Fill all of it, frozen or not.
+    """Fill all of it, frozen or not."""
+    for name, view in model.tensors():
+        view.copy_(initial_values(name, tuple(view.shape), seed, standard_deviation))
+
+
+def initial_values(name: str, shape: tuple[int, ...], seed: int, standard_deviation: float) -> Tensor:
+    """One parameter by the name that a whole model has for it.
 
     Matrices are normal, weights of norms one, biases zero. Adapters begin as no change: the second factor is zero, the
     first uniform within 1/√inputs (Hu et al. 2021, arXiv:2106.09685, as `peft` has it).
     """
-    for name, view in model.tensors():
-        _draw(name, view, seed, standard_deviation)
-
-
-def _draw(name: str, view: Tensor, seed: int, standard_deviation: float) -> None:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    values = torch.empty(view.shape)
-    if "lora_B" in name or (view.dim() < 2 and name.endswith("bias")):
-        values.zero_()
-    elif "lora_A" in name:
-        bound = view.shape[-1] ** -0.5
-        values.uniform_(-bound, bound, generator=generator)
-    elif view.dim() < 2:
-        values.fill_(1.0)
-    else:
-        values.normal_(0.0, standard_deviation, generator=generator)
-    view.copy_(values)
+    values = torch.empty(shape)
+    if "lora_B" in name or (values.dim() < 2 and name.endswith("bias")):
+        return values.zero_()
+    if "lora_A" in name:
+        bound = shape[-1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator)
+    if values.dim() < 2:
+        return values.fill_(1.0)
+    return values.normal_(0.0, standard_deviation, generator=generator)

@@ -7,7 +7,6 @@ decoders it follows from the multiplications that are: the constants below were 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.node.pipeline.span import Span
@@ -46,26 +45,22 @@ class SpanMemory:
         return self.weights + self.gradients + self.optimizer + self.in_flight + self.working
 
 
-def span_memory(
-    table: plan_pb2.LayerTable, span: Span, traffic: Traffic, trained: Sequence[int] | None = None
-) -> SpanMemory:
-    """Estimate a stage.
+def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> SpanMemory:
+    """Estimate a stage; with adapters `working` is an upper bound.
 
-    `trained` says how many elements of each layer are trained where adapters are (they add to the table's); by
-    default all are. With adapters `working` is an upper bound. Raises `InvalidRequest` for layers that the table lacks.
+    Raises `InvalidRequest` for layers that the table lacks.
     """
     span.check_within(len(table.layers))
     rows = table.layers[span.first : span.last + 1]
     own = sum(row.parameters for row in rows)
-    learns = own if trained is None else sum(trained[span.first : span.last + 1])
     borrowed = _borrowed(table, span)
-    here = own + (0 if trained is None else learns) + (0 if span.first == 0 else borrowed)
+    here = own + sum(row.frozen_parameters for row in rows) + (0 if span.first == 0 else borrowed)
     return SpanMemory(
         weights=FP32_BYTES * here,
-        gradients=FP32_BYTES * (learns + (borrowed if trained is None else 0)),
-        optimizer=2 * FP32_BYTES * learns,
+        gradients=FP32_BYTES * (own + borrowed),
+        optimizer=2 * FP32_BYTES * own,
         in_flight=_in_flight(table, span, traffic),
-        working=_working(table, span, traffic, trained is None),
+        working=_working(table, span, traffic),
     )
 
 
@@ -93,7 +88,7 @@ def _in_flight(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
     return traffic.credits * traffic.micro_batch_tokens * (into + TOKEN_BYTES)
 
 
-def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic, dense: bool) -> int:
+def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
     """The largest of the phases of backward, which follow each other: head, blocks, embedding, return of a tie."""
     rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
@@ -102,7 +97,7 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic, dense: bo
     kept = tokens * sum(_KEPT_OUTPUTS * each + _KEPT_WIDTHS * width for each in outputs)
     phases = [float(_borrowed(table, span))]
     for row in rows:
-        matrix = row.parameters if dense else 0
+        matrix = _dense(row)
         if row.kind == "head":
             logits = row.activation_bytes_per_token / FP32_BYTES
             phases.append(kept + tokens * (2 * width + _LOGITS * logits))
@@ -110,6 +105,11 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic, dense: bo
         elif row.kind == "embedding":
             phases.append(2 * width * tokens + matrix)
     if blocks:
-        largest = _LARGEST_MATRIX * max(row.parameters for row in blocks) if dense else 0.0
+        largest = _LARGEST_MATRIX * max(map(_dense, blocks))
         phases.append(kept + tokens * (2 * width + _MOVING_OUTPUTS * max(outputs)) + largest)
     return int(FP32_BYTES * max(phases))
+
+
+def _dense(row: plan_pb2.LayerInfo) -> int:
+    """Elements of its large matrices that are trained; adapters are thin."""
+    return 0 if row.frozen_parameters else row.parameters

@@ -60,8 +60,8 @@ class Architecture(Protocol):
         """Embedding, blocks, head."""
         ...
 
-    def cut(self, span: Span) -> Cut:
-        """Allocates nothing."""
+    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+        """Allocates nothing. With checkpointing, backward computes blocks again where gradients are wanted."""
         ...
 
 
@@ -70,8 +70,8 @@ class SpanModel:
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
         self.cut, self.device = cut, device
-        self.trained = _layout(cut, trained=True)
-        self.frozen = _layout(cut, trained=False)
+        self.trained = layout_of(cut)
+        self.frozen = layout_of(cut, trained=False)
         self.weights_E = torch.zeros(self.trained.elements, device=device)
         self.gradients_E = torch.zeros_like(self.weights_E)
         self.frozen_E = torch.zeros(self.frozen.elements, device=device)
@@ -109,6 +109,14 @@ class SpanModel:
         """The parameter that does not decay, if it is trained here."""
         return self._named.get(self.cut.embedding)
 
+    def return_borrowed(self) -> None:
+        """Add what the head summed of a tied matrix that is here to its owner's gradient, and begin again at zero."""
+        if self._borrowed is not None and self.cut.first:
+            assert self.owned.grad is not None
+            assert self._borrowed.grad is not None
+            self.owned.grad.add_(self._borrowed.grad)
+            self._borrowed.grad.zero_()
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained here, in layer order."""
         return [self._named[slot.name] for slot in self.trained.slots]
@@ -127,7 +135,7 @@ class SpanModel:
         return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
 
 
-def _layout(cut: Cut, trained: bool) -> FlatLayout:
+def layout_of(cut: Cut, trained: bool = True) -> FlatLayout:
     """Of the parameters that are trained, or of those that are frozen; a borrowed one is neither."""
     borrowed = cut.tie.borrower if cut.tie is not None else None
     layers = [

@@ -16,7 +16,7 @@ FP32_BYTES = 4
 
 
 def layer_table(architecture: HuggingFace, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
-    """One row per layer, like that of the built-in decoder (`training/shape.py`); adapters are not counted.
+    """One row per layer, like that of the built-in decoder (`training/shape.py`), frozen parameters beside the others.
 
     A mixture's FLOPs are those of the experts that one token is sent to; its parameters are all of them.
     """
@@ -24,24 +24,19 @@ def layer_table(architecture: HuggingFace, sequence_length: int, model_hash: str
     cut = architecture.cut(Span(0, last))
     table = plan_pb2.LayerTable(model_hash=model_hash)
     for index, parameters in enumerate(cut.parameters):
-        base = {name: each for name, each in parameters.items() if "lora_" not in name}
         kind = "embedding" if index == 0 else "head" if index == last else "block"
-        tied = architecture.tie is not None and kind == "head"
-        owned = sum(each.numel() for name, each in base.items() if not (tied and name == _borrower(architecture)))
+        tied = cut.tie is not None and kind == "head"
+        own = [each for name, each in parameters.items() if cut.tie is None or name != cut.tie.borrower]
         table.layers.add(
             name=f"block.{index - 1}" if kind == "block" else kind,
             kind=kind,
-            parameters=owned,
-            flops_per_token_forward=_flops(kind, base, cut, sequence_length, architecture.config),
+            parameters=sum(each.numel() for each in own if each.requires_grad),
+            frozen_parameters=sum(each.numel() for each in own if not each.requires_grad),
+            flops_per_token_forward=_flops(kind, parameters, cut, sequence_length, architecture.config),
             activation_bytes_per_token=FP32_BYTES * (cut.vocabulary if kind == "head" else cut.dimension),
             tied_to=["embedding"] if tied else [],
         )
     return table
-
-
-def _borrower(architecture: HuggingFace) -> str:
-    assert architecture.tie is not None
-    return architecture.tie.borrower
 
 
 def _flops(kind: str, parameters: Mapping[str, Tensor], cut: Cut, sequence_length: int, config: Any) -> float:

@@ -21,6 +21,7 @@ class TrainerConfig:
 
     run_spec_toml: str
     corpus_path: str | None = None  # overrides data.path
+    base_path: str | None = None  # where the run's pretrained weights lie
     device: str = "auto"  # auto | cpu | cuda:0 | mps
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
