@@ -25,10 +25,13 @@ MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head as many layers as ar
 MAX_CONFIG_EXPERTS = 4096
 MAX_BASE_FILES = 1024
 
-_KEY = re.compile(r"[a-z][A-Za-z0-9_]{0,79}")
+_KEY = re.compile(r"^[a-z][A-Za-z0-9_]{0,79}$")
 _TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds; no paths, no repositories
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FOREIGN = ("auto_map", "trust_remote_code", "name_or_path", "implementation", "quantization", "custom_pipelines")
+
+
+_Keys = Annotated[tuple[Annotated[str, Field(pattern=_KEY.pattern)], ...], Field(max_length=64)]
 
 
 class ModelSection(Section):
@@ -85,6 +88,7 @@ class HuggingFaceModel(Section):
 
     architecture: Literal["huggingface"]
     config: dict[str, Any]  # as in a config.json; `model_type` names the family
+    config_nulls: _Keys = ()  # keys that are null and are not by default: TOML has no null
     base: BaseSection | None = None
     adapter: AdapterSection | None = None
 
@@ -102,6 +106,8 @@ class HuggingFaceModel(Section):
     def _whole(self) -> HuggingFaceModel:
         if self.adapter is not None and self.base is None:
             raise ValueError("an adapter needs a base to stand on: add [model.base], as `atoll base DIR` prints it")
+        if twice := sorted(set(self.config_nulls) & set(self.config)):
+            raise ValueError(f"config says {twice[0]}, and config_nulls says that it is null")
         if self.base is not None and "vocab_size" not in self.config:
             raise ValueError("with a base, config must say vocab_size")
         return self

@@ -165,7 +165,7 @@ class RunSpec(Section):
         """The spec as TOML with every default written out."""
         lines = [f"version = {self.version}"]
         for name in ("run", "model", "data", "optimizer", "sync", "pipeline"):
-            lines += _toml_table(name, dict(getattr(self, name)))
+            lines += toml_table(name, dict(getattr(self, name)))
         return "\n".join(lines) + "\n"
 
 
@@ -196,13 +196,13 @@ def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
     return f"{name}: {plain}" if name else plain
 
 
-def _toml_table(name: str, values: Mapping[str, object]) -> list[str]:
+def toml_table(name: str, values: Mapping[str, object]) -> list[str]:
     """A blank line, its header, what is set in it, then the tables in it."""
     lines, tables = [f"\n[{name}]"], []
     for key, value in values.items():
         quoted = key if _BARE.fullmatch(key) else _toml_value(key)
         if isinstance(value, Section | Mapping):
-            tables += _toml_table(f"{name}.{quoted}", dict(value))
+            tables += toml_table(f"{name}.{quoted}", dict(value))
         elif value is not None:
             lines.append(f"{quoted} = {_toml_value(value)}")
     return lines + tables

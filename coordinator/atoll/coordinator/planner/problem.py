@@ -59,6 +59,7 @@ class Layer:
     workspace_bytes_per_token: int = 0  # kept while it is recomputed and differentiated
     kept_bytes_per_token: int = 0  # beside that, while others of its span are; 0: what leaves it
     workspace_bytes: int = 0  # whatever the tokens: a matrix's gradient before it is added
+    frozen_parameters: int = 0  # held beside the others; neither trained nor averaged
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,14 @@ def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
         tied_to=tuple(row.tied_to),
         workspace_bytes_per_token=int(moving if is_block else FP32_BYTES * 2 * width + logits),
         kept_bytes_per_token=int(kept) if is_block else 0,
-        workspace_bytes=int(FP32_BYTES * row.parameters * (_LARGEST_MATRIX if is_block else 1)),
+        frozen_parameters=row.frozen_parameters,
+        workspace_bytes=0 if row.frozen_parameters else _dense_bytes(row.parameters, is_block),
     )
+
+
+def _dense_bytes(parameters: int, is_block: bool) -> int:
+    """The gradient of a layer's largest matrix; adapters beside frozen ones are thin."""
+    return int(FP32_BYTES * parameters * (_LARGEST_MATRIX if is_block else 1))
 
 
 def decoder_layers(

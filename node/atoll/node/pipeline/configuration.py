@@ -6,7 +6,7 @@ Only classes of the libraries themselves are made. A key that the family's confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ NOT_THE_MODEL = {  # of every configuration: labels, outputs, what a file says a
 }
 
 
-def configuration(data: Mapping[str, Any], vocabulary: int, sequence_length: int) -> Any:
+def configuration(data: Mapping[str, Any], vocabulary: int, sequence_length: int, nulls: Collection[str] = ()) -> Any:
     """A configuration of `transformers`; without `vocab_size` it is the tokenizer's `vocabulary`.
 
     Raises `UnsupportedModel`, and `ConfigError` where the library is missing.
@@ -38,10 +38,10 @@ def configuration(data: Mapping[str, Any], vocabulary: int, sequence_length: int
             "check its spelling; newer families need a newer transformers: pip install -U transformers",
         )
     cls: Any = CONFIG_MAPPING[kind]
-    unknown = sorted(set(data) - known_keys(cls))
+    unknown = sorted({*data, *nulls} - known_keys(cls))
     if unknown:
         raise UnsupportedModel(f"[model] config: {kind} has no key {', '.join(unknown)}", "leave it out, or spell it")
-    chosen = {"vocab_size": vocabulary, "use_cache": False, **data}
+    chosen = {"vocab_size": vocabulary, "use_cache": False, **data, **dict.fromkeys(nulls)}
     chosen.pop("model_type")
     try:
         made: Any = cls(**chosen)
@@ -55,7 +55,8 @@ def known_keys(cls: Any) -> set[str]:
     """What a family's configuration is made of."""
     own = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
     legacy = _LEGACY_ROPE if "rope_parameters" in own else set()
-    return (own | set(cls.attribute_map) | legacy | _UNDECLARED | {"model_type"}) - NOT_THE_MODEL
+    names = {*own, *cls.attribute_map, *cls.attribute_map.values(), *legacy, *_UNDECLARED, "model_type"}
+    return names - NOT_THE_MODEL
 
 
 def _check_sizes(config: Any, vocabulary: int, sequence_length: int) -> None:

@@ -39,16 +39,7 @@ class HuggingFace:
     @classmethod
     def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFace:
         """Of a local directory's config.json. Nothing is downloaded and no code from it is run."""
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the file is a stranger's, and every family checks it in its own way
-            raise ConfigError(
-                f"{directory} has no configuration that this transformers knows: {error}",
-                "name a directory with a config.json of a supported architecture",
-            ) from error
-        return cls(config, lora)
+        return cls(configuration_of(directory), lora)
 
     @property
     def adapted(self) -> bool:
@@ -156,6 +147,19 @@ class HuggingFace:
                 "blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
+
+
+def configuration_of(directory: Path) -> Any:
+    """Of a local directory's config.json. Nothing is downloaded and no code from it is run. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the file is a stranger's, and every family checks it in its own way
+        raise ConfigError(
+            f"{directory} has no configuration that this transformers knows: {error}",
+            "name a directory with a config.json of a supported architecture",
+        ) from error
 
 
 def _refuse_foreign(config: Any) -> None:

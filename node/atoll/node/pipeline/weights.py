@@ -44,7 +44,7 @@ def load(architecture: HuggingFace, directory: Path, model: SpanModel, check: Ch
         if "lora_" not in name:
             wanted[name].append(view)
     check(INDEX if (directory / INDEX).exists() else WHOLE)
-    files = _files(directory)
+    files = files_of(directory)
     for name, sources in _sources(architecture, files, model, wanted).items():
         for file in sources.files:
             check(file)
@@ -114,7 +114,7 @@ def _sources(
     return found
 
 
-def _files(directory: Path) -> dict[str, str]:
+def files_of(directory: Path) -> dict[str, str]:
     """Which file each tensor lies in. Raises `CheckpointCorrupt`."""
     index = directory / INDEX
     try:

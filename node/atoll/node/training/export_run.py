@@ -102,7 +102,7 @@ def _write_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config: Any = architecture.config
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):

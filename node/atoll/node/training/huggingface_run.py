@@ -67,7 +67,7 @@ class HuggingFaceRun:
 
 def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length: int) -> HuggingFace:
     """On the meta device: nothing is allocated. Raises `UnsupportedModel`, `ConfigError`."""
-    config = configuration(section.config, vocabulary, sequence_length)
+    config = configuration(section.config, vocabulary, sequence_length, section.config_nulls)
     adapter = section.adapter
     try:
         made = HuggingFace(config, lora_configuration(adapter) if adapter is not None else None)
