@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.machine_plans import make_plan
-from support.reef import SPEC
+from support.reef import MODEL, SPEC
 from support.scripted_trainer import ScriptedTrainer
 
 from atoll.core import protocol
@@ -119,7 +119,7 @@ async def swarm(tmp_path, passages, fault=None):
             passages.add((passage.sender, passage.receiver))
         return await fault(passage) if fault else passage.frame
 
-    text = SPEC.format(nodes=6, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
+    text = SPEC.format(model=MODEL, nodes=6, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
     spec = parse_run_spec(text + "round_growth = 1000.0\nscreening = false\n")
     hub = MemoryHub(watch)
     routes = [[(Identity.generate(), first, last) for first, last in route] for route in CUTS]

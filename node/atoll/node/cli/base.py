@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from atoll.core.output import say
+from atoll.node.cli.scratch import torch_cache
 
 
 def base(
@@ -17,7 +18,8 @@ def base(
     """Print the [model] section of a run that starts from a directory's weights, every file pinned by its digest."""
     from atoll.node.pipeline.describe import describe  # takes seconds: torch, transformers
 
-    text, notes = describe(directory, name)
+    with torch_cache():
+        text, notes = describe(directory, name)
     for note in notes:
         say(note)
     typer.echo(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import Any
 
 from atoll.core.errors import ConfigError, UnsupportedModel
@@ -28,7 +29,7 @@ def configuration(data: Mapping[str, Any], vocabulary: int, sequence_length: int
 
     Raises `UnsupportedModel`, and `ConfigError` where the library is missing.
     """
-    require_libraries()
+    require_library("transformers")
     from transformers import CONFIG_MAPPING
 
     kind = data["model_type"]
@@ -77,7 +78,8 @@ def _check_sizes(config: Any, vocabulary: int, sequence_length: int) -> None:
 
 
 def lora_configuration(section: AdapterSection) -> Any:
-    """A `peft.LoraConfig`."""
+    """A `peft.LoraConfig`. Raises `ConfigError` where the library is missing."""
+    require_library("peft")
     from peft import LoraConfig
 
     return LoraConfig(
@@ -99,11 +101,10 @@ def check_targets(targets: tuple[str, ...], trained: tuple[str, ...]) -> None:
             )
 
 
-def require_libraries() -> None:
-    """Raise `ConfigError` unless the extra is installed."""
+def require_library(name: str) -> None:
+    """Raise `ConfigError` unless a library of the extra is installed."""
     try:
-        import peft  # noqa: F401
-        import transformers  # noqa: F401
+        import_module(name)
     except ImportError as error:
         raise ConfigError(f"a Hugging Face architecture needs the library {error.name}", HF_REMEDY) from error
 

@@ -11,7 +11,7 @@ from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import INDEX, BaseSection, HuggingFaceModel
 from atoll.core.run_spec import toml_table
 from atoll.node.pipeline.base_files import digest_of
-from atoll.node.pipeline.configuration import NOT_THE_MODEL, configuration, known_keys, require_libraries
+from atoll.node.pipeline.configuration import NOT_THE_MODEL, configuration, known_keys, require_library
 from atoll.node.pipeline.huggingface import HuggingFace, configuration_of
 from atoll.node.pipeline.weights import files_of
 
@@ -23,7 +23,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
 
     Raises `ConfigError`, `UnsupportedModel`, `CheckpointCorrupt`, `BaseUnusable`.
     """
-    require_libraries()
+    require_library("transformers")
     config, notes = configuration_of(directory), []
     for key in sorted(vars(config)):
         if any(word in key for word in ("dropout", "jitter")) and getattr(config, key):

@@ -18,7 +18,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.pipeline.cable_end import CableEnd
-from atoll.node.pipeline.memory import Traffic, trainer_memory
+from atoll.node.pipeline.memory import FP32_BYTES, Traffic, trainer_memory
 from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.span import Span
@@ -112,8 +112,12 @@ def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: 
     size = spec.optimizer.micro_batch_samples, spec.data.sequence_length
     tokens_BT = torch.zeros(size, dtype=torch.int64, device=facts.device)
     kinds: dict[str, int] = {}
+    sizes = {row.name: row.parameters for row in run.table.layers}
     for number, row in enumerate(run.table.layers):
-        kinds.setdefault(row.kind, number)
+        if row.kind not in kinds:
+            own = row.parameters + sum(sizes[name] for name in row.tied_to)
+            check_fits(FP32_BYTES * (2 * own + row.frozen_parameters), facts, f" for a single layer, {row.name}")
+            kinds[row.kind] = number
 
     def autocast() -> AbstractContextManager[None]:
         dtype = torch.float16 if precision == "fp16" else torch.bfloat16
@@ -132,6 +136,8 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
     holds = _has_room(spec, run, span, facts)
+    torch.set_num_threads(config.cpu_threads)
+    times = single_layer_times(spec, run, facts, clock)  # torch's threads and their buffers are there from now on
     run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)
     log.get("trainer").info(
@@ -142,8 +148,6 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
         skipped_files=corpus.report.skipped_files,  # not text
         digest=corpus.digest,
     )
-    torch.set_num_threads(config.cpu_threads)
-    times = single_layer_times(spec, run, facts, clock)  # torch's threads and their buffers are there from now on
     if facts.device == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes)
     loop: InnerLoop | StageLoop | None = None
