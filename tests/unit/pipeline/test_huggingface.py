@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.families import FAMILIES, VOCABULARY, config_of, lora_of
+from support.families import FAMILIES, VOCABULARY, config_of, initialise_span, lora_of
 from support.one_process import OneProcess
 from support.routes import Reef
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.initial import initialise_span
 from atoll.node.pipeline.stage import Room
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

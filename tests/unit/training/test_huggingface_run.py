@@ -20,12 +20,16 @@ from support.hf_runs import (
 )
 from support.small_state import of_vectors
 
+from atoll.core.clock import SystemClock
 from atoll.core.errors import UsageError
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.pipeline.span import Span
 from atoll.node.state.checkpoint import Checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.corpus import load_corpus
+from atoll.node.training.device import device_facts
 from atoll.node.training.export import export_huggingface
+from atoll.node.training.loading import single_layer_times
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.run_model import run_model
 
@@ -106,3 +110,37 @@ def test_the_loop_has_the_bits_of_a_plain_loop_and_exports_what_it_trained(
         theirs = load(tmp_path / "out")(tokens_BT).logits
     assert (ours - theirs).abs().max() <= (1e-4 if kind == "lora" else 0)
     assert ours.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_layer_begins_as_its_family_has_it_and_the_same_in_every_span(family: str) -> None:
+    run = run_model(parse_run_spec(spec_text(model_section(config_of(family, initializer_range=0.05)))), 256)
+    last = run.architecture.layers - 1
+    whole = {name: values.clone() for name, values in run.initial_parameters(Span(0, last))}
+    for span in (Span(0, 1), Span(2, 2), Span(3, last)):
+        for name, values in run.initial_parameters(span):
+            assert torch.equal(whole.pop(name), values)
+    assert not whole
+    for name, values in run.initial_parameters(Span(0, last)):
+        if values.dim() > 1:
+            assert 0.04 < float(values.std()) < 0.06, name
+        else:
+            assert torch.equal(values, torch.full_like(values, 0.0 if name.endswith("bias") else 1.0)), name
+
+
+def test_blocks_that_differ_are_of_kinds_of_their_own() -> None:
+    """A mixture whose first block is dense, and windows in one block alone."""
+    mixture = config_of("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])
+    windows = config_of(
+        "qwen3",
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    )
+    for config, kinds in ((mixture, ["block", "block-2", "block-2"]), (windows, ["block", "block-2", "block"])):
+        spec = parse_run_spec(spec_text(model_section(config)))
+        run = run_model(spec, 256)
+        assert [row.kind for row in run.table.layers] == ["embedding", *kinds, "head"]
+        times = single_layer_times(spec, run, device_facts(torch.device("cpu")), SystemClock())
+        assert [kind for kind, _, _ in times] == ["embedding", "block", "block-2", "head"]

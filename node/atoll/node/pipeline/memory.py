@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atoll.core.layer_kinds import is_block
 from atoll.node.pipeline.span import Span
 from atoll.v1 import plan_pb2
 
@@ -92,7 +93,7 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
     """The largest of the phases of backward, which follow each other: head, blocks, embedding, return of a tie."""
     rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
-    blocks = [row for row in rows if row.kind == "block"]
+    blocks = [row for row in rows if is_block(row.kind)]
     outputs = [row.flops_per_token_forward / 2 / width - traffic.sequence_length for row in blocks]  # a token
     kept = tokens * sum(_KEPT_OUTPUTS * each + _KEPT_WIDTHS * width for each in outputs)
     phases = [float(_borrowed(table, span))]

@@ -15,7 +15,7 @@ from atoll.node.pipeline import weights
 from atoll.node.pipeline.base_files import BaseFiles
 from atoll.node.pipeline.configuration import check_targets, configuration, lora_configuration
 from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.initial import initial_values
+from atoll.node.pipeline.initial import initial_adapter, initialise_layer
 from atoll.node.pipeline.memory import Traffic, trainer_memory
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import SpanModel, layout_of
@@ -43,17 +43,19 @@ class HuggingFaceRun:
             self._base.check_all()
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
-        """Drawn by name from the run's seed, or out of the base."""
+        """Drawn from the run's seed, or out of the base."""
         for number in range(span.first, span.last + 1):
             cut = self.architecture.cut(Span(number, number))
-            if self._base is not None and not self.architecture.adapted:
-                model = SpanModel(cut, _CPU)
-                self._read(model)
-                yield from model.trained.views(model.weights_E)
-            else:
-                deviation = getattr(self.architecture.config, "initializer_range", 0.02)
+            if self.architecture.adapted:
                 for slot in layout_of(cut).slots:
-                    yield slot.name, initial_values(slot.name, slot.shape, self._seed, deviation)
+                    yield slot.name, initial_adapter(slot.name, slot.shape, self._seed)
+                continue
+            model = SpanModel(cut, _CPU)
+            if self._base is not None:
+                self._read(model)
+            else:
+                initialise_layer(model, self._seed)
+            yield from model.trained.views(model.weights_E)
 
     def complete(self, model: SpanModel) -> None:
         """The base under adapters."""
