@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,19 @@ from support.hf_runs import (
 from support.small_state import of_vectors
 
 from atoll.core.clock import SystemClock
-from atoll.core.errors import UsageError
+from atoll.core.errors import ModelTooLarge, UsageError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.span import Span
 from atoll.node.state.checkpoint import Checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.corpus import load_corpus
-from atoll.node.training.device import device_facts
+from atoll.node.training.device import DeviceFacts, device_facts
 from atoll.node.training.export import export_huggingface
+from atoll.node.training.initial_file import write_initial
+from atoll.node.training.loading import load as load_trainer
 from atoll.node.training.loading import single_layer_times
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.messages import TrainerConfig
 from atoll.node.training.run_model import run_model
 
 pytestmark = [
@@ -144,3 +148,27 @@ def test_blocks_that_differ_are_of_kinds_of_their_own() -> None:
         assert [row.kind for row in run.table.layers] == ["embedding", *kinds, "head"]
         times = single_layer_times(spec, run, device_facts(torch.device("cpu")), SystemClock())
         assert [kind for kind, _, _ in times] == ["embedding", "block", "block-2", "head"]
+
+
+def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_genesis(
+    text: Path, tmp_path: Path
+) -> None:
+    base = pretrained(tmp_path / "base", num_hidden_layers=6)
+    toml = spec_text(model_section(config_of("llama", num_hidden_layers=6), base))
+    config = TrainerConfig(toml, str(text), str(base))
+    run = run_model(parse_run_spec(toml), 256, base)
+    small = DeviceFacts("cpu", "a small machine", int(0.9 * run.whole_bytes))
+    loaded = load_trainer(config, small, None, SystemClock())
+    assert loaded.loop is None
+    assert loaded.span is None
+    ready = loaded.introduction(0.0)
+    assert ready.whole_model_bytes > small.memory_bytes
+    assert [kind for kind, forward, backward in ready.layer_times if forward > 0 <= backward] == [
+        *("embedding", "block", "head")
+    ]
+    write_initial(loaded.run, tmp_path / "genesis")
+    genesis_E = torch.from_file(str(tmp_path / "genesis"), size=Layers.of(run.table).elements)
+    theirs = load(base)
+    assert torch.equal(genesis_E, torch.cat([values.detach().flatten() for values in theirs.parameters()]))
+    with pytest.raises(ModelTooLarge, match="layers 0 to 7"):
+        load_trainer(replace(config, span=(0, 7)), small, None, SystemClock())

@@ -12,7 +12,7 @@ from atoll.core.model_spec import INDEX, BaseSection, HuggingFaceModel
 from atoll.core.run_spec import toml_table
 from atoll.node.pipeline.base_files import digest_of
 from atoll.node.pipeline.configuration import NOT_THE_MODEL, configuration, known_keys, require_library
-from atoll.node.pipeline.huggingface import HuggingFace, configuration_of
+from atoll.node.pipeline.huggingface import configuration_of, of_stranger
 from atoll.node.pipeline.weights import files_of
 
 _TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # do not change the model
@@ -32,7 +32,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
         notes.append("output_router_logits is set to false: experts are trained without a balancing loss")
-    HuggingFace(config)
+    of_stranger(config)
     data, default = _data(config), type(config)()
     nulls = [key for key, value in data.items() if value is None and getattr(default, key, None) is not None]
     strange = set(vars(config)) - set(vars(default)) - known_keys(type(config)) - NOT_THE_MODEL - _TOKENS

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import ConfigError, UnsupportedModel
+from atoll.core.errors import AtollError, ConfigError, UnsupportedModel
 from atoll.node.pipeline.anatomy import PassOn, dissect, rebuild_buffers
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import Cut, Tie
@@ -147,6 +147,19 @@ class HuggingFace:
                 "blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
+
+
+def of_stranger(config: Any, lora: Any = None) -> HuggingFace:
+    """A model of numbers that nobody vouches for. Raises `UnsupportedModel`, `ConfigError`."""
+    try:
+        return HuggingFace(config, lora)
+    except AtollError:
+        raise
+    except Exception as error:  # in the code of any family
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModel(
+            f"{config.model_type} cannot be built of these numbers: {reason}", "sizes and names in config must fit"
+        ) from error
 
 
 def configuration_of(directory: Path) -> Any:

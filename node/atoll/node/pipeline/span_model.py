@@ -77,6 +77,7 @@ class SpanModel:
         self.frozen_E = torch.zeros(self.frozen.elements, device=device)
         self.trained.bind(cut.module, self.weights_E, self.gradients_E)
         self.frozen.bind(cut.module, self.frozen_E, None)
+        _move_buffers(cut.module, device)
         self._named = dict(cut.module.named_parameters())
         self._borrowed = self._bind_borrowed() if cut.tie is not None and cut.last else None
 
@@ -133,6 +134,13 @@ class SpanModel:
         """What is trained of one layer of the model, as a view of the weights [E of the layer]."""
         first = layer - self.cut.span.first
         return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """What was computed and is not loaded, such as rotary frequencies."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, buffer.to(device))
 
 
 def layout_of(cut: Cut, trained: bool = True) -> FlatLayout:

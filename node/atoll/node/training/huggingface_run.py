@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atoll.core.errors import AtollError, UnsupportedModel
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline import weights
 from atoll.node.pipeline.base_files import BaseFiles
 from atoll.node.pipeline.configuration import check_targets, configuration, lora_configuration
-from atoll.node.pipeline.huggingface import HuggingFace
+from atoll.node.pipeline.huggingface import HuggingFace, of_stranger
 from atoll.node.pipeline.initial import initial_adapter, initialise_layer
 from atoll.node.pipeline.memory import Traffic, trainer_memory
 from atoll.node.pipeline.span import Span
@@ -71,15 +70,7 @@ def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length:
     """On the meta device: nothing is allocated. Raises `UnsupportedModel`, `ConfigError`."""
     config = configuration(section.config, vocabulary, sequence_length, section.config_nulls)
     adapter = section.adapter
-    try:
-        made = HuggingFace(config, lora_configuration(adapter) if adapter is not None else None)
-    except AtollError:
-        raise
-    except Exception as error:  # a stranger's numbers, in the code of any family
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModel(
-            f"[model] config: {config.model_type} cannot be built of these numbers: {reason}", "sizes must fit together"
-        ) from error
+    made = of_stranger(config, lora_configuration(adapter) if adapter is not None else None)
     if adapter is not None:
         check_targets(adapter.targets, made.trained_names)
     return made
