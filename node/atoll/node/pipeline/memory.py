@@ -18,6 +18,7 @@ TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
 _KEPT_WIDTHS = 5.0  # and vectors of the model's width, a block
 _MOVING_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
+_REPLICA_COPIES = 6  # weights, gradients, AdamW's moments, anchor, weights at the snapshot
 _LOGITS = 3  # logits, their log-softmax, its gradient
 _LARGEST_MATRIX = 0.25  # of a block's elements; its gradient exists once more before it is added
 
@@ -78,6 +79,29 @@ def trainer_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> 
     return span_memory(table, span, traffic).total + 2 * FP32_BYTES * own + waiting
 
 
+def replica_memory(
+    table: plan_pb2.LayerTable, micro_batch_tokens: int, sequence_length: int, *, half: bool, checkpointing: bool
+) -> int:
+    """Bytes of a trainer of all layers, which recomputes nothing or, with checkpointing, every block.
+
+    `half`: matrices are multiplied in 16 bits, and what they give is kept so.
+    """
+    width = table.layers[0].activation_bytes_per_token / FP32_BYTES
+    vocabulary = table.layers[-1].activation_bytes_per_token / FP32_BYTES
+    blocks = [row for row in table.layers if is_block(row.kind)]
+    kept = [_KEPT_OUTPUTS * _outputs(row, width, sequence_length) + _KEPT_WIDTHS * width for row in blocks]
+    activations = max(kept, default=0.0) + len(kept) * width if checkpointing else sum(kept)
+    trained = sum(row.parameters for row in table.layers)
+    beside = sum(row.frozen_parameters for row in table.layers) + _borrowed(table, Span(0, len(table.layers) - 1))
+    per_token = activations * (FP32_BYTES / 2 if half else FP32_BYTES) + 2 * FP32_BYTES * vocabulary
+    return FP32_BYTES * (_REPLICA_COPIES * trained + beside) + int(micro_batch_tokens * per_token)
+
+
+def _outputs(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> float:
+    """Numbers that a block's matrices give of a token."""
+    return row.flops_per_token_forward / 2 / width - sequence_length
+
+
 def _borrowed(table: plan_pb2.LayerTable, span: Span) -> int:
     """Elements that layers of the span use and others own."""
     owners = {row.name: row.parameters for row in table.layers}
@@ -94,7 +118,7 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
     rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
     blocks = [row for row in rows if is_block(row.kind)]
-    outputs = [row.flops_per_token_forward / 2 / width - traffic.sequence_length for row in blocks]  # a token
+    outputs = [_outputs(row, width, traffic.sequence_length) for row in blocks]
     kept = tokens * sum(_KEPT_OUTPUTS * each + _KEPT_WIDTHS * width for each in outputs)
     phases = [float(_borrowed(table, span))]
     for row in rows:

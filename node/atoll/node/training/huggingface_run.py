@@ -15,7 +15,7 @@ from atoll.node.pipeline.base_files import BaseFiles
 from atoll.node.pipeline.configuration import check_targets, configuration, lora_configuration
 from atoll.node.pipeline.huggingface import HuggingFace, of_stranger
 from atoll.node.pipeline.initial import initial_adapter, initialise_layer
-from atoll.node.pipeline.memory import Traffic, trainer_memory
+from atoll.node.pipeline.memory import replica_memory
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import SpanModel, layout_of
 from atoll.node.pipeline.table import layer_table
@@ -31,8 +31,13 @@ class HuggingFaceRun:
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
         self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
         tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
-        whole = Span(0, self.architecture.layers - 1)
-        self.whole_bytes = trainer_memory(self.table, whole, Traffic(tokens, spec.data.sequence_length, 1))
+        self.whole_bytes = replica_memory(
+            self.table,
+            tokens,
+            spec.data.sequence_length,
+            half=spec.optimizer.precision != "fp32",
+            checkpointing=spec.optimizer.activation_checkpointing,
+        )
         self._seed = spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
 
