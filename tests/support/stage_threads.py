@@ -136,7 +136,7 @@ async def trainers_of(
         stack.callback(torch.set_num_threads, before)
         trainers = []
         for span in spans:
-            config = ms.TrainerConfig(spec, corpus, str(base) if base else None, device="cpu", span=span)
+            config = ms.TrainerConfig(spec, corpus, device="cpu", span=span, base_path=str(base) if base else None)
             trainers.append(await StageThread.start(config))
             stack.push_async_callback(trainers[-1].stop)
         yield trainers

@@ -22,7 +22,7 @@ MAX_CONFIG_BYTES = 64 << 10
 MAX_CONFIG_DEPTH = 3
 MAX_CONFIG_INTEGER = 2**24  # more than any size or window, and little enough to make a vector of
 MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head as many layers as are ever planned
-MAX_CONFIG_EXPERTS = 4096
+MAX_CONFIG_PARTS = 4096  # of a block, such as experts
 MAX_BASE_FILES = 1024
 
 _KEY = re.compile(r"^[a-z][A-Za-z0-9_]{0,79}$")
@@ -52,7 +52,9 @@ class ModelSection(Section):
 class BaseSection(Section):
     """Pretrained weights that every member has on its disk, and must have bit for bit."""
 
-    name: Annotated[str, Field(max_length=200)] = ""  # for people, and for those who load an adapter later
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9 ._/-]{0,200}$")] = (
+        ""  # for people, and for those who load an adapter later
+    )
     files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]  # name → hex SHA-256
 
     @field_validator("files")
@@ -155,7 +157,8 @@ def _check_value(key: str, value: object) -> None:
     if isinstance(value, bool):
         return
     if isinstance(value, int):
-        most = MAX_CONFIG_LAYERS if "layer" in key else MAX_CONFIG_EXPERTS if "expert" in key else MAX_CONFIG_INTEGER
+        parts = "expert" in key or "block" in key
+        most = MAX_CONFIG_LAYERS if "layer" in key else MAX_CONFIG_PARTS if parts else MAX_CONFIG_INTEGER
         if abs(value) > most:
             raise ValueError(f"{key} = {value} is more than {most}")
     elif isinstance(value, float):

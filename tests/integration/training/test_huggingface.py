@@ -37,12 +37,8 @@ def text(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def trainer_on(
-    spec: str, text: Path, base: Path | None = None, memory_bytes: int = 0, span: tuple[int, int] | None = None
-) -> AsyncIterator[Trainer]:
-    config = TrainerConfig(
-        spec, str(text), str(base) if base else None, device="cpu", memory_bytes=memory_bytes, span=span
-    )
+async def trainer_on(spec: str, text: Path, base: Path | None = None) -> AsyncIterator[Trainer]:
+    config = TrainerConfig(spec, str(text), device="cpu", base_path=str(base) if base else None)
     trainer = await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
     try:
         yield trainer

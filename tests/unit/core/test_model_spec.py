@@ -85,6 +85,7 @@ def test_another_base_is_another_model() -> None:
         (LLAMA + BASE + ADAPTER + "rank = 0", "model.adapter.rank"),
         (LLAMA + BASE + ADAPTER + "dropout = 0.1", "unknown key model.adapter.dropout"),
         (LLAMA.replace(", vocab_size = 300", "") + BASE, "config must say vocab_size"),
+        (LLAMA + BASE.replace("somebody/tiny", "\\u001b[2J"), "model.base.name"),
         (LLAMA + "[model.base]\nfiles = {}", "must name 1 to 1024 files"),
         (LLAMA + BASE.replace("model.saf", "../model.saf"), "no file of safetensors in one directory"),
         (LLAMA + BASE.replace("model.safetensors", "pytorch_model.bin"), "no file of safetensors"),

@@ -36,6 +36,8 @@ def llama(**changed: Any) -> str:
         (llama(hidden_size=30), "not a multiple"),
         (llama(num_attention_heads=0), "cannot be|zero|multiple|not"),
         (llama(hidden_act="no_such"), "no_such"),
+        (llama(num_hidden_layers=0), "llama of 0 blocks"),
+        (llama().replace("[model.config]", 'config_nulls = ["rms_norm_eps"]\n[model.config]'), "rms_norm_eps"),
         (llama(vocab_size=100), "smaller than the tokenizer's 256"),
         (llama(max_position_embeddings=8), "sequence_length 16 is more than"),
         (llama(attention_dropout=0.1), "set it to 0"),
@@ -55,7 +57,7 @@ def test_it_is_refused_by_name(model: str, words: str) -> None:
 
 def loaded(model: str, facts: DeviceFacts = HERE, base: Path | None = None) -> None:
     """As far as a trainer comes without a corpus."""
-    config = TrainerConfig(spec_of(model).resolved_toml(), "no such corpus", str(base) if base else None)
+    config = TrainerConfig(spec_of(model).resolved_toml(), "no such corpus", base_path=str(base) if base else None)
     load(config, facts, None, SystemClock())
 
 

@@ -155,7 +155,7 @@ def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_ge
 ) -> None:
     base = pretrained(tmp_path / "base", num_hidden_layers=6)
     toml = spec_text(model_section(config_of("llama", num_hidden_layers=6), base))
-    config = TrainerConfig(toml, str(text), str(base))
+    config = TrainerConfig(toml, str(text), base_path=str(base))
     run = run_model(parse_run_spec(toml), 256, base)
     small = DeviceFacts("cpu", "a small machine", int(0.9 * run.whole_bytes))
     loaded = load_trainer(config, small, None, SystemClock())

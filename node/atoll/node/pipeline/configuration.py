@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from atoll.core.errors import ConfigError, UnsupportedModel
-from atoll.core.model_spec import AdapterSection
+from atoll.core.model_spec import MAX_CONFIG_LAYERS, AdapterSection
 from atoll.node.training.tokenizer import HF_REMEDY
 
 _LEGACY_ROPE = {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}
@@ -64,6 +64,8 @@ def _check_sizes(config: Any, vocabulary: int, sequence_length: int) -> None:
     kind = config.model_type
     if config.get_text_config() is not config:
         raise UnsupportedModel(f"[model] config: {kind} is made of several models", "name its text model's type")
+    if not 1 <= config.num_hidden_layers <= MAX_CONFIG_LAYERS:
+        raise UnsupportedModel(f"[model] config: {kind} of {config.num_hidden_layers} blocks", "it needs 1 to 1022")
     if config.vocab_size < vocabulary:
         raise UnsupportedModel(
             f"[model] config: vocab_size {config.vocab_size} is smaller than the tokenizer's {vocabulary}",

@@ -21,13 +21,13 @@ class TrainerConfig:
 
     run_spec_toml: str
     corpus_path: str | None = None  # overrides data.path
-    base_path: str | None = None  # where the run's pretrained weights lie
     device: str = "auto"  # auto | cpu | cuda:0 | mps
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
     vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
     memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
     span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
+    base_path: str | None = None  # where the run's pretrained weights lie
 
 
 @dataclass(frozen=True)
