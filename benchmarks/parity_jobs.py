@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atoll.core.run_spec import DataSection, ModelSection, OptimizerSection, RunSection, RunSpec, SyncSection
+from atoll.core.model_spec import ModelSection
+from atoll.core.run_spec import DataSection, OptimizerSection, RunSection, RunSpec, SyncSection
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.loop import InnerLoop
 from benchmarks.parity_recipes import PUBLISHED, Recipe, RecipeSwarm

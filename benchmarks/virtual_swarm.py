@@ -178,7 +178,7 @@ class VirtualSwarm:
     def _begin(self, peer: str, moments: Any) -> None:
         loop = self.loops[peer]
         if moments is not None:
-            loop.stepper = Stepper(loop.model, self._spec.optimizer, loop.device, loop.precision)
+            loop.stepper = Stepper(loop.model, self._spec.optimizer, loop.precision)
             loop.stepper.optimizer.load_state_dict(copy.deepcopy(moments))
         loop.load(self.anchor_E, ranges=self.position.holdings[peer], committed_tokens=self.committed_tokens)
 
@@ -215,7 +215,7 @@ class VirtualSwarm:
         loop, ramp = self.loops[peer], self._ramps[peer]
         done = loop.progress.steps_total
         if done <= ramp:
-            loop.stepper = loop.stepper or Stepper(loop.model, self._spec.optimizer, loop.device, loop.precision)
+            loop.stepper = loop.stepper or Stepper(loop.model, self._spec.optimizer, loop.precision)
             full = learning_rate(self._spec, self.committed_tokens)
             loop.stepper.set_learning_rate(full * min(1.0, (done + 1) / (ramp + 1)))
         loop.step()

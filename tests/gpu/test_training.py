@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.hf_runs import config_of, model_section
 
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.training.corpus import load_corpus
@@ -18,6 +19,11 @@ pytestmark = [
 ]
 
 
+BUILT_IN = "[model]\ndimension = 64\nlayers = 2"
+LLAMA = model_section(config_of("llama", tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("model", [BUILT_IN, LLAMA], ids=["built in", "llama"])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -28,10 +34,10 @@ pytestmark = [
         'precision = "bf16"\ncompile = true',
     ],
 )
-def test_the_loss_falls_and_a_round_is_exact(tmp_path: Path, optimizer: str) -> None:
+def test_the_loss_falls_and_a_round_is_exact(tmp_path: Path, optimizer: str, model: str) -> None:
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 2000)
     spec = parse_run_spec(
-        'version = 1\n[run]\nname = "t"\nstop_tokens = 1000000\n[model]\ndimension = 64\nlayers = 2\n'
+        f'version = 1\n[run]\nname = "t"\nstop_tokens = 1000000\n{model}\n'
         f'[data]\npath = "{tmp_path}"\nsequence_length = 64\nvalidation_samples = 8\n'
         f"[optimizer]\nlearning_rate = 0.01\n{optimizer}\n[sync]\nround_tokens = 1000\n"
     )

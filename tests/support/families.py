@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.node.pipeline.span_model import SpanModel
 
 VOCABULARY = 48
 
@@ -54,3 +60,27 @@ def lora_of(family: str) -> Any:
     import peft
 
     return peft.LoraConfig(r=4, lora_alpha=8, target_modules=ADAPTED.get(family, ["q_proj", "v_proj", "gate_proj"]))
+
+
+def initialise_span(model: SpanModel, seed: int, standard_deviation: float = 0.02) -> None:
+    """Fill all of it, frozen or not, with weights that do not depend on the cut."""
+    for name, view in model.tensors():
+        view.copy_(_values(name, tuple(view.shape), seed, standard_deviation))
+
+
+def _values(name: str, shape: tuple[int, ...], seed: int, standard_deviation: float) -> Tensor:
+    """One parameter by the name that a whole model has for it.
+
+    Matrices are normal, weights of norms one, biases and second factors of adapters zero.
+    """
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.empty(shape)
+    if "lora_B" in name or (values.dim() < 2 and name.endswith("bias")):
+        return values.zero_()
+    if "lora_A" in name:
+        bound = shape[-1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator)
+    if values.dim() < 2:
+        return values.fill_(1.0)
+    return values.normal_(0.0, standard_deviation, generator=generator)

@@ -29,13 +29,7 @@ version = 1
 name = "reef"
 min_nodes = {nodes}
 stop_tokens = {tokens}
-[model]
-preset = "nano"
-dimension = 64
-layers = 2
-heads = 2
-kv_heads = 2
-hidden_dimension = 128
+{model}
 [data]
 path = "{corpus}"
 sequence_length = 64
@@ -48,6 +42,15 @@ round_max_seconds = 20
 codec = "{codec}"
 part_elements = 8192
 """
+
+
+MODEL = """[model]
+preset = "nano"
+dimension = 64
+layers = 2
+heads = 2
+kv_heads = 2
+hidden_dimension = 128"""
 
 
 def write_corpus(path: Path) -> Path:
@@ -68,6 +71,7 @@ class Reef(LocalSwarm):
         round_tokens: int = 3000,
         codec: str = "int4",
         fragments: int = 1,
+        model: str = MODEL,
         **flags: str,
     ) -> None:
         """Coordinator, run and seed."""
@@ -75,7 +79,8 @@ class Reef(LocalSwarm):
         self.endpoints = await self.start_coordinator(
             *(word for name, value in flags.items() for word in (f"--{name}", value))
         )
-        spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, round_tokens=round_tokens, codec=codec)
+        rounds = {"round_tokens": round_tokens, "codec": codec}
+        spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, model=model, **rounds)
         await self.create_run(f"{spec}fragments = {fragments}\n")
         await self.start_member("seed", "seed")
         await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class StageThread:
     anchor: Tensor
     pseudo_gradient: Tensor
     ready: ms.Ready
+    offsets: tuple[int, ...]  # of all layers
 
     def __init__(self, config: ms.TrainerConfig) -> None:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -59,7 +61,8 @@ class StageThread:
             raise by_reason(ready.reason)(ready.message)
         assert isinstance(ready, ms.Ready)
         self.ready = ready
-        elements = TrainerFacts.of(ready).held_elements
+        facts = TrainerFacts.of(ready)
+        self.offsets, elements = facts.layer_offsets, facts.held_elements
         self.anchor, self.pseudo_gradient = (map_vector(descriptor, elements) for descriptor in self._descriptors)
         return self
 
@@ -125,7 +128,7 @@ async def enter(trainer: StageThread, place: RoutePlace) -> None:
 
 @asynccontextmanager
 async def trainers_of(
-    spec: str, corpus: str, spans: Sequence[tuple[int, int] | None]
+    spec: str, corpus: str, spans: Sequence[tuple[int, int] | None], base: Path | None = None
 ) -> AsyncIterator[list[StageThread]]:
     """One a span; they end with the test."""
     before = torch.get_num_threads()
@@ -133,7 +136,8 @@ async def trainers_of(
         stack.callback(torch.set_num_threads, before)
         trainers = []
         for span in spans:
-            trainers.append(await StageThread.start(ms.TrainerConfig(spec, corpus, device="cpu", span=span)))
+            config = ms.TrainerConfig(spec, corpus, device="cpu", span=span, base_path=str(base) if base else None)
+            trainers.append(await StageThread.start(config))
             stack.push_async_callback(trainers[-1].stop)
         yield trainers
 

@@ -164,7 +164,7 @@ async def test_the_pipeline_demo_prints_what_it_promises(tmp_path):
     kept = tmp_path / "kept"
     spans = [kept / stage["name"] / "runs/demo/checkpoints" for stage in min(it["routes"], key=len)]
     whole = join([read_checkpoint(max(path for path in span.iterdir() if path.name.isdecimal())) for span in spans])
-    decoder = Decoder(shape_of(whole))
+    decoder = Decoder(shape_of(whole, whole.spec.model))
     parameters = dict(FlatLayout.of(decoder).views(whole.anchor_E))
     tokens_BT = torch.arange(64).view(1, 64)
     with torch.no_grad():

@@ -64,6 +64,10 @@ class CorpusError(ConfigError):
     """The training text is missing, empty, binary, or not the run's."""
 
 
+class BaseUnusable(ConfigError):
+    """The pretrained weights are missing, or not the run's."""
+
+
 class ModelTooLarge(ConfigError):
     """The model does not fit this device."""
 

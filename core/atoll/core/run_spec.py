@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from atoll.core.errors import RunSpecError, UsageError
+from atoll.core.model_spec import ARCHITECTURES, AnyModel, ModelSection
+from atoll.core.spec_section import Count, Fraction, Positive, Rate, Section
 
 SPEC_VERSION = 1
 
-MAX_COUNT = 2**53  # what every language, JSON and a double hold exactly
 MAX_ROUND_SECONDS = 86400
 
-Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Rate = Annotated[float, Field(gt=0, le=10)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+_BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML takes without quotes
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
-
-
-class RunSection(_Section):
+class RunSection(Section):
     """Identity and length of the run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]  # also the run id
@@ -40,21 +36,7 @@ class RunSection(_Section):
     stop_tokens: Positive  # committed tokens after which the run is finished
 
 
-class ModelSection(_Section):
-    """A Llama-compatible decoder: a preset, with any of its numbers replaced."""
-
-    preset: Literal["nano", "micro", "30m", "125m", "350m", "1b", "3b", "7b"] = "nano"
-    vocabulary: Positive | None = None  # default: what the tokenizer needs
-    dimension: Positive | None = None
-    layers: Positive | None = None
-    heads: Positive | None = None
-    kv_heads: Positive | None = None
-    hidden_dimension: Positive | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    tie_embeddings: bool | None = None
-
-
-class DataSection(_Section):
+class DataSection(Section):
     """Where each node finds the corpus, and how it becomes samples of `sequence_length` tokens."""
 
     source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
@@ -67,7 +49,7 @@ class DataSection(_Section):
     validation_samples: Annotated[int, Field(ge=1, le=65536)] = 64  # held out from the end of the corpus
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     """Inner steps, with a schedule on committed global tokens."""
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks; AdamW for the rest
@@ -86,7 +68,7 @@ class OptimizerSection(_Section):
     compile: bool = False
 
 
-class PipelineSection(_Section):
+class PipelineSection(Section):
     """How stages of a route work together, where no node can hold the whole model."""
 
     codec: Literal["int8", "bf16", "fp32"] = "int8"  # of activations and gradients between stages
@@ -104,7 +86,7 @@ def check_codec(name: str) -> None:
         raise UsageError(f"no codec is named {name!r}", f"it is one of {', '.join(get_args(CodecName))}")
 
 
-class SyncSection(_Section):
+class SyncSection(Section):
     """Outer rounds: when they are due, what they cost, and how the outer step moves the anchor."""
 
     round_tokens: Positive  # of all members together, since the last round, once rounds have grown to that
@@ -142,12 +124,12 @@ class SyncSection(_Section):
         return value
 
 
-class RunSpec(_Section):
+class RunSpec(Section):
     """The whole file."""
 
     version: int
     run: RunSection
-    model: ModelSection = ModelSection()
+    model: AnyModel = ModelSection()
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     sync: SyncSection
@@ -183,11 +165,7 @@ class RunSpec(_Section):
         """The spec as TOML with every default written out."""
         lines = [f"version = {self.version}"]
         for name in ("run", "model", "data", "optimizer", "sync", "pipeline"):
-            lines.append(f"\n[{name}]")
-            section: _Section = getattr(self, name)
-            for key, value in section:
-                if value is not None:
-                    lines.append(f"{key} = {_toml_value(value)}")
+            lines += toml_table(name, dict(getattr(self, name)))
         return "\n".join(lines) + "\n"
 
 
@@ -207,6 +185,8 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
 
 
 def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
+    if len(location) > 1 and location[0] == "model" and location[1] in ARCHITECTURES:
+        location = location[:1] + location[2:]  # which kind of section it was read as
     name = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
         return f"unknown key {name}"
@@ -216,12 +196,24 @@ def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
     return f"{name}: {plain}" if name else plain
 
 
+def toml_table(name: str, values: Mapping[str, object]) -> list[str]:
+    """A blank line, its header, what is set in it, then the tables in it."""
+    lines, tables = [f"\n[{name}]"], []
+    for key, value in values.items():
+        quoted = key if _BARE.fullmatch(key) else _toml_value(key)
+        if isinstance(value, Section | Mapping):
+            tables += toml_table(f"{name}.{quoted}", dict(value))
+        elif value is not None:
+            lines.append(f"{quoted} = {_toml_value(value)}")
+    return lines + tables
+
+
 def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, timedelta):
         return repr(value.total_seconds())
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not

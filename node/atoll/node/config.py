@@ -59,6 +59,7 @@ class NodeConfig:
     direct_port: int = _key(0, "TCP port for that; 0 picks a free one", between=(0, 65535))
     device: str = _key("auto", "auto, cpu, cuda:0, mps")
     data: str = _key("", "the corpus on this machine, where it is not the spec's path")
+    base: str = _key("", "where the run's pretrained weights lie on this machine, if it starts from some")
     vram_fraction: float = _limit(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
     memory_megabytes: float = _key(
         0.0,

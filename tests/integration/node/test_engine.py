@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.machine_plans import make_plan
-from support.reef import SPEC, write_corpus
+from support.reef import MODEL, SPEC, write_corpus
 
 from atoll.core import protocol
 from atoll.core.clock import SystemClock
@@ -122,7 +122,7 @@ class Member:
 @asynccontextmanager
 async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragments=1):
     corpus = write_corpus(tmp_path / "corpus.txt")
-    text = SPEC.format(nodes=count, tokens=10**9, corpus=corpus, round_tokens=round_tokens, codec=codec)
+    text = SPEC.format(model=MODEL, nodes=count, tokens=10**9, corpus=corpus, round_tokens=round_tokens, codec=codec)
     text += f"fragments = {fragments}\n"
     spec = parse_run_spec(text)
     hub = MemoryHub(fault)

@@ -1,13 +1,14 @@
 """Engines of nodes that hold different layers: routes cut at different places, averaged layer by layer."""
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 
 import pytest
 import torch
 from support.machine_plans import make_plan
-from support.reef import SPEC
+from support.reef import MODEL, SPEC
 from support.scripted_trainer import ScriptedTrainer
 
 from atoll.core import protocol
@@ -33,6 +34,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
 OFFSETS = (0, 3000, 4000, 5000, 6000, 7000, 11000)
+ADAPTED = (0, 0, 1000, 2000, 3000, 4000, 4000)  # nothing is trained of embedding and head
 CUTS = (((0, 5),), ((0, 2), (3, 5)), ((0, 0), (1, 3), (4, 5)))  # three routes: their stages' layers
 FRAGMENTS = 4  # between the cuts at 1, 3 and 4
 TIMEOUT = 60.0
@@ -117,7 +119,7 @@ async def swarm(tmp_path, passages, fault=None):
             passages.add((passage.sender, passage.receiver))
         return await fault(passage) if fault else passage.frame
 
-    text = SPEC.format(nodes=6, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
+    text = SPEC.format(model=MODEL, nodes=6, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
     spec = parse_run_spec(text + "round_growth = 1000.0\nscreening = false\n")
     hub = MemoryHub(watch)
     routes = [[(Identity.generate(), first, last) for first, last in route] for route in CUTS]
@@ -145,7 +147,9 @@ async def swarm(tmp_path, passages, fault=None):
         await hub.close()
 
 
-async def test_each_layer_is_averaged_among_its_holders_and_all_stand_on_one_history(tmp_path):
+@pytest.mark.parametrize("offsets", [OFFSETS, ADAPTED], ids=["all layers are trained", "adapters of blocks"])
+async def test_each_layer_is_averaged_among_its_holders_and_all_stand_on_one_history(tmp_path, monkeypatch, offsets):
+    monkeypatch.setattr(sys.modules[__name__], "OFFSETS", offsets)
     passages: set[tuple[str, str]] = set()
     async with swarm(tmp_path, passages) as (stages, plan, _):
         turns = 2 * FRAGMENTS
@@ -176,6 +180,17 @@ async def test_each_layer_is_averaged_among_its_holders_and_all_stand_on_one_his
         holding = {(a, b) for layer in range(6) for a in plan.holders(range(layer, layer + 1)) for b in plan.members}
         shared = {(a, b) for a, b in holding if any({a, b} <= plan.holders(range(at, at + 1)) for at in range(6))}
         assert passages <= shared  # nobody is sent parts of layers that it does not hold
+
+
+async def test_a_stage_without_anything_trained_finds_the_head(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "OFFSETS", ADAPTED)
+    async with swarm(tmp_path, set()) as (stages, plan, _):
+        await asyncio.gather(*(stage.reach(FRAGMENTS) for stage in stages))
+        nothing = AnchorState(torch.zeros(0), ADAPTED, range(1))
+        fetched = await catch_up(stages[3].network, plan, nothing, None, operator_key=b"")
+        assert fetched is not None
+        assert fetched.head.round >= 1
+        assert fetched.anchor_E.numel() == 0
 
 
 async def test_rounds_go_on_among_those_that_are_left_when_a_stage_dies(tmp_path):

@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.core import errors
+from atoll.core.model_spec import AdapterSection, BaseSection, HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.config import NodeConfig
 from atoll.node.training.shape import PRESETS
@@ -23,6 +24,12 @@ from .shipped import ROOT, commands, documents, plain, problem, table
 PAGES = pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 RUN_SPEC = ROOT / "docs/reference/run-spec.md"
 EXIT_CODES = ROOT / "docs/reference/exit-codes.md"
+MODELS = {
+    "[model]": ModelSection,
+    "of a Hugging Face decoder": HuggingFaceModel,
+    "[model.base]": BaseSection,
+    "[model.adapter]": AdapterSection,
+}
 _LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 
 
@@ -51,13 +58,14 @@ def test_run_spec_page_lists_exactly_the_keys_with_their_defaults() -> None:
     documented = {("", plain(row[0])): plain(row[1]) for row in table(RUN_SPEC) if plain(row[0]) == "version"}
     expected = {("", "version"): "required"}
     for section, field in RunSpec.model_fields.items():
-        model = field.annotation
-        if section != "version":
+        models = MODELS if section == "model" else {f"[{section}]": field.annotation}
+        for title, model in models.items() if section != "version" else ():
             assert isinstance(model, type)
             assert issubclass(model, BaseModel)
-            expected |= {(section, key): _default(item) for key, item in model.model_fields.items()}
-            rows = [row for row in table(RUN_SPEC, f"## `[{section}]`") if len(row) == 4]
-            documented |= {(section, plain(row[0])): plain(row[1]) for row in rows}
+            expected |= {(title, key): _default(item) for key, item in model.model_fields.items()}
+            heading = f"## `{title}`" if title.endswith("]") else f"## `[model]` {title}"
+            rows = [row for row in table(RUN_SPEC, heading) if len(row) == 4]
+            documented |= {(title, plain(row[0])): plain(row[1]) for row in rows}
     assert documented == expected
 
 

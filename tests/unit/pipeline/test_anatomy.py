@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import config_of
+from support.families import config_of, initialise_span
 from support.routes import Reef
 
 from atoll.core.errors import ConfigError, InvalidRequest, UnsupportedModel
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.initial import initialise_span
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import SpanModel
 from atoll.node.pipeline.stage import Room

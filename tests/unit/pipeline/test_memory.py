@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from support.families import config_of, lora_of
+from support.hf_runs import config_of as run_config
+from support.hf_runs import model_section, spec_text, text_of
 from support.live_bytes import LiveBytes
 
 from atoll.core.errors import InvalidRequest
@@ -18,6 +21,9 @@ from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import Architecture, SpanModel
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.pipeline.table import layer_table as table_of
+from atoll.node.training.corpus import load_corpus
+from atoll.node.training.loop import InnerLoop
+from atoll.node.training.run_model import run_model
 from atoll.node.training.shape import ModelShape, layer_table
 from atoll.v1 import plan_pb2
 
@@ -105,7 +111,7 @@ def test_adapters_need_no_gradients_or_moments_of_what_is_frozen() -> None:
     rows = architecture.cut(Span(0, 3)).parameters
     trained = [sum(each.numel() for each in row.values() if each.requires_grad) for row in rows]
     built, peak = peak_bytes(architecture, Span(1, 2))
-    estimate = span_memory(table_of(architecture, TOKENS, ""), Span(1, 2), TRAFFIC, trained)
+    estimate = span_memory(table_of(architecture, TOKENS, ""), Span(1, 2), TRAFFIC)
     assert estimate.gradients == 4 * sum(trained[1:3])
     assert estimate.optimizer == 2 * estimate.gradients
     assert built == pytest.approx(estimate.weights + estimate.gradients, rel=0.001)
@@ -121,3 +127,25 @@ def test_credits_cost_inputs_and_nothing_else() -> None:
     assert of(9).total - of(1).total == 8 * SAMPLES * TOKENS * (4 * 192 + 8)
     with pytest.raises(InvalidRequest, match="layers 0 to 4"):
         span_memory(table, Span(1, 5), TRAFFIC)
+
+
+@pytest.mark.parametrize("optimizer", ["", "activation_checkpointing = true"], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
+def test_a_whole_replica_takes_about_what_is_estimated(family: str, optimizer: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(text_of())
+    sizes = {"hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": 4, "max_position_embeddings": 96}
+    text = spec_text(model_section(run_config(family, **sizes)), optimizer).replace("length = 16", "length = 96")
+    spec = parse_run_spec(text)
+    run = run_model(spec, 256)
+    corpus = load_corpus(spec, str(tmp_path / "text.txt"))
+    with LiveBytes() as live:
+        loop = InnerLoop(spec, corpus, "cpu", 1, run=run)
+        try:
+            loop.load(torch.ones(loop.layout.elements) * 0.01, ranges=((0, 100),))
+            loop.step()
+            loop.snapshot()
+            live.peak = live.now
+            loop.step()
+        finally:
+            loop.close()
+    assert 0.8 * live.peak <= run.whole_bytes <= 1.2 * live.peak

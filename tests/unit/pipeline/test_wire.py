@@ -17,7 +17,6 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.pipeline import messages as ms
-from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.stage import Room
 from atoll.node.pipeline.wire import Channel, pack, read_header, unpack
 from atoll.node.training.corpus import load_corpus
@@ -187,7 +186,7 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
     channel = Channel(1, 0, 4, 32, 64, 256)
     try:
         for codec in ("fp32", "int8"):
-            reef = Reef(BuiltIn(loop.shape), 4, spec.optimizer, Room(4, 32), carry=carried(channel, codec))
+            reef = Reef(loop.run.architecture, 4, spec.optimizer, Room(4, 32), carry=carried(channel, codec))
             reef.load(initial_E)
             loader = Loader(corpus, 0, 8, SystemClock())
             loader.restart(SampleFeed(((0, 10_000),)))

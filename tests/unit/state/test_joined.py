@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.reef import SPEC
+from support.reef import MODEL, SPEC
 
 from atoll.core.errors import CheckpointCorrupt, NotFound
 from atoll.core.manifest import Head
@@ -17,7 +17,7 @@ from atoll.v1 import manifest_pb2
 
 OFFSETS = (0, 3, 4, 9, 9, 12)
 ANCHOR, MOMENTUM = torch.arange(12.0), -torch.arange(12.0)
-SPEC_OF_RUN = parse_run_spec(SPEC.format(nodes=1, tokens=1, corpus="x", round_tokens=1, codec="int4"))
+SPEC_OF_RUN = parse_run_spec(SPEC.format(model=MODEL, nodes=1, tokens=1, corpus="x", round_tokens=1, codec="int4"))
 
 
 def head(number: int = 3) -> Head:

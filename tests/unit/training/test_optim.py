@@ -6,8 +6,10 @@ from dataclasses import replace
 import torch
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.training.flat import FlatLayout
-from atoll.node.training.model import Decoder, initialise
+from atoll.node.pipeline.built_in import BuiltIn
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.training.model import initial_parameters
 from atoll.node.training.optim import InnerOptimizer, Stepper, hidden_matrices
 from atoll.node.training.shape import ModelShape
 
@@ -15,30 +17,28 @@ SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
 CPU = torch.device("cpu")
 
 
-def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[Decoder, Stepper, torch.Tensor]:
-    model = Decoder(shape)
-    initialise(model, 3)
-    layout = FlatLayout.of(model)
-    weights_E, gradients_E = torch.zeros(layout.elements), torch.zeros(layout.elements)
-    weights_E.copy_(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    layout.bind(model, weights_E, gradients_E)
+def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[SpanModel, Stepper]:
+    model = SpanModel(BuiltIn(shape).cut(Span(0, shape.layers + 1)), CPU)
+    for parameter, (_, values) in zip(model.parameters(), initial_parameters(shape, 3), strict=True):
+        parameter.data.copy_(values)
     section = OptimizerSection.model_validate({"name": name, "weight_decay": 0.0, "clip_norm": 1e9})
-    return model, Stepper(model, section, CPU, "fp32"), gradients_E
+    return model, Stepper(model, section, "fp32")
 
 
 def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
     """Its updates are orthogonal, with 0.2 of the learning rate as root mean square (Liu et al. 2025, section 2.2)."""
-    model, muon, gradients_E = stepper("muon")
-    hidden = hidden_matrices(FlatLayout.of(model), model, len(model.layers))
+    model, muon = stepper("muon")
+    gradients_E, module = model.gradients_E, model.cut.module
+    hidden = hidden_matrices(model.trained, module, model.cut.layers)
     matrices = [
-        parameter for block in list(model.layers)[1:-1] for parameter in block.parameters() if parameter.dim() == 2
+        parameter for block in list(module.layers)[1:-1] for parameter in block.parameters() if parameter.dim() == 2
     ]
     assert [id(matrix) for matrix in hidden] == [id(matrix) for matrix in matrices]
     assert len(hidden) == 7 * SHAPE.layers
     before = [parameter.detach().clone() for parameter in hidden]
     gradients_E.copy_(torch.randn(len(gradients_E), generator=torch.Generator().manual_seed(0)))
     muon.set_learning_rate(0.01)
-    muon.step(gradients_E)
+    muon.step()
     for old, new in zip(before, hidden, strict=True):
         change = (old - new.detach()) / 0.01
         assert 0.1 < float(change.square().mean().sqrt()) < 0.3
@@ -48,18 +48,18 @@ def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
 
 def test_adamw_takes_everything_when_it_is_alone_and_state_comes_back():
     for name, parts in (("adamw", 1), ("muon", 2)):
-        model, first, gradients_E = stepper(name)
+        model, first = stepper(name)
         assert len(first.optimizer.parts) == parts
-        noise = torch.randn(len(gradients_E), generator=torch.Generator().manual_seed(1))
-        gradients_E.copy_(noise)
-        first.step(gradients_E)
-        again_model, again, again_E = stepper(name)
+        noise = torch.randn(len(model.gradients_E), generator=torch.Generator().manual_seed(1))
+        model.gradients_E.copy_(noise)
+        first.step()
+        again_model, again = stepper(name)
         for mine, other in zip(again_model.parameters(), model.parameters(), strict=True):
             mine.data.copy_(other.data)
         again.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-        for one, flat_E in ((first, gradients_E), (again, again_E)):
-            flat_E.copy_(noise * 0.5)
-            one.step(flat_E)
+        for one, its in ((first, model), (again, again_model)):
+            its.gradients_E.copy_(noise * 0.5)
+            one.step()
         for mine, other in zip(again_model.parameters(), model.parameters(), strict=True):
             assert torch.equal(mine, other)
 
@@ -75,8 +75,9 @@ def test_a_span_without_blocks_has_no_use_for_muon():
 def test_a_tied_model_is_one_graph_for_the_compiler_and_learns_the_same():
     losses = {}
     for compiled in (False, True):
-        model, steps, gradients_E = stepper("adamw", replace(SHAPE, tie_embeddings=True))
-        forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        model, steps = stepper("adamw", replace(SHAPE, tie_embeddings=True))
+        run = model.cut.run
+        forward = torch.compile(run, backend="eager", fullgraph=True) if compiled else run
         tokens = torch.arange(48).reshape(2, 24)
         losses[compiled] = []
         for _ in range(3):
@@ -84,6 +85,6 @@ def test_a_tied_model_is_one_graph_for_the_compiler_and_learns_the_same():
                 loss = torch.nn.functional.cross_entropy(forward(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten())
                 steps.backward(loss / 2)
                 losses[compiled].append(float(loss.detach()))
-            steps.step(gradients_E)
+            steps.step()
     assert losses[True] == losses[False]
     assert losses[True][-1] < losses[True][0]

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ModelTooLarge, UnsupportedModel
-from atoll.core.run_spec import ModelSection, RunSpec, parse_run_spec
+from atoll.core.model_spec import ModelSection
+from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.core.units import bytes_text
-from atoll.node.training.device import DeviceFacts, check_fits
+from atoll.node.training.device import DeviceFacts, check_fits, memory_needed_bytes
 from atoll.node.training.flat import FlatLayout
 from atoll.node.training.model import Decoder
 from atoll.node.training.schedule import learning_rate
@@ -86,6 +87,6 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated() -> None:
     spec = spec_of(model='preset = "7b"')
     small = DeviceFacts("cuda:0", "Small GPU", 8 * 1024**3)
     with pytest.raises(ModelTooLarge, match=bytes_text(small.memory_bytes)) as caught:
-        check_fits(spec, resolve_shape(spec.model, 256), small)
+        check_fits(memory_needed_bytes(spec, resolve_shape(spec.model, 256)), small)
     assert caught.value.remedy
-    check_fits(spec_of(), resolve_shape(spec_of().model, 256), small)
+    check_fits(memory_needed_bytes(spec_of(), resolve_shape(spec_of().model, 256)), small)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
+from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.cable_end import RouteEvent
 from atoll.node.training import messages as ms
 from atoll.node.training import session as session_module
@@ -20,6 +21,7 @@ from atoll.node.training.device import DeviceFacts
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.model import Decoder, initialise
 from atoll.node.training.pace import Pace
+from atoll.node.training.run_model import run_model
 from atoll.node.training.session import Session
 from atoll.node.training.shape import ModelShape
 from atoll.node.training.shared import map_vector, open_anonymous
@@ -155,10 +157,13 @@ def test_initial_parameters_in_a_file_and_in_spans_are_those_of_the_whole_model(
     decoder = Decoder(shape)
     initialise(decoder, 7)
     whole = b"".join(parameter.detach().numpy().tobytes() for parameter in decoder.parameters())
-    write_initial(shape, 7, tmp_path / "initial")
+    model = f"{TINY}\ntie_embeddings = {str(tied).lower()}".replace("layers = 1", "layers = 2")
+    text = SPEC.format(model=model, path='"x"').replace('name = "t"', 'name = "t"\nseed = 7')
+    run = run_model(parse_run_spec(text), 256)
+    write_initial(run, tmp_path / "initial")
     assert (tmp_path / "initial").read_bytes() == whole
     with pytest.raises(DataDirUnusable):
-        write_initial(shape, 7, tmp_path / "no" / "such folder")
+        write_initial(run, tmp_path / "no" / "such folder")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "no such thing"])

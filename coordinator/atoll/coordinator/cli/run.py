@@ -247,13 +247,17 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         ("plan", run.plan_version or "–"),
         *([("no plan is possible", run.missing)] if run.missing else []),
         ("validation loss", _losses(run)),
-        (
-            "layers",
-            f"{len(run.layers.layers)}, {count(sum(layer.parameters for layer in run.layers.layers))} parameters",
-        ),
+        ("layers", _layers(run)),
         ("spec", "\n" + run.spec_toml.rstrip()),
     ]
     return facts
+
+
+def _layers(run: wire.RunView) -> str:
+    rows = run.layers.layers
+    frozen = sum(row.frozen_parameters for row in rows)
+    beside = f" trained, {count(frozen)} frozen" if frozen else ""
+    return f"{len(rows)}, {count(sum(row.parameters for row in rows))} parameters{beside}"
 
 
 def _losses(run: wire.RunView) -> str:

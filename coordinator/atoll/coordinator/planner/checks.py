@@ -134,6 +134,7 @@ def _check_layers(problem: Problem) -> None:
     for layer in problem.layers:
         figures = (
             layer.parameters,
+            layer.frozen_parameters,
             layer.flops_per_token,
             layer.activation_bytes_per_token,
             layer.workspace_bytes_per_token,

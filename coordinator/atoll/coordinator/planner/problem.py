@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.layer_kinds import is_block
 from atoll.v1 import plan_pb2
 
 FloatArray = NDArray[np.float64]
@@ -59,6 +60,7 @@ class Layer:
     workspace_bytes_per_token: int = 0  # kept while it is recomputed and differentiated
     kept_bytes_per_token: int = 0  # beside that, while others of its span are; 0: what leaves it
     workspace_bytes: int = 0  # whatever the tokens: a matrix's gradient before it is added
+    frozen_parameters: int = 0  # held beside the others; neither trained nor averaged
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
     outputs = max(0.0, row.flops_per_token_forward / 2 / width - sequence_length) if width else 0.0  # of its matrices
     kept = FP32_BYTES * (_KEPT_OUTPUTS * outputs + _KEPT_WIDTHS * width)
     moving = FP32_BYTES * (_MOVING_OUTPUTS * outputs + 2 * width)
-    is_block = row.kind == "block"
+    block = is_block(row.kind)
     logits = _LOGITS * row.activation_bytes_per_token if row.kind == "head" else 0
     return Layer(
         name=row.name,
@@ -200,10 +202,16 @@ def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
         flops_per_token=row.flops_per_token_forward,
         activation_bytes_per_token=row.activation_bytes_per_token,
         tied_to=tuple(row.tied_to),
-        workspace_bytes_per_token=int(moving if is_block else FP32_BYTES * 2 * width + logits),
-        kept_bytes_per_token=int(kept) if is_block else 0,
-        workspace_bytes=int(FP32_BYTES * row.parameters * (_LARGEST_MATRIX if is_block else 1)),
+        workspace_bytes_per_token=int(moving if block else FP32_BYTES * 2 * width + logits),
+        kept_bytes_per_token=int(kept) if block else 0,
+        frozen_parameters=row.frozen_parameters,
+        workspace_bytes=0 if row.frozen_parameters else _dense_bytes(row.parameters, block),
     )
+
+
+def _dense_bytes(parameters: int, block: bool) -> int:
+    """The gradient of a layer's largest matrix; adapters beside frozen ones are thin."""
+    return int(FP32_BYTES * parameters * (_LARGEST_MATRIX if block else 1))
 
 
 def decoder_layers(

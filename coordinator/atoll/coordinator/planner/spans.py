@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from atoll.coordinator.planner.problem import BoolArray, FloatArray, Problem
+from atoll.coordinator.planner.problem import FP32_BYTES, BoolArray, FloatArray, Problem
 
 _AHEAD = 1  # micro-batches that each link of a route keeps on their way, beside those that stages work on
 _TOKENS_BYTES = 16  # of a sample's token and of the one to predict
@@ -23,6 +23,7 @@ class SpanTables:
         self.is_span: BoolArray = end > start
         self.is_whole: BoolArray = (start == 0) & (end == count)
         self.parameters = self._sums([layer.parameters for layer in layers])
+        self.frozen = self._sums([layer.frozen_parameters for layer in layers])
         self.borrowed, self.lent = self._ties(problem)
         leaves = np.array([0.0, *(layer.activation_bytes_per_token for layer in layers)])
         leaves[count] = 0.0  # nothing leaves the head but the loss
@@ -36,7 +37,7 @@ class SpanTables:
 
     def _device_bytes(self, problem: Problem, enters: FloatArray, leaves: FloatArray) -> FloatArray:
         training, layers = problem.training, problem.layers
-        held = self.parameters * training.device_bytes_per_parameter
+        held = self.parameters * training.device_bytes_per_parameter + self.frozen * FP32_BYTES
         held += self.borrowed * training.borrowed_bytes_per_parameter + self.lent * training.lent_bytes_per_parameter
         workspace = [float(layer.workspace_bytes_per_token) for layer in layers]
         kept = self._sums([it.kept_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])

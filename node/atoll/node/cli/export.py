@@ -11,6 +11,7 @@ import typer
 from atoll.core.errors import Ambiguous, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.node.cli.options import DataDir, directory
+from atoll.node.cli.scratch import torch_cache
 
 if TYPE_CHECKING:
     from atoll.node.state.checkpoint import Checkpoint
@@ -45,6 +46,10 @@ def export(
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="The run, where this node has several.")] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="How numbers are stored.")] = Dtype.FP32,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="Of adapters: the base's directory. Writes the whole model, adapters merged."),
+    ] = None,
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
@@ -54,7 +59,8 @@ def export(
     found = _join(checkpoint) if checkpoint else _choose(_directory_of(directory(data_dir), run), round_number)
     from atoll.node.training.export import export_huggingface  # takes seconds: torch
 
-    export_huggingface(found, to, dtype)
+    with torch_cache():
+        export_huggingface(found, to, dtype, base)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
         print_json({"export": {"directory": str(to), "format": format_.value, "dtype": dtype.value, **facts}})

@@ -41,6 +41,9 @@ Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for 
 Data = Annotated[
     str | None, typer.Option("--data", help="The corpus on this machine, where it is not the spec's path.")
 ]
+Base = Annotated[
+    str | None, typer.Option("--base", help="Directory with the run's pretrained weights, if it starts from some.")
+]
 Pace = Annotated[
     float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
 ]
@@ -73,6 +76,7 @@ def join(
     device: Device = None,
     cpu_threads: Threads = None,
     data: Data = None,
+    base: Base = None,
     minimum_step_seconds: Pace = None,
     vram_fraction: Vram = None,
     memory_megabytes: Memory = None,
@@ -98,6 +102,7 @@ def join(
         device=device,
         cpu_threads=cpu_threads,
         data=str(Path(data).absolute()) if data and Path(data).exists() else data,
+        base=str(Path(base).expanduser().absolute()) if base else base,
         minimum_step_seconds=minimum_step_seconds,
         vram_fraction=vram_fraction,
         memory_megabytes=memory_megabytes,

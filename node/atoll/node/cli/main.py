@@ -1,5 +1,5 @@
-"""`atoll`: the volunteer's command line. One file per command; only `export` imports torch,
-and only once it runs; `join` and `demo` leave that to processes of their own."""
+"""`atoll`: the volunteer's command line. One file per command; only `export` and `base` import
+torch, and only once they run; `join` and `demo` leave that to processes of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
-from atoll.node.cli import config_show, control, demo, doctor, export, join, lab, limits, logs, status
+from atoll.node.cli import base, config_show, control, demo, doctor, export, join, lab, limits, logs, status
 
 app = typer.Typer(
     name="atoll",
@@ -35,6 +35,7 @@ app.command("set")(limits.set_)
 app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)
+app.command()(base.base)
 app.command()(demo.demo)
 app.add_typer(lab.app, name="lab")
 app.add_typer(config_show.app, name="config")

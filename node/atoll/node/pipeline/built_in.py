@@ -24,12 +24,12 @@ class BuiltIn:
         """Embedding, blocks, head."""
         return self.shape.layers + 2
 
-    def cut(self, span: Span) -> Cut:
+    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
         """Raises `InvalidRequest` for layers that the model does not have."""
         span.check_within(self.layers)
         last = self.layers - 1
         with torch.device("meta"):
-            decoder = Decoder(self.shape)
+            decoder = Decoder(self.shape, activation_checkpointing)
             decoder.layers[last] = Head(self.shape)  # with a matrix of its own, borrowed or not
         for index in range(self.layers):
             if index not in span:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import ConfigError, UnsupportedModel
+from atoll.core.errors import AtollError, ConfigError, UnsupportedModel
 from atoll.node.pipeline.anatomy import PassOn, dissect, rebuild_buffers
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import Cut, Tie
@@ -33,21 +33,18 @@ class HuggingFace:
         whole = self._build()
         self.anatomy = dissect(whole)
         self.names = tuple(name.replace(".base_layer.", ".") for name, _ in whole.named_parameters())
+        self.trained_names = tuple(name for name, each in whole.named_parameters() if each.requires_grad)
         self._check_passes_on(whole)
 
     @classmethod
     def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFace:
         """Of a local directory's config.json. Nothing is downloaded and no code from it is run."""
-        from transformers import AutoConfig
+        return cls(configuration_of(directory), lora)
 
-        try:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the file is a stranger's, and every family checks it in its own way
-            raise ConfigError(
-                f"{directory} has no configuration that this transformers knows: {error}",
-                "name a directory with a config.json of a supported architecture",
-            ) from error
-        return cls(config, lora)
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained and the rest is frozen."""
+        return self._lora is not None
 
     @property
     def layers(self) -> int:
@@ -61,10 +58,12 @@ class HuggingFace:
             return None
         return Tie(f"{self.anatomy.embedding}.weight", f"{self.anatomy.head}.weight")
 
-    def cut(self, span: Span) -> Cut:
-        """Raises `InvalidRequest` for layers that the model does not have."""
+    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+        """Raises `InvalidRequest` for layers that the model does not have, `UnsupportedModel`."""
         span.check_within(self.layers)
         model = self._build()
+        if activation_checkpointing:
+            self._checkpoint(model)
         self._make_holes(model, span)
         rebuild_buffers(model, self.config)
         rows: list[dict[str, nn.Parameter]] = [{} for _ in range(len(span))]
@@ -104,6 +103,14 @@ class HuggingFace:
                 _adapt(model, self._lora)
         return model.train()
 
+    def _checkpoint(self, model: Any) -> None:
+        try:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{self.config.model_type} cannot compute its blocks again", "leave out activation_checkpointing"
+            ) from error
+
     def _make_holes(self, model: Any, span: Span) -> None:
         anatomy = self.anatomy
         for index in range(anatomy.blocks_count):
@@ -140,6 +147,32 @@ class HuggingFace:
                 "blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
+
+
+def of_stranger(config: Any, lora: Any = None) -> HuggingFace:
+    """A model of numbers that nobody vouches for. Raises `UnsupportedModel`, `ConfigError`."""
+    try:
+        return HuggingFace(config, lora)
+    except AtollError:
+        raise
+    except Exception as error:  # in the code of any family
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModel(
+            f"{config.model_type} cannot be built of these numbers: {reason}", "sizes and names in config must fit"
+        ) from error
+
+
+def configuration_of(directory: Path) -> Any:
+    """Of a local directory's config.json. Nothing is downloaded and no code from it is run. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the file is a stranger's, and every family checks it in its own way
+        raise ConfigError(
+            f"{directory} has no configuration that this transformers knows: {error}",
+            "name a directory with a config.json of a supported architecture",
+        ) from error
 
 
 def _refuse_foreign(config: Any) -> None:

@@ -1,8 +1,8 @@
-"""Initial weights of a span, from a seed: the same for a layer whatever span it is part of.
+"""Initial weights of a Hugging Face decoder from a seed: the same for a layer whatever span it is part of.
 
-Every parameter draws from a generator of its own, seeded by the run's seed and its name. One node does this at
-genesis, as for whole models, and the others fetch its bytes: sequences of a generator are not promised to be equal
-everywhere.
+A layer draws by the family's own rules from a generator of its own, an adapter from one seeded by its name. One node
+does this at genesis, as for the built-in decoder, and the others fetch its bytes: sequences of a generator are not
+promised to be equal everywhere.
 """
 
 from __future__ import annotations
@@ -12,30 +12,36 @@ import hashlib
 import torch
 from torch import Tensor
 
+from atoll.core.errors import UnsupportedModel
 from atoll.node.pipeline.span_model import SpanModel
 
 
-def initialise_span(model: SpanModel, seed: int, standard_deviation: float = 0.02) -> None:
-    """Fill all of it, frozen or not.
+def initialise_layer(model: SpanModel, seed: int) -> None:
+    """Fill what is trained of one layer, on the host. Raises `UnsupportedModel` for what its family has no rule for."""
+    module = model.cut.module
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(_number(f"{seed} layer {model.cut.span.first}"))
+        for part in module.modules():
+            module._init_weights(part)  # type: ignore[operator]  # of every `PreTrainedModel`
+    for name, view in model.trained.views(model.weights_E):
+        if view.dim() > 1 and not view.any():
+            raise UnsupportedModel(
+                f"transformers has no rule for the initial values of {name}", "start from a base: add [model.base]"
+            )
 
-    Matrices are normal, weights of norms one, biases zero. Adapters begin as no change: the second factor is zero, the
-    first uniform within 1/√inputs (Hu et al. 2021, arXiv:2106.09685, as `peft` has it).
+
+def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """One factor of an adapter by its name in the whole model.
+
+    Adapters begin as no change: the second factor is zero, the first uniform within 1/√inputs (Hu et al. 2021,
+    arXiv:2106.09685, as `peft` has it).
     """
-    for name, view in model.tensors():
-        _draw(name, view, seed, standard_deviation)
+    values = torch.zeros(shape)
+    if "lora_A" in name:
+        bound = shape[-1] ** -0.5
+        values.uniform_(-bound, bound, generator=torch.Generator().manual_seed(_number(f"{seed} {name}")))
+    return values
 
 
-def _draw(name: str, view: Tensor, seed: int, standard_deviation: float) -> None:
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    values = torch.empty(view.shape)
-    if "lora_B" in name or (view.dim() < 2 and name.endswith("bias")):
-        values.zero_()
-    elif "lora_A" in name:
-        bound = view.shape[-1] ** -0.5
-        values.uniform_(-bound, bound, generator=generator)
-    elif view.dim() < 2:
-        values.fill_(1.0)
-    else:
-        values.normal_(0.0, standard_deviation, generator=generator)
-    view.copy_(values)
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

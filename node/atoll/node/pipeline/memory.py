@@ -7,9 +7,9 @@ decoders it follows from the multiplications that are: the constants below were 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from atoll.core.layer_kinds import is_block
 from atoll.node.pipeline.span import Span
 from atoll.v1 import plan_pb2
 
@@ -18,6 +18,7 @@ TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
 _KEPT_WIDTHS = 5.0  # and vectors of the model's width, a block
 _MOVING_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
+_REPLICA_COPIES = 6  # weights, gradients, AdamW's moments, anchor, weights at the snapshot
 _LOGITS = 3  # logits, their log-softmax, its gradient
 _LARGEST_MATRIX = 0.25  # of a block's elements; its gradient exists once more before it is added
 
@@ -46,26 +47,22 @@ class SpanMemory:
         return self.weights + self.gradients + self.optimizer + self.in_flight + self.working
 
 
-def span_memory(
-    table: plan_pb2.LayerTable, span: Span, traffic: Traffic, trained: Sequence[int] | None = None
-) -> SpanMemory:
-    """Estimate a stage.
+def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> SpanMemory:
+    """Estimate a stage; with adapters `working` is an upper bound.
 
-    `trained` says how many elements of each layer are trained where adapters are (they add to the table's); by
-    default all are. With adapters `working` is an upper bound. Raises `InvalidRequest` for layers that the table lacks.
+    Raises `InvalidRequest` for layers that the table lacks.
     """
     span.check_within(len(table.layers))
     rows = table.layers[span.first : span.last + 1]
     own = sum(row.parameters for row in rows)
-    learns = own if trained is None else sum(trained[span.first : span.last + 1])
     borrowed = _borrowed(table, span)
-    here = own + (0 if trained is None else learns) + (0 if span.first == 0 else borrowed)
+    here = own + sum(row.frozen_parameters for row in rows) + (0 if span.first == 0 else borrowed)
     return SpanMemory(
         weights=FP32_BYTES * here,
-        gradients=FP32_BYTES * (learns + (borrowed if trained is None else 0)),
-        optimizer=2 * FP32_BYTES * learns,
+        gradients=FP32_BYTES * (own + borrowed),
+        optimizer=2 * FP32_BYTES * own,
         in_flight=_in_flight(table, span, traffic),
-        working=_working(table, span, traffic, trained is None),
+        working=_working(table, span, traffic),
     )
 
 
@@ -82,6 +79,29 @@ def trainer_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> 
     return span_memory(table, span, traffic).total + 2 * FP32_BYTES * own + waiting
 
 
+def replica_memory(
+    table: plan_pb2.LayerTable, micro_batch_tokens: int, sequence_length: int, *, half: bool, checkpointing: bool
+) -> int:
+    """Bytes of a trainer of all layers, which recomputes nothing or, with checkpointing, every block.
+
+    `half`: matrices are multiplied in 16 bits, and what they give is kept so.
+    """
+    width = table.layers[0].activation_bytes_per_token / FP32_BYTES
+    vocabulary = table.layers[-1].activation_bytes_per_token / FP32_BYTES
+    blocks = [row for row in table.layers if is_block(row.kind)]
+    kept = [_KEPT_OUTPUTS * _outputs(row, width, sequence_length) + _KEPT_WIDTHS * width for row in blocks]
+    activations = max(kept, default=0.0) + len(kept) * width if checkpointing else sum(kept)
+    trained = sum(row.parameters for row in table.layers)
+    beside = sum(row.frozen_parameters for row in table.layers) + _borrowed(table, Span(0, len(table.layers) - 1))
+    per_token = activations * (FP32_BYTES / 2 if half else FP32_BYTES) + 2 * FP32_BYTES * vocabulary
+    return FP32_BYTES * (_REPLICA_COPIES * trained + beside) + int(micro_batch_tokens * per_token)
+
+
+def _outputs(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> float:
+    """Numbers that a block's matrices give of a token."""
+    return row.flops_per_token_forward / 2 / width - sequence_length
+
+
 def _borrowed(table: plan_pb2.LayerTable, span: Span) -> int:
     """Elements that layers of the span use and others own."""
     owners = {row.name: row.parameters for row in table.layers}
@@ -93,16 +113,16 @@ def _in_flight(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
     return traffic.credits * traffic.micro_batch_tokens * (into + TOKEN_BYTES)
 
 
-def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic, dense: bool) -> int:
+def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
     """The largest of the phases of backward, which follow each other: head, blocks, embedding, return of a tie."""
     rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
-    blocks = [row for row in rows if row.kind == "block"]
-    outputs = [row.flops_per_token_forward / 2 / width - traffic.sequence_length for row in blocks]  # a token
+    blocks = [row for row in rows if is_block(row.kind)]
+    outputs = [_outputs(row, width, traffic.sequence_length) for row in blocks]
     kept = tokens * sum(_KEPT_OUTPUTS * each + _KEPT_WIDTHS * width for each in outputs)
     phases = [float(_borrowed(table, span))]
     for row in rows:
-        matrix = row.parameters if dense else 0
+        matrix = _dense(row)
         if row.kind == "head":
             logits = row.activation_bytes_per_token / FP32_BYTES
             phases.append(kept + tokens * (2 * width + _LOGITS * logits))
@@ -110,6 +130,11 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic, dense: bo
         elif row.kind == "embedding":
             phases.append(2 * width * tokens + matrix)
     if blocks:
-        largest = _LARGEST_MATRIX * max(row.parameters for row in blocks) if dense else 0.0
+        largest = _LARGEST_MATRIX * max(map(_dense, blocks))
         phases.append(kept + tokens * (2 * width + _MOVING_OUTPUTS * max(outputs)) + largest)
     return int(FP32_BYTES * max(phases))
+
+
+def _dense(row: plan_pb2.LayerInfo) -> int:
+    """Elements of its large matrices that are trained; adapters are thin."""
+    return 0 if row.frozen_parameters else row.parameters

@@ -60,8 +60,8 @@ class Architecture(Protocol):
         """Embedding, blocks, head."""
         ...
 
-    def cut(self, span: Span) -> Cut:
-        """Allocates nothing."""
+    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+        """Allocates nothing. With checkpointing, backward computes blocks again where gradients are wanted."""
         ...
 
 
@@ -70,13 +70,14 @@ class SpanModel:
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
         self.cut, self.device = cut, device
-        self.trained = _layout(cut, trained=True)
-        self.frozen = _layout(cut, trained=False)
+        self.trained = layout_of(cut)
+        self.frozen = layout_of(cut, trained=False)
         self.weights_E = torch.zeros(self.trained.elements, device=device)
         self.gradients_E = torch.zeros_like(self.weights_E)
         self.frozen_E = torch.zeros(self.frozen.elements, device=device)
         self.trained.bind(cut.module, self.weights_E, self.gradients_E)
         self.frozen.bind(cut.module, self.frozen_E, None)
+        _move_buffers(cut.module, device)
         self._named = dict(cut.module.named_parameters())
         self._borrowed = self._bind_borrowed() if cut.tie is not None and cut.last else None
 
@@ -109,6 +110,14 @@ class SpanModel:
         """The parameter that does not decay, if it is trained here."""
         return self._named.get(self.cut.embedding)
 
+    def return_borrowed(self) -> None:
+        """Add what the head summed of a tied matrix that is here to its owner's gradient, and begin again at zero."""
+        if self._borrowed is not None and self.cut.first:
+            assert self.owned.grad is not None
+            assert self._borrowed.grad is not None
+            self.owned.grad.add_(self._borrowed.grad)
+            self._borrowed.grad.zero_()
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained here, in layer order."""
         return [self._named[slot.name] for slot in self.trained.slots]
@@ -127,7 +136,14 @@ class SpanModel:
         return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
 
 
-def _layout(cut: Cut, trained: bool) -> FlatLayout:
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """What was computed and is not loaded, such as rotary frequencies."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, buffer.to(device))
+
+
+def layout_of(cut: Cut, trained: bool = True) -> FlatLayout:
     """Of the parameters that are trained, or of those that are frozen; a borrowed one is neither."""
     borrowed = cut.tie.borrower if cut.tie is not None else None
     layers = [

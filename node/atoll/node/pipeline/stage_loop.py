@@ -26,24 +26,21 @@ from atoll.core.errors import (
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.pace import Pace
-from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.runner import Runner
 from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import SpanModel
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.pipeline.wire import Channel
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import working_precision
 from atoll.node.training.feed import Taken
 from atoll.node.training.loader import Batch, Loader
-from atoll.node.training.model import initial_parameters
 from atoll.node.training.replica import Replica, StepResult
+from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.training.schedule import learning_rate
-from atoll.node.training.shape import layer_table, resolve_shape
 
 PATIENCE_FLOOR_SECONDS = 5.0
 PATIENCE_CEILING_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end
@@ -54,14 +51,21 @@ class StageLoop(Replica):
     """One span in memory, on no route yet."""
 
     def __init__(
-        self, spec: RunSpec, corpus: Corpus, span: Span, device: torch.device, clock: Clock, cable: CableEnd
+        self,
+        spec: RunSpec,
+        corpus: Corpus,
+        span: Span,
+        device: torch.device,
+        clock: Clock,
+        cable: CableEnd,
+        run: RunModel | None = None,
     ) -> None:
         """Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for a precision."""
         self.corpus, self.span, self.clock = corpus, span, clock
         self.flushes_aborted = 0
         self.trouble = ""  # why the route does not work at present, for people
-        self.shape = resolve_shape(spec.model, corpus.tokenizer.vocabulary)
-        model = SpanModel(BuiltIn(self.shape).cut(span), device)
+        self.run = run or run_model(spec, corpus.tokenizer.vocabulary)
+        model = hold(self.run, span, device)
         precision = working_precision(spec.optimizer.precision, device)
         if precision == "fp16":
             raise ConfigError(
@@ -70,8 +74,8 @@ class StageLoop(Replica):
             )
         room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
         self.stage = Stage(model, spec.optimizer, room, precision)
-        self._tied = self.shape.tie_embeddings
-        self._table = layer_table(spec, self.shape)
+        self._tied = model.cut.tie is not None
+        self._table = self.run.table
         self._runner = Runner(Place(0, 1), self.stage, spec.optimizer.clip_norm)
         self._cable = cable
         cable.codec = CODECS[spec.pipeline.codec]
@@ -89,11 +93,8 @@ class StageLoop(Replica):
     # --- rounds -------------------------------------------------------------------------------------
 
     def initialise_into(self, anchor_E: Tensor) -> None:
-        """Genesis: write the run's seeded initial parameters of the span."""
-        views = dict(self.stage.model.trained.views(anchor_E))
-        for name, values in initial_parameters(self.shape, self.spec.run.seed):
-            if name in views:
-                views[name].copy_(values)
+        """Genesis: write the run's initial parameters of the span."""
+        initialise_into(self.run, self.stage.model, anchor_E)
 
     def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
         self._runner.forget()

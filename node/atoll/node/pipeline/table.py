@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, is_block, nth_block
 from atoll.node.pipeline.huggingface import HuggingFace
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import Cut
@@ -16,41 +17,49 @@ FP32_BYTES = 4
 
 
 def layer_table(architecture: HuggingFace, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
-    """One row per layer, like that of the built-in decoder (`training/shape.py`); adapters are not counted.
+    """One row per layer, like that of the built-in decoder (`training/shape.py`), frozen parameters beside the others.
 
-    A mixture's FLOPs are those of the experts that one token is sent to; its parameters are all of them.
+    Blocks that differ from one another are of kinds of their own. A mixture's FLOPs are those of the experts that one
+    token is sent to; its parameters are all of them.
     """
     last = architecture.layers - 1
     cut = architecture.cut(Span(0, last))
     table = plan_pb2.LayerTable(model_hash=model_hash)
+    kinds: dict[tuple[object, ...], str] = {}
     for index, parameters in enumerate(cut.parameters):
-        base = {name: each for name, each in parameters.items() if "lora_" not in name}
-        kind = "embedding" if index == 0 else "head" if index == last else "block"
-        tied = architecture.tie is not None and kind == "head"
-        owned = sum(each.numel() for name, each in base.items() if not (tied and name == _borrower(architecture)))
+        block, head = 0 < index < last, index == last
+        if block:
+            kind = kinds.setdefault(_build(architecture, index, parameters), nth_block(len(kinds) + 1))
+        else:
+            kind = HEAD if head else EMBEDDING
+        own = [each for name, each in parameters.items() if cut.tie is None or name != cut.tie.borrower]
         table.layers.add(
-            name=f"block.{index - 1}" if kind == "block" else kind,
+            name=f"{BLOCK}.{index - 1}" if block else kind,
             kind=kind,
-            parameters=owned,
-            flops_per_token_forward=_flops(kind, base, cut, sequence_length, architecture.config),
-            activation_bytes_per_token=FP32_BYTES * (cut.vocabulary if kind == "head" else cut.dimension),
-            tied_to=["embedding"] if tied else [],
+            parameters=sum(each.numel() for each in own if each.requires_grad),
+            frozen_parameters=sum(each.numel() for each in own if not each.requires_grad),
+            flops_per_token_forward=_flops(kind, parameters, cut, sequence_length, architecture.config),
+            activation_bytes_per_token=FP32_BYTES * (cut.vocabulary if head else cut.dimension),
+            tied_to=[EMBEDDING] if cut.tie is not None and head else [],
         )
     return table
 
 
-def _borrower(architecture: HuggingFace) -> str:
-    assert architecture.tie is not None
-    return architecture.tie.borrower
+def _build(architecture: HuggingFace, index: int, parameters: Mapping[str, nn.Parameter]) -> tuple[object, ...]:
+    """What a block's cost follows from: its parameters, and its kind of attention where there are several."""
+    start = len(f"{architecture.anatomy.blocks}.{index - 1}.")
+    attention = getattr(architecture.config, "layer_types", None) or ()
+    shapes = ((name[start:], each.shape, each.requires_grad) for name, each in parameters.items())
+    return (*attention[index - 1 : index], *shapes)
 
 
 def _flops(kind: str, parameters: Mapping[str, Tensor], cut: Cut, sequence_length: int, config: Any) -> float:
     """Two per weight that a token meets, and causal attention over half the sequence on average."""
-    if kind == "embedding":
+    if kind == EMBEDDING:
         return 0.0
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
     met = sum(_met(each, chosen) for each in parameters.values())
-    return 2.0 * met + (2.0 * cut.dimension * sequence_length if kind == "block" else 0.0)
+    return 2.0 * met + (2.0 * cut.dimension * sequence_length if is_block(kind) else 0.0)
 
 
 def _met(parameter: Tensor, chosen: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,23 +20,34 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
+from atoll.core.model_spec import INDEX, WHOLE
 from atoll.node.pipeline.huggingface import HuggingFace
 from atoll.node.pipeline.span_model import SpanModel
 
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # other dtypes stand for other values than they hold
 
 
-def load(architecture: HuggingFace, directory: Path, model: SpanModel) -> None:
-    """Fill what was in the checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`."""
+def _trusted(_: str) -> None:
+    """Files of our own."""
+
+
+def load(architecture: HuggingFace, directory: Path, model: SpanModel, check: Check = _trusted) -> None:
+    """Fill what was in the checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`.
+
+    `check` is told the name of every file before it is read, and raises if it must not be.
+    """
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, view in model.tensors():
         if "lora_" not in name:
             wanted[name].append(view)
-    files = _files(directory)
+    check(INDEX if (directory / INDEX).exists() else WHOLE)
+    files = files_of(directory)
     for name, sources in _sources(architecture, files, model, wanted).items():
+        for file in sources.files:
+            check(file)
         _fill(wanted, sources.read(directory, name), directory)
     if wanted:
         raise CheckpointCorrupt(f"{directory} lacks {', '.join(sorted(wanted))}", "is it of this architecture?")
@@ -57,6 +68,11 @@ class _Sources:
     def __init__(self, converter: Any, model: Any) -> None:
         self._converter, self._model = deepcopy(converter), model
         self._tensors: list[tuple[str, str, str | None]] = []  # file, name, the converter's pattern for it
+
+    @property
+    def files(self) -> set[str]:
+        """Those in which they lie."""
+        return {file for file, _, _ in self._tensors}
 
     def add(self, file: str, name: str, pattern: str | None) -> None:
         self._tensors.append((file, name, pattern))
@@ -98,20 +114,20 @@ def _sources(
     return found
 
 
-def _files(directory: Path) -> dict[str, str]:
+def files_of(directory: Path) -> dict[str, str]:
     """Which file each tensor lies in. Raises `CheckpointCorrupt`."""
-    index = directory / _INDEX
+    index = directory / INDEX
     try:
         if not index.exists():
-            with safe_open(directory / _WHOLE, framework="pt") as file:
-                return dict.fromkeys(file.keys(), _WHOLE)
+            with safe_open(directory / WHOLE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), WHOLE)
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise CheckpointCorrupt(f"{index} is too large to be an index")
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return dict(_checked(weight_map, index))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
-            f"{directory} holds no safetensors that can be read: {error}", f"it needs {_WHOLE} or {_INDEX}"
+            f"{directory} holds no safetensors that can be read: {error}", f"it needs {WHOLE} or {INDEX}"
         ) from error
 
 

@@ -113,11 +113,10 @@ def memory_needed_bytes(spec: RunSpec, shape: ModelShape) -> int:
     return 4 * (FLAT_COPIES * shape.parameters + borrowed) + tokens * (width * saved + 2 * 4 * shape.vocabulary)
 
 
-def check_fits(spec: RunSpec, shape: ModelShape, facts: DeviceFacts) -> None:
+def check_fits(needed_bytes: int, facts: DeviceFacts, what: str = "") -> None:
     """Raises `ModelTooLarge` before anything is allocated."""
-    needed = memory_needed_bytes(spec, shape)
-    if needed > facts.memory_bytes:
-        raise too_large(f"needs about {bytes_text(needed)}", facts)
+    if needed_bytes > facts.memory_bytes:
+        raise too_large(f"needs about {bytes_text(needed_bytes)}{what}", facts)
 
 
 def too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:

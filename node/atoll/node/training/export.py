@@ -1,8 +1,8 @@
 """The model's way out: a checkpoint as a Hugging Face directory.
 
-The decoder's equations are those of Llama (`model.py`), so exporting is renaming: `transformers` loads the directory
-as `LlamaForCausalLM`, with no code from us. The files are written beside the target, synced, and renamed when they are
-whole.
+The built-in decoder's equations are those of Llama (`model.py`), so exporting is renaming: `transformers` loads the
+directory as `LlamaForCausalLM`, with no code from us. Other architectures write themselves (`export_run.py`). The files
+are written beside the target, synced, and renamed when they are whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.core.disk import OS_DISK
-from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable
+from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable, UsageError
+from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.node.state.checkpoint import Checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.flat import FlatLayout
@@ -46,23 +47,30 @@ _BLOCK_NAMES = {
 }
 
 
-def export_huggingface(checkpoint: Checkpoint, target: Path, dtype: str = "fp32") -> None:
+def export_huggingface(checkpoint: Checkpoint, target: Path, dtype: str = "fp32", base: Path | None = None) -> None:
     """Write `target`: config.json, generation_config.json, model.safetensors, the tokenizer's files.
 
-    Raises `AlreadyExists`, `ConfigError` when the checkpoint is of another model than its spec says or the tokenizer
-    cannot be loaded, and `DataDirUnusable`.
+    Of a run of adapters: adapter_config.json and adapter_model.safetensors; with `base`, the directory of its
+    pretrained weights, the whole model with the adapters merged. Raises `AlreadyExists`, `ConfigError` when the
+    checkpoint is of another model than its spec says or the tokenizer cannot be loaded, `UsageError` for a base that
+    is not asked for, `BaseUnusable`, and `DataDirUnusable`.
     """
     if target.exists():
         raise AlreadyExists(f"{target} exists", "name a directory that does not: nothing is overwritten")
-    shape = shape_of(checkpoint)
+    _check_whole(checkpoint)
     tokenizer = load_tokenizer(checkpoint.spec.data.tokenizer)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
-        weights = {name: piece.to(DTYPES[dtype]) for name, piece in renamed(checkpoint.anchor_E, shape)}
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        _write_json(temporary / "config.json", _config(checkpoint, shape, tokenizer, dtype))
-        _write_json(temporary / "generation_config.json", _generation(tokenizer))
+        section = checkpoint.spec.model
+        if isinstance(section, HuggingFaceModel):
+            from atoll.node.training.export_run import write_run  # transformers: seconds
+
+            write_run(checkpoint, section, temporary, DTYPES[dtype], tokenizer, _origin(checkpoint), base)
+        elif base is not None:
+            raise UsageError("--base merges adapters into their base; this run trained the whole model")
+        else:
+            _write_built_in(checkpoint, section, temporary, tokenizer, dtype)
         tokenizer.save(temporary)
         _sync(temporary)
         OS_DISK.rename(temporary, target)
@@ -77,6 +85,16 @@ def export_huggingface(checkpoint: Checkpoint, target: Path, dtype: str = "fp32"
             shutil.rmtree(temporary)
 
 
+def _write_built_in(
+    checkpoint: Checkpoint, section: ModelSection, directory: Path, tokenizer: Tokenizer, dtype: str
+) -> None:
+    shape = shape_of(checkpoint, section)
+    weights = {name: piece.to(DTYPES[dtype]) for name, piece in renamed(checkpoint.anchor_E, shape)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", _config(checkpoint, shape, tokenizer, dtype))
+    _write_json(directory / "generation_config.json", _generation(tokenizer))
+
+
 def _sync(directory: Path) -> None:
     """Make every file in it durable. Raises `OSError`."""
     for path in directory.rglob("*"):
@@ -88,15 +106,19 @@ def _sync(directory: Path) -> None:
     OS_DISK.sync_directory(directory)
 
 
-def shape_of(checkpoint: Checkpoint) -> ModelShape:
-    """The model's numbers, the vocabulary as it was trained. Raises `ConfigError` unless spec and layers agree."""
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Raise `ConfigError` unless all layers are in it."""
     held, layers = checkpoint.layers.numbers, len(checkpoint.head.manifest.layers)
     if held != slice(0, layers):
         raise ConfigError(
             f"the checkpoint holds layers {held.start}–{held.stop - 1} of {layers}",
             "name one of every stage of a route: --checkpoint DIR --checkpoint DIR",
         )
-    shape = resolve_shape(checkpoint.spec.model, 1)
+
+
+def shape_of(checkpoint: Checkpoint, section: ModelSection) -> ModelShape:
+    """The model's numbers, the vocabulary as it was trained. Raises `ConfigError` unless spec and layers agree."""
+    shape = resolve_shape(section, 1)
     vocabulary, rest = divmod(checkpoint.layers.offsets[1], shape.dimension) if checkpoint.layers.names else (0, 0)
     shape = replace(shape, vocabulary=vocabulary)
     if rest or Layers.of(layer_table(checkpoint.spec, shape)) != checkpoint.layers:
@@ -124,7 +146,6 @@ def _llama_name(name: str, blocks: int) -> str:
 
 
 def _config(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer, dtype: str) -> dict[str, object]:
-    head = checkpoint.head
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -144,12 +165,18 @@ def _config(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer, dty
         "max_position_embeddings": checkpoint.spec.data.sequence_length,
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
         **_generation(tokenizer),
-        "atoll": {  # where it comes from
-            "run": checkpoint.spec.run.name,
-            "round": head.round,
-            "manifest": head.hash.hex(),
-            "committed_tokens": head.committed_tokens,
-        },
+        "atoll": _origin(checkpoint),
+    }
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, object]:
+    """Where a model comes from."""
+    head = checkpoint.head
+    return {
+        "run": checkpoint.spec.run.name,
+        "round": head.round,
+        "manifest": head.hash.hex(),
+        "committed_tokens": head.committed_tokens,
     }
 
 

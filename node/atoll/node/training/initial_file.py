@@ -1,4 +1,4 @@
-"""Genesis by a node that cannot hold the model: its initial parameters as a file, one at a time in memory."""
+"""Genesis by a node that cannot hold the model: its initial parameters as a file, a layer at most in memory."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 from pathlib import Path
 
 from atoll.core.errors import DataDirUnusable
-from atoll.node.training.model import initial_parameters
-from atoll.node.training.shape import ModelShape
+from atoll.node.pipeline.span import Span
+from atoll.node.training.run_model import RunModel
 
 
-def write_initial(shape: ModelShape, seed: int, path: Path) -> None:
+def write_initial(run: RunModel, path: Path) -> None:
     """All elements in layer order, fp32 little-endian: the bits of `Initialise`. On the disk when it returns.
 
     Raises `DataDirUnusable`.
     """
     try:
         with path.open("wb") as file:
-            for _, values in initial_parameters(shape, seed):
-                file.write(values.numpy().astype("<f4", copy=False).tobytes())
+            for _, values in run.initial_parameters(Span(0, run.architecture.layers - 1)):
+                file.write(values.contiguous().numpy().astype("<f4", copy=False).tobytes())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -10,38 +10,46 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.clock import Clock
-from atoll.node.training.model import INITIAL_STD, Block, Embedding, Head
-from atoll.node.training.shape import ModelShape
+from atoll.core.errors import UnsupportedModel
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import Architecture, SpanModel
+from atoll.node.training.model import INITIAL_STD
 
 REPETITIONS = 5
 LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
 
 
 def of_single_layers(
-    shape: ModelShape,
+    architecture: Architecture,
+    kinds: dict[str, int],
     tokens_BT: Tensor,
     clock: Clock,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> LayerTimes:
-    """An embedding, a block and a head made for this, one in memory at a time, on the device of the tokens."""
+    """A layer of every kind, by its number, one in memory at a time, on the device of the tokens. Kinds in layer order.
+
+    Raises `UnsupportedModel` for a layer that cannot be computed.
+    """
     times, x = [], tokens_BT
-    kinds: tuple[tuple[str, Callable[[ModelShape], nn.Module]], ...] = (
-        ("embedding", Embedding),
-        ("block", Block),
-        ("head", Head),
-    )
-    for kind, make in kinds:
-        with torch.device(x.device):
-            layer = make(shape)
-        for parameter in layer.parameters():
-            nn.init.normal_(parameter, std=INITIAL_STD)
-        with autocast():
-            forward, backward, x = measure(layer, x, clock)
+    for kind, number in kinds.items():
+        model = SpanModel(architecture.cut(Span(number, number)), tokens_BT.device)
+        for _, values in model.tensors():
+            nn.init.normal_(values, std=INITIAL_STD)
+        try:
+            with autocast():
+                forward, backward, x = measure(model.cut.run, x, clock)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedModel(
+                f"[model] cannot be computed: its {kind} says {str(error).splitlines()[0]}",
+                "sizes must fit together: change the run spec",
+            ) from error
         times.append((kind, forward / tokens_BT.numel(), backward / tokens_BT.numel()))
     return tuple(times)
 
 
-def measure(layer: nn.Module, x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
+def measure(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
     """Median seconds of forward and of backward on `x`, and the output, detached. Adds to the layer's gradients."""
     forwards, backwards = [], []
     output = x
@@ -50,7 +58,8 @@ def measure(layer: nn.Module, x: Tensor, clock: Clock) -> tuple[float, float, Te
         began = _now(x.device, clock)
         output = layer(given)
         between = _now(x.device, clock)
-        output.backward(torch.ones_like(output))
+        if output.requires_grad:  # a frozen embedding's does not
+            output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
         forwards.append(between - began)
         backwards.append(_now(x.device, clock) - between)
     return median(forwards[1:]), median(backwards[1:]), output.detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,9 +17,8 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.core.units import bytes_text
 from atoll.node.pipeline.cable_end import CableEnd
-from atoll.node.pipeline.memory import Traffic, trainer_memory
+from atoll.node.pipeline.memory import FP32_BYTES, Traffic, trainer_memory
 from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.span import Span
@@ -29,13 +29,12 @@ from atoll.node.training.device import (
     DeviceFacts,
     check_fits,
     limit_host_memory,
-    memory_needed_bytes,
     too_large,
     working_precision,
 )
 from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.shape import ModelShape, layer_table, resolve_shape
+from atoll.node.training.run_model import RunModel, run_model
 from atoll.node.training.tokenizer import load_tokenizer
 
 
@@ -44,10 +43,11 @@ class Loaded:
     """All of it."""
 
     spec: RunSpec
-    shape: ModelShape
+    run: RunModel
     corpus: Corpus
     clock: Clock
     facts: DeviceFacts
+    times: LayerTimes
     loop: InnerLoop | StageLoop | None  # None: no layers
 
     @property
@@ -55,7 +55,7 @@ class Loaded:
         """The layers that are held."""
         if isinstance(self.loop, StageLoop):
             return self.loop.span.first, self.loop.span.last
-        return None if self.loop is None else (0, self.shape.layers + 1)
+        return None if self.loop is None else (0, self.run.architecture.layers - 1)
 
     @property
     def elements(self) -> int:
@@ -65,19 +65,19 @@ class Loaded:
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""
         if isinstance(self.loop, StageLoop):
-            check_stage_fits(self.spec, self.shape, self.loop.span, facts)
+            check_stage_fits(self.spec, self.run, self.loop.span, facts)
         elif self.loop is not None:
-            check_fits(self.spec, self.shape, facts)
+            check_fits(self.run.whole_bytes, facts)
 
     def introduction(self, minimum_step_seconds: float) -> ms.Ready:
         """What the daemon is told first. Raises `ModelTooLarge` if measuring shows that it does not fit."""
         try:
-            tokens_per_second, times = self._measured(minimum_step_seconds)
+            tokens_per_second = self._tokens_per_second(minimum_step_seconds)
         except torch.OutOfMemoryError as error:
             raise too_large("ran out of memory in its first step", self.facts) from error
         whole = isinstance(self.loop, InnerLoop)
         return ms.Ready(
-            layer_table_hex=layer_table(self.spec, self.shape).SerializeToString().hex(),
+            layer_table_hex=self.run.table.SerializeToString().hex(),
             corpus_digest=self.corpus.digest,
             corpus_samples=self.corpus.training_samples,
             device=self.facts.device,
@@ -86,50 +86,59 @@ class Loaded:
             device_uuid=self.facts.uuid,
             tokens_per_step=self.spec.tokens_per_step if whole else self.spec.tokens_per_flush,
             tokens_per_second=tokens_per_second,
-            layer_times=times,
+            layer_times=self.times,
             span=self.span,
-            whole_model_bytes=memory_needed_bytes(self.spec, self.shape),
+            whole_model_bytes=self.run.whole_bytes,
         )
 
-    def _measured(self, minimum_step_seconds: float) -> tuple[float, LayerTimes]:
-        """Tokens per second of what is held, and times of single layers."""
+    def _tokens_per_second(self, minimum_step_seconds: float) -> float:
+        """Of what is held."""
         if isinstance(self.loop, InnerLoop):
-            speed = self.loop.probe(minimum_step_seconds)
-            return speed, self.loop.layer_times()
-        times = single_layer_times(self.spec, self.shape, self.facts, self.clock)
+            return self.loop.probe(minimum_step_seconds)
         if self.loop is None:
-            return 0.0, times
-        seconds = self._seconds_per_token(self.loop.span, times)
-        return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12), times
+            return 0.0
+        seconds = self._seconds_per_token(self.loop.span)
+        return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12)
 
-    def _seconds_per_token(self, span: Span, times: LayerTimes) -> float:
+    def _seconds_per_token(self, span: Span) -> float:
         """Of a stage, which computes its span twice and backward once."""
-        last = self.shape.layers + 1
-        kinds = ["embedding" if each == 0 else "head" if each == last else "block" for each in range(last + 1)]
-        seconds = {kind: 2 * forward + backward for kind, forward, backward in times}
-        return sum(seconds[kind] for kind in kinds[span.first : span.last + 1])
+        seconds = {kind: 2 * forward + backward for kind, forward, backward in self.times}
+        return sum(seconds[row.kind] for row in self.run.table.layers[span.first : span.last + 1])
 
 
-def single_layer_times(spec: RunSpec, shape: ModelShape, facts: DeviceFacts, clock: Clock) -> LayerTimes:
+def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
     """Of one layer of each kind, with no more than that in memory."""
     precision = working_precision(spec.optimizer.precision, torch.device(facts.device))
     size = spec.optimizer.micro_batch_samples, spec.data.sequence_length
     tokens_BT = torch.zeros(size, dtype=torch.int64, device=facts.device)
+    kinds: dict[str, int] = {}
+    sizes = {row.name: row.parameters for row in run.table.layers}
+    for number, row in enumerate(run.table.layers):
+        if row.kind not in kinds:
+            own = row.parameters + sum(sizes[name] for name in row.tied_to)
+            check_fits(FP32_BYTES * (2 * own + row.frozen_parameters), facts, f" for a single layer, {row.name}")
+            kinds[row.kind] = number
 
     def autocast() -> AbstractContextManager[None]:
         dtype = torch.float16 if precision == "fp16" else torch.bfloat16
         return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
 
-    return of_single_layers(shape, tokens_BT, clock, autocast)
+    try:
+        return of_single_layers(run.architecture, kinds, tokens_BT, clock, autocast)
+    except torch.OutOfMemoryError as error:
+        raise too_large("ran out of memory with a single layer", facts) from error
 
 
 def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, clock: Clock) -> Loaded:
-    """Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `CorpusError`, `InvalidRequest`."""
+    """Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `BaseUnusable`, `CorpusError`, `InvalidRequest`."""
     spec = parse_run_spec(config.run_spec_toml)
     tokenizer = load_tokenizer(spec.data.tokenizer)
-    shape = resolve_shape(spec.model, tokenizer.vocabulary)
+    run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
-    holds = _has_room(spec, shape, span, facts)
+    holds = _has_room(spec, run, span, facts)
+    torch.set_num_threads(config.cpu_threads)
+    times = single_layer_times(spec, run, facts, clock)  # torch's threads and their buffers are there from now on
+    run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)
     log.get("trainer").info(
         "corpus_loaded",
@@ -139,48 +148,45 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
         skipped_files=corpus.report.skipped_files,  # not text
         digest=corpus.digest,
     )
-    torch.set_num_threads(config.cpu_threads)
     if facts.device == "cpu" and config.memory_bytes:
-        single_layer_times(spec, shape, facts, clock)  # torch's threads and their buffers are there from now on
         limit_host_memory(config.memory_bytes)
     loop: InnerLoop | StageLoop | None = None
     if span is not None:
         assert cable is not None
         try:
-            loop = StageLoop(spec, corpus, span, torch.device(facts.device), clock, cable)
+            loop = StageLoop(spec, corpus, span, torch.device(facts.device), clock, cable, run)
         except torch.OutOfMemoryError as error:
             raise too_large(f"does not fit with {span} beside what is there", facts) from error
     elif holds:
-        loop = InnerLoop(spec, corpus, facts.device, clock=clock)
-    return Loaded(spec, shape, corpus, clock, facts, loop)
+        loop = InnerLoop(spec, corpus, facts.device, clock=clock, run=run)
+    return Loaded(spec, run, corpus, clock, facts, times, loop)
 
 
-def _has_room(spec: RunSpec, shape: ModelShape, span: Span | None, facts: DeviceFacts) -> bool:
+def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts) -> bool:
     """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
     if span is not None:
-        check_stage_fits(spec, shape, span, facts)
+        check_stage_fits(spec, run, span, facts)
         return True
     try:
-        check_fits(spec, shape, facts)
+        check_fits(run.whole_bytes, facts)
     except ModelTooLarge as error:
-        if min(stage_bytes(spec, shape, Span(layer, layer)) for layer in range(shape.layers + 2)) > facts.memory_bytes:
+        layers = range(run.architecture.layers)
+        if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:
             raise
         log.get("trainer").warning("holds_no_layers", reason=str(error))
         return False
     return True
 
 
-def stage_bytes(spec: RunSpec, shape: ModelShape, span: Span) -> int:
+def stage_bytes(spec: RunSpec, run: RunModel, span: Span) -> int:
     """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each."""
     tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
-    credits = max(credits_of(shape.layers + 2 - span.first, micro_batches, AHEAD))
+    credits = max(credits_of(run.architecture.layers - span.first, micro_batches, AHEAD))
     traffic = Traffic(tokens, spec.data.sequence_length, credits)
-    return trainer_memory(layer_table(spec, shape), span, traffic)
+    return trainer_memory(run.table, span, traffic)
 
 
-def check_stage_fits(spec: RunSpec, shape: ModelShape, span: Span, facts: DeviceFacts) -> None:
+def check_stage_fits(spec: RunSpec, run: RunModel, span: Span, facts: DeviceFacts) -> None:
     """Raises `ModelTooLarge` before anything is allocated."""
-    needed = stage_bytes(spec, shape, span)
-    if needed > facts.memory_bytes:
-        raise too_large(f"needs about {bytes_text(needed)} for {span}", facts)
+    check_fits(stage_bytes(spec, run, span), facts, f" for {span}")

@@ -14,18 +14,17 @@ from torch import Tensor, nn
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.run_spec import RunSpec
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import Cut
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
-from atoll.node.training.flat import FlatLayout
 from atoll.node.training.generate import generate
-from atoll.node.training.layer_times import measure
 from atoll.node.training.loader import Loader
-from atoll.node.training.model import Decoder, initialise
 from atoll.node.training.optim import Stepper
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
+from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.training.schedule import learning_rate
-from atoll.node.training.shape import resolve_shape
 
 PROBE_STEPS = 8
 
@@ -40,13 +39,15 @@ class InnerLoop(Replica):
         device: str | torch.device = "auto",
         threads: int | None = None,
         clock: Clock | None = None,
+        run: RunModel | None = None,
     ) -> None:
+        """`run`: the spec's model, where it was made already."""
         if threads is not None:
             torch.set_num_threads(threads)
         self.corpus, self.clock = corpus, clock or SystemClock()
         self.device = choose_device(str(device))
         self.precision = working_precision(spec.optimizer.precision, self.device)
-        self.shape = resolve_shape(spec.model, corpus.tokenizer.vocabulary)
+        self.run = run or run_model(spec, corpus.tokenizer.vocabulary)
         self.stepper: Stepper | None = None
         samples = spec.optimizer.micro_batch_samples * spec.optimizer.accumulate
         try:
@@ -58,15 +59,12 @@ class InnerLoop(Replica):
 
     def _build(self, spec: RunSpec) -> Tensor:
         """Model and gradients; the weights."""
-        with torch.device("meta"):  # allocate once, flat
-            self.model = Decoder(self.shape, spec.optimizer.activation_checkpointing)
-        self.layout = FlatLayout.of(self.model)
-        weights_E = torch.zeros(self.layout.elements, device=self.device)
-        self._gradients_E = torch.zeros_like(weights_E)
-        self.layout.bind(self.model, weights_E, self._gradients_E)
+        whole = Span(0, self.run.architecture.layers - 1)
+        self.model = hold(self.run, whole, self.device, spec.optimizer.activation_checkpointing)
+        self.layout = self.model.trained
         compiles = spec.optimizer.compile and self.device.type == "cuda"
-        self._forward = torch.compile(self.model) if compiles else self.model
-        return weights_E
+        self._forward = torch.compile(self.model.cut.run) if compiles else self.model.cut.run
+        return self.model.weights_E
 
     # --- the core ---------------------------------------------------------------------------------
 
@@ -80,7 +78,7 @@ class InnerLoop(Replica):
             loss = self.loss(tokens_BT) / len(micro_batches)
             stepper.backward(loss)
             loss_sum += loss.detach()
-        stepper.step(self._gradients_E)
+        stepper.step()
         tokens = len(batch.taken.samples) * self.corpus.sequence_length
         self.progress.add(tokens, batch.taken)
         return StepResult(float(loss_sum), tokens, len(batch.taken.samples))
@@ -101,9 +99,8 @@ class InnerLoop(Replica):
         return cross_entropy(logits_BTV, tokens_BT[:, 1:])
 
     def initialise_into(self, anchor_E: Tensor) -> None:
-        """Genesis: write the run's seeded initial parameters. Overwrites the weights; `load` follows."""
-        initialise(self.model, self.spec.run.seed)
-        anchor_E.copy_(self.weights_E)
+        """Genesis: write the run's initial parameters."""
+        initialise_into(self.run, self.model, anchor_E)
 
     def set_committed_tokens(self, committed_tokens: int) -> None:
         super().set_committed_tokens(committed_tokens)
@@ -150,22 +147,6 @@ class InnerLoop(Replica):
         self._loader.stall_seconds = 0.0
         return tokens / seconds
 
-    def layer_times(self) -> tuple[tuple[str, float, float], ...]:
-        """Kind, and seconds a token forward and backward, of an embedding, a block and the head; leaves no trace.
-
-        The median of a few runs on one micro-batch. Backward is without computing the layer again.
-        """
-        size = self.spec.optimizer.micro_batch_samples, self.corpus.sequence_length
-        x = torch.zeros(size, dtype=torch.int64, device=self.device)
-        times = []
-        layers = (*self.model.layers[:2], self.model.layers[-1])
-        for kind, layer in zip(("embedding", "block", "head"), layers, strict=True):
-            with self._autocast():
-                forward, backward, x = measure(layer, x, self.clock)
-            times.append((kind, forward / x[..., 0].numel(), backward / x[..., 0].numel()))
-        self._gradients_E.zero_()
-        return tuple(times)
-
     # --- small things -----------------------------------------------------------------------------
 
     @property
@@ -179,7 +160,7 @@ class InnerLoop(Replica):
 
     def _ready_stepper(self) -> Stepper:
         if self.stepper is None:
-            self.stepper = Stepper(self.model, self.spec.optimizer, self.device, self.precision)
+            self.stepper = Stepper(self.model, self.spec.optimizer, self.precision)
             self.stepper.set_learning_rate(learning_rate(self.spec, self.committed_tokens))
         return self.stepper
 
@@ -197,18 +178,33 @@ class _Borrowed:
     """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
 
     def __init__(self, loop: InnerLoop, flat_E: Tensor) -> None:
-        self._loop = loop
-        self._parameters = dict(loop.layout.views(flat_E.to(loop.device)))
+        self._loop, tie = loop, loop.model.cut.tie
+        parameters = dict(loop.layout.views(flat_E.to(loop.device)))
+        if tie is not None:
+            parameters[tie.borrower] = parameters[tie.owner]
+        self._parameters = {f"module.{name}": values for name, values in parameters.items()}
+        self._whole = _Whole(loop.model.cut)
 
     def __enter__(self) -> _Borrowed:
-        self._loop.model.eval()
+        self._whole.eval()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.model.train()
+        self._whole.train()
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         with self._loop._autocast():
-            logits: Tensor = torch.func.functional_call(self._loop.model, self._parameters, (tokens_BT,))
+            logits: Tensor = torch.func.functional_call(self._whole, self._parameters, (tokens_BT,))
         return logits
+
+
+class _Whole(nn.Module):
+    """A cut of all layers as one module: `run` computes with whatever parameters `module` has."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.module, self._run = cut.module, cut.run
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self._run(tokens_BT)

@@ -125,37 +125,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed.
-
-    What the head adds to the gradient of a borrowed matrix can be summed on the side, because that is the order of a
-    route whose head is another node's: one transfer a flush, and the same bits.
-    """
+    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed."""
 
     def __init__(self, shape: ModelShape, tied: nn.Parameter | None = None) -> None:
         super().__init__()
         self.norm = Norm(shape.dimension)
         self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.dimension)) if tied is None else tied
-        self._tied = tied is not None
-        self._aside: nn.Parameter | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        weight_VD = self._aside if self._aside is not None and torch.is_grad_enabled() else self.weight
-        return nn.functional.linear(self.norm(x_BTD), weight_VD)
-
-    def sum_aside(self) -> None:
-        """Sum from now on, from zero, what a borrowed matrix gets here; whoever steps calls `return_gradient` first."""
-        if self._tied:
-            aside = nn.Parameter(self.weight.detach())  # the same memory, another leaf
-            aside.grad = torch.zeros_like(aside)
-            object.__setattr__(self, "_aside", aside)  # not one of the model's parameters
-
-    def return_gradient(self) -> None:
-        """Add what was summed to the owner's gradient, and begin again at zero."""
-        if self._aside is not None:
-            assert self._aside.grad is not None
-            assert self.weight.grad is not None
-            self.weight.grad.add_(self._aside.grad)
-            self._aside.grad.zero_()
+        return nn.functional.linear(self.norm(x_BTD), self.weight)
 
 
 class Decoder(nn.Module):

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from atoll.core.run_spec import OptimizerSection
+from atoll.node.pipeline.span_model import SpanModel
 from atoll.node.training.flat import FlatLayout
-from atoll.node.training.model import Decoder, Head
 
 _FUSED = ("cpu", "cuda", "mps")
 
@@ -120,17 +120,13 @@ def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
 class Stepper:
     """Clips, unscales and steps. Owns what persists between steps: the optimiser's moments and the loss scale."""
 
-    def __init__(self, model: Decoder, section: OptimizerSection, device: torch.device, precision: str) -> None:
-        layout, embedding = FlatLayout.of(model), next(model.layers[0].parameters())
-        hidden = hidden_matrices(layout, model, len(model.layers))
-        self.optimizer = InnerOptimizer(model.parameters(), embedding, section, device, hidden)
-        self.scaler = GradScaler(device.type, enabled=precision == "fp16")
+    def __init__(self, model: SpanModel, section: OptimizerSection, precision: str) -> None:
+        """`model` holds all layers."""
+        hidden = hidden_matrices(model.trained, model.cut.module, model.cut.layers)
+        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, hidden)
+        self.scaler = GradScaler(model.device.type, enabled=precision == "fp16")
         self.skipped_steps = 0
-        self._clip_norm = section.clip_norm
-        self._head = model.layers[-1]
-        if isinstance(self._head, Head):
-            self._head.sum_aside()
-        self._layer_offsets = layout.layer_offsets
+        self._clip_norm, self._model = section.clip_norm, model
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """From the next step on."""
@@ -140,10 +136,11 @@ class Stepper:
         """Gradients of one micro-batch, added to those there are."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, gradients_E: Tensor) -> None:
-        """Clip by the global norm of the flat gradient, step, and leave the gradient zero."""
-        self.gather()
-        factor = clip_factor(layer_norms(gradients_E, self._layer_offsets), self._clip_norm)
+    def step(self) -> None:
+        """Clip by the global norm of the gradient, step, and leave the gradient zero."""
+        self._gather()
+        gradients_E = self._model.gradients_E
+        factor = clip_factor(layer_norms(gradients_E, self._model.trained.layer_offsets), self._clip_norm)
         if factor is None:
             self.skipped_steps += 1
         else:
@@ -153,9 +150,8 @@ class Stepper:
         self.scaler.update()
         gradients_E.zero_()
 
-    def gather(self) -> None:
+    def _gather(self) -> None:
         """Make the gradients whole: what the head summed of a tied matrix, and without the loss scale."""
-        if isinstance(self._head, Head):
-            self._head.return_gradient()
+        self._model.return_borrowed()
         for part in self.optimizer.parts:
             self.scaler.unscale_(part)

@@ -144,7 +144,7 @@ class Session:
             case ms.EnterRoute(plan_version, route, stage, stages):
                 self._stage().enter_route(plan_version, route, stage, stages)
             case ms.WriteInitial(path):
-                write_initial(self._here.shape, self._here.spec.run.seed, Path(path))
+                write_initial(self._here.run, Path(path))
             case ms.Stop():
                 self._stopping = True
             case _:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from atoll.core.errors import UnsupportedModel
-from atoll.core.run_spec import ModelSection, RunSpec
+from atoll.core.model_spec import ModelSection
+from atoll.core.run_spec import RunSpec
 from atoll.v1 import plan_pb2
 
 FP32_BYTES = 4
@@ -61,7 +62,7 @@ PRESETS: dict[str, ModelShape] = {
 
 def resolve_shape(section: ModelSection, tokenizer_vocabulary: int) -> ModelShape:
     """The preset with the section's numbers put in. Raises `UnsupportedModel` for numbers that do not fit together."""
-    chosen = {name: value for name, value in section if name != "preset" and value is not None}
+    chosen = {name: value for name, value in section if name not in ("architecture", "preset") and value is not None}
     chosen.setdefault("vocabulary", tokenizer_vocabulary)
     shape = replace(PRESETS[section.preset], **chosen)
     _check(shape, tokenizer_vocabulary)

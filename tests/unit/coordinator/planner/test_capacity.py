@@ -52,18 +52,18 @@ def test_what_fits_is_what_the_planner_may_place(device_bytes: int, host_bytes: 
     st.sampled_from([64, 256, 1024]),
     st.integers(1, 8),
     st.sampled_from([64, 512]),
-    st.booleans(),
+    st.sampled_from(["own head", "tied", "adapters"]),
     st.data(),
 )
 def test_no_span_is_planned_that_its_trainer_would_refuse(
-    blocks: int, width: int, micro_batches: int, sequence_length: int, tied: bool, data: st.DataObject
+    blocks: int, width: int, micro_batches: int, sequence_length: int, kind: str, data: st.DataObject
 ) -> None:
     """Nodes estimate what a stage takes, too: never more than the planner does."""
     spec = parse_run_spec(
         f'version = 1\n[run]\nname = "reef"\nstop_tokens = 1\n[data]\npath = "x"\nsequence_length = {sequence_length}\n'
         f"[pipeline]\nmicro_batches = {micro_batches}\n[sync]\nround_tokens = 1000\n"
     )
-    parameters, vocabulary = 12 * width * width, 512
+    parameters, vocabulary, tied = 12 * width * width, 512, kind == "tied"
     flops = 2.0 * parameters + 2.0 * width * sequence_length
     table = plan_pb2.LayerTable(
         layers=[
@@ -90,6 +90,10 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
             ),
         ]
     )
+    if kind == "adapters":
+        for row in table.layers:
+            row.frozen_parameters = row.parameters
+            row.parameters = 64 * width if row.kind == "block" else 0
     first = data.draw(st.integers(0, blocks + 1))
     last = data.draw(st.integers(first, blocks if first == 0 else blocks + 1))
     planned = room(table.SerializeToString(), spec)

@@ -1,0 +1,168 @@
+"""The `[model]` section of a run spec: the built-in decoder, or a Hugging Face architecture by its configuration.
+
+A configuration is a stranger's data. What is checked here needs no library: its form, its size, and that it names
+neither code nor anything to fetch. Whether `transformers` knows its keys is for nodes to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from atoll.core.spec_section import Positive, Section
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # one of them says what a base holds
+
+MAX_CONFIG_BYTES = 64 << 10
+MAX_CONFIG_DEPTH = 3
+MAX_CONFIG_INTEGER = 2**24  # more than any size or window, and little enough to make a vector of
+MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head as many layers as are ever planned
+MAX_CONFIG_PARTS = 4096  # of a block, such as experts
+MAX_BASE_FILES = 1024
+
+_KEY = re.compile(r"^[a-z][A-Za-z0-9_]{0,79}$")
+_TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds; no paths, no repositories
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_FOREIGN = ("auto_map", "trust_remote_code", "name_or_path", "implementation", "quantization", "custom_pipelines")
+
+
+_Keys = Annotated[tuple[Annotated[str, Field(pattern=_KEY.pattern)], ...], Field(max_length=64)]
+
+
+class ModelSection(Section):
+    """A Llama-compatible decoder: a preset, with any of its numbers replaced."""
+
+    architecture: Literal["built-in"] = "built-in"
+    preset: Literal["nano", "micro", "30m", "125m", "350m", "1b", "3b", "7b"] = "nano"
+    vocabulary: Positive | None = None  # default: what the tokenizer needs
+    dimension: Positive | None = None
+    layers: Positive | None = None
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    hidden_dimension: Positive | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    tie_embeddings: bool | None = None
+
+
+class BaseSection(Section):
+    """Pretrained weights that every member has on its disk, and must have bit for bit."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9 ._/-]{0,200}$")] = (
+        ""  # for people, and for those who load an adapter later
+    )
+    files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]  # name → hex SHA-256
+
+    @field_validator("files")
+    @classmethod
+    def _plain_names(cls, files: dict[str, str]) -> dict[str, str]:
+        if not 1 <= len(files) <= MAX_BASE_FILES:
+            raise ValueError(f"must name 1 to {MAX_BASE_FILES} files")
+        for name in files:
+            if not _FILE.fullmatch(name) or not (name.endswith(".safetensors") or name == INDEX):
+                raise ValueError(f"{name!r} is no file of safetensors in one directory")
+        if (WHOLE in files) == (INDEX in files):
+            raise ValueError(f"must name either {WHOLE} or {INDEX} with the files that it lists")
+        return files
+
+    def __hash__(self) -> int:
+        return hash((self.name, *sorted(self.files.items())))
+
+
+class AdapterSection(Section):
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): the base is frozen; two thin matrices beside each target are trained."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Annotated[int, Field(ge=1, le=1024)] = 8
+    alpha: Annotated[float, Field(gt=0, le=65536)] = 16.0
+    targets: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.]{0,199}$")], ...],
+        Field(min_length=1, max_length=64),
+    ]  # names of modules, or their ends
+
+
+class HuggingFaceModel(Section):
+    """A decoder of the `transformers` library by its configuration, from seeded weights or from a pretrained base."""
+
+    architecture: Literal["huggingface"]
+    config: dict[str, Any]  # as in a config.json; `model_type` names the family
+    config_nulls: _Keys = ()  # keys that are null and are not by default: TOML has no null
+    base: BaseSection | None = None
+    adapter: AdapterSection | None = None
+
+    @field_validator("config")
+    @classmethod
+    def _plain_data(cls, config: dict[str, Any]) -> dict[str, Any]:
+        _check_table(config, 1)
+        if len(json.dumps(config)) > MAX_CONFIG_BYTES:
+            raise ValueError(f"must be at most {MAX_CONFIG_BYTES} bytes as JSON")
+        if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+            raise ValueError('needs model_type, such as "llama"')
+        return config
+
+    @model_validator(mode="after")
+    def _whole(self) -> HuggingFaceModel:
+        if self.adapter is not None and self.base is None:
+            raise ValueError("an adapter needs a base to stand on: add [model.base], as `atoll base DIR` prints it")
+        if twice := sorted(set(self.config_nulls) & set(self.config)):
+            raise ValueError(f"config says {twice[0]}, and config_nulls says that it is null")
+        if self.base is not None and "vocab_size" not in self.config:
+            raise ValueError("with a base, config must say vocab_size")
+        return self
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.model_dump(mode="json"), sort_keys=True))
+
+
+def _kind_of(value: Any) -> str | None:
+    """By `architecture`, which may be left out for the built-in one."""
+    if isinstance(value, Mapping):
+        return str(value.get("architecture", "built-in"))
+    return getattr(value, "architecture", None)
+
+
+ARCHITECTURES = ("built-in", "huggingface")
+
+AnyModel = Annotated[
+    Annotated[ModelSection, Tag("built-in")] | Annotated[HuggingFaceModel, Tag("huggingface")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="unknown_architecture",
+        custom_error_message='architecture must be "built-in" or "huggingface"',
+    ),
+]
+
+
+def _check_table(table: Mapping[Any, Any], depth: int) -> None:
+    """Raise `ValueError` unless it is small plain data that names nothing to fetch or run."""
+    if depth > MAX_CONFIG_DEPTH:
+        raise ValueError(f"tables in it may be {MAX_CONFIG_DEPTH} deep")
+    for key, value in table.items():
+        if any(word in str(key) for word in _FOREIGN):
+            raise ValueError(f"{key} names code or weights that are not the run's: leave it out")
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is no key of a configuration")
+        if isinstance(value, Mapping):
+            _check_table(value, depth + 1)
+        else:
+            for item in value if isinstance(value, list) else [value]:
+                _check_value(key, item)
+
+
+def _check_value(key: str, value: object) -> None:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        parts = "expert" in key or "block" in key
+        most = MAX_CONFIG_LAYERS if "layer" in key else MAX_CONFIG_PARTS if parts else MAX_CONFIG_INTEGER
+        if abs(value) > most:
+            raise ValueError(f"{key} = {value} is more than {most}")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{key} must be finite")
+    elif not isinstance(value, str) or not _TEXT.fullmatch(value):
+        raise ValueError(f"{key} must be a number, true, false, or a short name without slashes")

@@ -1,0 +1,25 @@
+"""`atoll base`: a directory of pretrained weights as the `[model]` section of a run that starts from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.core.output import say
+from atoll.node.cli.scratch import torch_cache
+
+
+def base(
+    directory: Annotated[Path, typer.Argument(help="With config.json and safetensors.", show_default=False)],
+    name: Annotated[str, typer.Option("--name", help="Where others get it, for people: a repository's name.")] = "",
+) -> None:
+    """Print the [model] section of a run that starts from a directory's weights, every file pinned by its digest."""
+    from atoll.node.pipeline.describe import describe  # takes seconds: torch, transformers
+
+    with torch_cache():
+        text, notes = describe(directory, name)
+    for note in notes:
+        say(note)
+    typer.echo(text)

@@ -1,0 +1,72 @@
+"""A local directory of pretrained weights in the words of a run spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from atoll.core.errors import UnsupportedModel
+from atoll.core.model_spec import INDEX, BaseSection, HuggingFaceModel
+from atoll.core.run_spec import toml_table
+from atoll.node.pipeline.base_files import digest_of
+from atoll.node.pipeline.configuration import NOT_THE_MODEL, configuration, known_keys, require_library
+from atoll.node.pipeline.huggingface import configuration_of, of_stranger
+from atoll.node.pipeline.weights import files_of
+
+_TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # do not change the model
+
+
+def describe(directory: Path, name: str) -> tuple[str, list[str]]:
+    """The `[model]` section, and what a person should know about it.
+
+    Raises `ConfigError`, `UnsupportedModel`, `CheckpointCorrupt`, `BaseUnusable`.
+    """
+    require_library("transformers")
+    config, notes = configuration_of(directory), []
+    for key in sorted(vars(config)):
+        if any(word in key for word in ("dropout", "jitter")) and getattr(config, key):
+            setattr(config, key, 0.0)
+            notes.append(f"{key} is set to 0: nothing may be drawn by chance while a span is computed again")
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+        notes.append("output_router_logits is set to false: experts are trained without a balancing loss")
+    of_stranger(config)
+    data, default = _data(config), type(config)()
+    nulls = [key for key, value in data.items() if value is None and getattr(default, key, None) is not None]
+    strange = set(vars(config)) - set(vars(default)) - known_keys(type(config)) - NOT_THE_MODEL - _TOKENS
+    if strange := {key for key in strange if not key.startswith("_")}:
+        notes.append(f"left out, because no {config.model_type} has them: {', '.join(sorted(strange))}")
+    index = {INDEX} if (directory / INDEX).exists() else set()
+    files = {file: digest_of(directory / file) for file in sorted(index | set(files_of(directory).values()))}
+    try:
+        base = BaseSection(name=name, files=files)
+        told = {key: value for key, value in data.items() if value is not None}
+        section = HuggingFaceModel(architecture="huggingface", config=told, config_nulls=tuple(nulls), base=base)
+    except ValidationError as error:
+        reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+        raise UnsupportedModel(f"{directory} cannot be said in a run spec: {reasons}") from error
+    _check_complete(section, config)
+    return "\n".join(toml_table("model", dict(section))).strip(), notes
+
+
+def _data(config: Any) -> dict[str, Any]:
+    """What makes the model, all defaults written out: other versions of the library may have others."""
+    keys = known_keys(type(config)) - _TOKENS
+    return {key: _without_nothing(value) for key, value in config.to_dict().items() if key in keys}
+
+
+def _check_complete(section: HuggingFaceModel, config: Any) -> None:
+    """Raise `UnsupportedModel` unless the section makes the same model again."""
+    again, said = configuration(section.config, 1, 1, section.config_nulls).to_dict(), config.to_dict()
+    lost = sorted(key for key in known_keys(type(config)) - _TOKENS if again.get(key) != said.get(key))
+    if lost:
+        raise UnsupportedModel(f"{config.model_type} cannot be said in a run spec: {', '.join(lost)} would be lost")
+
+
+def _without_nothing(value: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(value, dict):
+        return {key: _without_nothing(each) for key, each in value.items() if each is not None}
+    return value

@@ -1,0 +1,81 @@
+"""A run of a Hugging Face decoder: from seeded weights, from a pretrained base, or LoRA adapters on a frozen one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atoll.core.model_spec import HuggingFaceModel
+from atoll.core.run_spec import RunSpec
+from atoll.node.pipeline import weights
+from atoll.node.pipeline.base_files import BaseFiles
+from atoll.node.pipeline.configuration import check_targets, configuration, lora_configuration
+from atoll.node.pipeline.huggingface import HuggingFace, of_stranger
+from atoll.node.pipeline.initial import initial_adapter, initialise_layer
+from atoll.node.pipeline.memory import replica_memory
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import SpanModel, layout_of
+from atoll.node.pipeline.table import layer_table
+
+_CPU = torch.device("cpu")
+
+
+class HuggingFaceRun:
+    """Made of classes of `transformers` and `peft` alone, whatever the spec says."""
+
+    def __init__(self, spec: RunSpec, section: HuggingFaceModel, vocabulary: int, base: Path | None) -> None:
+        """`vocabulary`: the tokenizer's. Raises `UnsupportedModel`, `ConfigError`, `BaseUnusable`."""
+        self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
+        self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
+        tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
+        self.whole_bytes = replica_memory(
+            self.table,
+            tokens,
+            spec.data.sequence_length,
+            half=spec.optimizer.precision != "fp32",
+            checkpointing=spec.optimizer.activation_checkpointing,
+        )
+        self._seed = spec.run.seed
+        self._base = BaseFiles(section.base, base) if section.base is not None else None
+
+    def check(self, span: Span | None) -> None:
+        """All files, where all layers or any may be needed; those of a span are compared when they are read."""
+        if self._base is not None and span is None:
+            self._base.check_all()
+
+    def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
+        """Drawn from the run's seed, or out of the base."""
+        for number in range(span.first, span.last + 1):
+            cut = self.architecture.cut(Span(number, number))
+            if self.architecture.adapted:
+                for slot in layout_of(cut).slots:
+                    yield slot.name, initial_adapter(slot.name, slot.shape, self._seed)
+                continue
+            model = SpanModel(cut, _CPU)
+            if self._base is not None:
+                self._read(model)
+            else:
+                initialise_layer(model, self._seed)
+            yield from model.trained.views(model.weights_E)
+
+    def complete(self, model: SpanModel) -> None:
+        """The base under adapters."""
+        if model.frozen.elements:
+            self._read(model)
+
+    def _read(self, model: SpanModel) -> None:
+        assert self._base is not None
+        weights.load(self.architecture, self._base.directory, model, self._base.check)
+
+
+def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length: int) -> HuggingFace:
+    """On the meta device: nothing is allocated. Raises `UnsupportedModel`, `ConfigError`."""
+    config = configuration(section.config, vocabulary, sequence_length, section.config_nulls)
+    adapter = section.adapter
+    made = of_stranger(config, lora_configuration(adapter) if adapter is not None else None)
+    if adapter is not None:
+        check_targets(adapter.targets, made.trained_names)
+    return made
