@@ -78,8 +78,7 @@ async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
         assert all(before["round"] < after["round"] for before, after in pairwise(losses))
 
 
-async def test_a_killed_stage_comes_back_and_a_drained_one_hands_its_layers_over(tmp_path):
-    """The route goes on; who takes the layers of one that leaves has them before it does."""
+async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp_path):
     async with reef(tmp_path) as swarm:
         await begin(swarm, tokens=10**9)
         for name in ("bob", "cleo"):
@@ -94,6 +93,16 @@ async def test_a_killed_stage_comes_back_and_a_drained_one_hands_its_layers_over
         await swarm.until(lambda: swarm.status("bob")["steps"] > steps + 3, "the route makes no steps", READY)
         await swarm.rounds("cleo", 2)
 
+
+async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
+    """Nobody else has them."""
+    stages = ("bob", "cleo")
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
+        for name in stages:
+            await swarm.node(name, 0.1)
+            await pinned(swarm, name, SPANS[name])
+        await swarm.rounds("bob", 2)
         await swarm.node(SPARE, 0.1)
         await pinned(swarm, SPARE, SPANS["cleo"])
         await swarm.until(lambda: (swarm.status(SPARE) or {}).get("state") == "ready", "the spare is not ready", READY)
@@ -109,6 +118,7 @@ async def test_a_killed_stage_comes_back_and_a_drained_one_hands_its_layers_over
         assert not any("cannot synchronise" in line for line in lines[came:])
         assert "fetch their layers: dan 2-3" in await swarm.ctl("events")
         await swarm.rounds(SPARE, 2)
+        assert "run.recovered" not in await swarm.ctl("events")
 
 
 @pytest.mark.soak

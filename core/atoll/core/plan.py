@@ -51,6 +51,7 @@ class Plan:
     base: Base
     issued_unix_ms: int = 0
     reason: str = ""
+    former: tuple[str, ...] = ()  # peer ids: no members any more; may hold state that members lack
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -141,6 +142,7 @@ class Plan:
             ),
             issued_unix_ms=self.issued_unix_ms,
             reason=self.reason,
+            former=self.former,
         )
 
     @classmethod
@@ -169,6 +171,7 @@ class Plan:
             ),
             issued_unix_ms=message.issued_unix_ms,
             reason=message.reason,
+            former=tuple(message.former),
         )
 
 

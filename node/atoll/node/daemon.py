@@ -49,6 +49,7 @@ START_TIMEOUT = timedelta(seconds=60)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 CLOSE_TIMEOUT = timedelta(seconds=5)
 SAVE_TIMEOUT = timedelta(seconds=60)
+LINGER = timedelta(seconds=20)  # of a drained stage, with what others may lack
 ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
 ADDRESS_RETRY = timedelta(seconds=5)
@@ -251,6 +252,10 @@ class Daemon:
         if self._session is not None and not self._session.finished.is_set():
             self._status.detail = "finishing the round, then leaving"  # still part of the plan until then
             await self._session.next_round(self._patience)
+        plan, drained = self._directives.plan, self._directives.order == mb.ORDER_DRAIN
+        if drained and plan is not None and self._identity.peer_id in plan.former:
+            self._status.detail = "others fetch what they may lack, then leaving"
+            await asyncio.sleep(LINGER.total_seconds())
         self._status.enter(mb.NODE_STATE_DRAINING, "leaving")
         self._link.hurry()
         if self._link.connected:

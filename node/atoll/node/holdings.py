@@ -51,7 +51,8 @@ class Holdings:
         self.state: AnchorState | None = None
         self.engine: AveragingEngine | None = None  # that moves the state now
         self._missing: frozenset[int] = frozenset()  # layers of the state that must be fetched
-        self.lost: frozenset[int] = frozenset()  # of them, or of those that are old: nobody was found who has them
+        self.lost: frozenset[int] = frozenset()  # nobody who answered has them as they are now, nor do we
+        self._tried = b""  # the base for which there is no checkpoint here
         self._formers = Formers()  # what was held under other plans
         self._facts: TrainerFacts | None = None
         self._it = rooms
@@ -66,6 +67,7 @@ class Holdings:
             self._present,
             ready=rooms.hurry,
             believed=self._server.learn,
+            others=self._whole,
         )
 
     async def hold(self, trainer: Trainer) -> None:
@@ -80,7 +82,7 @@ class Holdings:
             return
         if before is not None and self.head is not None and not self._missing:
             self._formers.add(self.head, before)
-        self._missing = frozenset(layers)
+        self._missing, self.lost = frozenset(layers), frozenset()
         self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
         if before is None:
             await self._restore(trainer.facts)
@@ -101,12 +103,15 @@ class Holdings:
         await self._take_prepared()
         if self.head is not None and not plan.accepts(self.head):
             await self._go_back(plan)
-        believed = self.head
+        asked = False
 
         def believe(head: Head) -> None:
-            nonlocal believed
-            believed = head
+            nonlocal asked
+            asked = True
             self._server.learn(head)
+
+        def unheld(layers: frozenset[int]) -> None:
+            self.lost = layers
 
         try:
             fetched = await catch_up(
@@ -117,15 +122,16 @@ class Holdings:
                 operator_key=it.operator_key,
                 lacking=bool(self._missing),
                 believed=believe,
+                others=lambda: self._formers.held,
+                unheld=unheld,
             )
         except Unreachable:
-            self.lost = self._missing | self._older_than(believed)
-            if self.lost or self.head is None or not plan.accepts(self.head):
+            self.lost = self.lost if asked else frozenset()  # no answer is no proof
+            if self.lost or self._missing or self.head is None or not plan.accepts(self.head):
                 raise
             return self.head  # nobody else has any: we wrote genesis, or are alone
         if fetched is None:
             assert self.head is not None
-            self.lost = frozenset()
             return self.head
         await asyncio.to_thread(it.manifests.keep, fetched.head)
         await asyncio.to_thread(self.state.adopt, fetched)
@@ -163,8 +169,11 @@ class Holdings:
         """The run goes on from an earlier round: what our checkpoint of it holds is ours again, the rest is fetched."""
         assert self._facts is not None
         assert self.state is not None
+        if self._tried == plan.base.manifest_hash:
+            return
         found = await self._it.checkpoints.of_round(plan.base.round, Layers.of(self._facts.layers))
         if found is None or found.head.hash != plan.base.manifest_hash:
+            self._tried = plan.base.manifest_hash
             return
         numbers = found.layers.numbers
         layers = range(numbers.start, numbers.stop)
@@ -172,13 +181,6 @@ class Holdings:
         self._formers.add(found.head, former)
         self.head, self._missing = found.head, frozenset(self.state.layers)
         await self._fill()
-
-    def _older_than(self, head: Head | None) -> frozenset[int]:
-        """Our layers that have another version at `head`."""
-        if head is None or self.head is None or self.state is None or head.hash == self.head.hash:
-            return frozenset()
-        ours, theirs = self.head.manifest.layers, head.manifest.layers
-        return frozenset(layer for layer in self.state.layers if ours[layer] != theirs[layer])
 
     async def _take_prepared(self) -> None:
         """The plan is there for which layers were fetched."""
@@ -213,6 +215,12 @@ class Holdings:
 
     def _present(self) -> Present:
         offsets = self._facts.layer_offsets if self._facts is not None else ()
-        if self.state is None or self._missing:
-            return Present(offsets, range(0), None)
-        return Present(offsets, self.state.layers, self.head)
+        if self.state is None or self._missing or self.engine is None:
+            return Present(offsets)  # nothing here follows the rounds
+        return Present(offsets, self.state.layers, self.engine.head)
+
+    def _whole(self) -> tuple[tuple[Head, AnchorState], ...]:
+        """What stands still here."""
+        if self.state is None or self.head is None or self._missing or self.engine is not None:
+            return self._formers.held
+        return (*self._formers.held, (self.head, self.state))

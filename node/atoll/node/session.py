@@ -90,7 +90,6 @@ class TrainingSession:
         self.finished = asyncio.Event()
         self._it = context
         self._reloading = False  # the trainer, with other layers
-        self._refused = range(0)  # what was to be prepared and does not fit
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -134,7 +133,7 @@ class TrainingSession:
                     if self._in_plan() or not self._wanted():
                         raise
                     _log.error("the layers of the next plan do not fit here", reason=str(error))
-                    self._refused = self._it.directives.prepare
+                    self._held.preparing.refused = self._it.directives.prepare
                 except ChildDied as error:
                     head_round = self._held.head.round if self._held.head else -1
                     restarts = restarts + 1 if head_round == last_round else 1
@@ -187,7 +186,7 @@ class TrainingSession:
         """The layers that the plan gives this node; where it gives none, those that the next one may."""
         plan, prepare = self._it.directives.plan, self._it.directives.prepare
         mine = plan.span(self._it.identity.peer_id) if plan is not None else range(0)
-        return mine or (range(0) if prepare == self._refused else prepare)
+        return mine or (range(0) if prepare == self._held.preparing.refused else prepare)
 
     def _holds_other_layers(self, trainer: Trainer) -> bool:
         """Whether the trainer has to be loaded anew."""

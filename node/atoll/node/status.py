@@ -65,6 +65,7 @@ class LiveStatus:
         status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())
         if prepared:
             status.prepared.first, status.prepared.last = prepared.start, prepared.stop - 1
+            status.prepared_round = self.holdings.preparing.round if self.holdings is not None else 0
         return status
 
     def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:

@@ -203,16 +203,17 @@ def test_a_blink_of_a_stage_changes_nothing(pair: RoutedWorld) -> None:
     assert len(pair.asked) == 1
 
 
-def test_a_draining_stage_stays_until_it_is_done_and_is_replaced_then(pair: RoutedWorld) -> None:
+def test_a_draining_stage_goes_once_another_has_its_layers(pair: RoutedWorld) -> None:
     pair.cards(cid=6)
     pair.wait(2)
     going = first_of(pair)
     span = pair.spans()[going]
+    pair.fetches = False
     pair.take(admission.drain(pair.state, pair.now, going))
     pair.wait(3)
     assert going in pair.spans()
-    pair.say(going, mb.NODE_STATE_DRAINING)
-    pair.wait(3)
+    pair.fetches = True
+    pair.wait(1)
     assert going not in pair.spans()
     assert pair.spans()["cid"] == span
 

@@ -243,6 +243,7 @@ class World:
             status.tokens_per_second, status.plan_version = self.paces[name], self.plans[-1].version
         status.lost_layers.extend(self.lost.get(name, ()))
         if name in self.prepared:
+            status.prepared_round = self.state.runs[RUN].head_round
             status.prepared.first, status.prepared.last = self.prepared[name].start, self.prepared[name].stop - 1
         told = {"profile": self.profiles.get(name), **request}
         message = mb.HeartbeatRequest(status=status, **told)  # type: ignore[arg-type]

@@ -68,13 +68,14 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
         return
     unready = preparation.unready(state, coming)
     assert memory.plan is not None
-    if not set(memory.plan.members) <= set(here.members) or not (unready or here.finishing):
+    going = [peer for peer in here.finishing if not asking.live_of(state, peer).hands_over]
+    if not set(memory.plan.members) <= set(here.members) or not (unready or going):
         _issue(draft, run_id, coming.answer)
     elif unready and draft.now.monotonic - coming.since >= preparation.patience(coming, policy.prepare_seconds):
         names = ", ".join(state.nodes[peer].name for peer in unready)
         new = {peer: draft.now.monotonic for peer in unready if peer not in memory.plan.members}
         draft.remember(run_id, unprepared={**memory.unprepared, **new})
-        _abandon(draft, run_id, f"{names} did not fetch the layers in time", again=bool(new))
+        _abandon(draft, run_id, f"{names} did not fetch the layers in time", again=bool(new or here.finishing))
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:

@@ -26,16 +26,16 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
     """Replace what was known of a node's checkpoints, if it says that they changed. Raises `InvalidRequest`."""
     if not request.checkpoints_changed:
         return
+    count = layer_count(draft.state, node.run_id)
     told = sorted(request.checkpoints, key=lambda item: -item.round)[:MAX_CHECKPOINTS]
     if len({item.round for item in told}) != len(told):
         raise InvalidRequest("a node tells its checkpoints, each of another round")
     for item in told:
         numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
-        if item.layers.first > item.layers.last:
+        if item.layers.first > item.layers.last or (count and item.layers.last >= count):
             raise InvalidRequest("a checkpoint holds layers that cannot be")
         if max(numbers) > _MAX or len(item.manifest_hash) != _DIGEST_BYTES:
             raise InvalidRequest("a checkpoint has a number or a hash that cannot be")
-    count = layer_count(draft.state, node.run_id)
     held = tuple(
         Checkpoint(
             peer_id=node.peer_id,

@@ -7,9 +7,9 @@ from dataclasses import replace
 from atoll.coordinator.state import asking, preparation
 from atoll.coordinator.state.fitness import present
 from atoll.coordinator.state.records import Node
-from atoll.coordinator.state.snapshot import Draft, State
+from atoll.coordinator.state.snapshot import Draft, Policy, State
 
-MOST_SECONDS = 300.0  # after which the node goes whatever becomes of its layers
+MOST_SECONDS = 300.0  # beside a preparation's own patience; then the node goes whatever becomes of its layers
 
 
 def begins(state: State, node: Node) -> bool:
@@ -19,7 +19,7 @@ def begins(state: State, node: Node) -> bool:
     return trains and plan is not None and node.peer_id in plan.members and not plan.is_replica(node.peer_id)
 
 
-def go_on(draft: Draft, run_id: str) -> None:
+def go_on(draft: Draft, run_id: str, policy: Policy) -> None:
     """Let nodes go for whose layers there is nothing to wait for any more."""
     now = draft.now.monotonic
     for node in draft.state.members_of(run_id):
@@ -27,7 +27,9 @@ def go_on(draft: Draft, run_id: str) -> None:
         if live is None or not live.hands_over:
             continue
         since = live.drain_since if live.drain_since is not None else now
-        if now - since >= MOST_SECONDS or not begins(draft.state, node) or _is_settled(draft.state, run_id, now):
+        coming = draft.state.memory[run_id].preparation
+        most = MOST_SECONDS + (preparation.patience(coming, policy.prepare_seconds) if coming is not None else 0.0)
+        if now - since >= most or not begins(draft.state, node) or _is_settled(draft.state, run_id, now):
             draft.set_live(node.peer_id, replace(live, hands_over=False, drain_since=now))
 
 
@@ -35,7 +37,7 @@ def _is_settled(state: State, run_id: str, now: float) -> bool:
     """Whether the planner knows of everybody who goes, and what it gave to others is theirs."""
     memory, here = state.memory[run_id], present(state, run_id, now)
     if memory.preparation is not None:
-        return not preparation.unready(state, memory.preparation)
+        return False  # the plan without them comes first: they are members until then
     asks = memory.question is not None and not memory.question.wanted
     known = memory.considered is not None and memory.considered.nodes == asking.about(state, run_id, here)
     return known and not asks

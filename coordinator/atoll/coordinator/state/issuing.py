@@ -16,6 +16,7 @@ from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan
 from atoll.v1 import manifest_pb2, plan_pb2
 
+MOST_FORMER = 32
 STATE_BYTES_PER_PARAMETER = 8.0  # anchor and momentum: what a new holder fetches
 
 
@@ -108,6 +109,7 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
 def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
     run, memory = draft.state.runs[plan.run_id], draft.state.memory[plan.run_id]
     planned = memory.plan.members if memory.plan else ()
+    plan = replace(plan, former=_former(draft.state, memory.plan, plan))
     joins = {peer: joined(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
     draft.put(replace(run, plan_version=plan.version))
     draft.remember(plan.run_id, joins={**memory.joins, **joins})
@@ -117,6 +119,17 @@ def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
     nodes = "1 node" if len(plan.members) == 1 else f"{len(plan.members)} nodes"
     shape = "" if len(plan.routes) == len(plan.members) else f" in {_count(len(plan.routes), 'route')}"
     draft.event("plan.issued", plan.run_id, str(plan.version), f"plan {plan.version} for {nodes}{shape}: {plan.reason}")
+
+
+def _former(state: State, before: Plan | None, plan: Plan) -> tuple[str, ...]:
+    """Who was a member and is still there: in the moment of a change a round may be theirs alone."""
+    were = {*before.members, *before.former} - set(plan.members) if before is not None else set()
+    return tuple(sorted(peer for peer in were if _is_there(state, peer)))[:MOST_FORMER]
+
+
+def _is_there(state: State, peer: str) -> bool:
+    node, live = state.nodes.get(peer), state.live.get(peer)
+    return node is not None and not (node.banned or node.left) and live is not None and live.connected
 
 
 def _figures(plan: Plan, notes: Notes) -> PlanFigures:

@@ -75,7 +75,7 @@ def restore(
         for item in memory.values()
         for peer in (item.plan.members if item.plan else ())
     }
-    return State(
+    state = State(
         operator_key=operator_key,
         tokens={token.token_id: token for token in contents.tokens},
         nodes={node.peer_id: node for node in contents.nodes},
@@ -87,6 +87,8 @@ def restore(
         deny_reserved=contents.deny.number if contents.deny else 0,
         last_event_id=contents.last_event_id,
     )
+    stages = [peer for peer in live if state.nodes[peer].draining and hand_over.begins(state, state.nodes[peer])]
+    return replace(state, live={**live, **{peer: replace(live[peer], hands_over=True) for peer in stages}})
 
 
 def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
@@ -126,6 +128,8 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     `CorpusError` when its text is not the run's, `InvalidRequest`."""
     node, live = check_session(state, peer_id, session)
     _check_request(request)
+    if len(request.status.lost_layers) > checkpoints.layer_count(state, node.run_id):
+        raise InvalidRequest("a node has lost more layers than there are")
     draft = Draft(state, now)
     if request.HasField("deny_list"):
         admission.take_deny_list(draft, request.deny_list)
@@ -214,7 +218,7 @@ def _watch_streams(draft: Draft, policy: Policy) -> None:
 def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     _tell_strays(draft, run_id)
     reports.tell_gap(draft, run_id)
-    hand_over.go_on(draft, run_id)
+    hand_over.go_on(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)

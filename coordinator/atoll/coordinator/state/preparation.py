@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from atoll.coordinator.state.snapshot import State
     from atoll.core.plan import Plan
 
+MOST_BEHIND = 2  # rounds: one that is being followed, one that was told before that
 SLOWEST_BYTES_PER_SECOND = 1e6  # that a preparation allows for
 
 
@@ -58,9 +59,11 @@ def told(state: State, peer_id: str) -> range:
 
 def _holds(state: State, peer: str, span: range) -> bool:
     live = state.live.get(peer)
-    if live is None or not live.status.HasField("prepared"):
+    if live is None or not live.connected or not live.status.HasField("prepared"):
         return False
-    return _within(span, range(live.status.prepared.first, live.status.prepared.last + 1))
+    newest = state.runs[state.nodes[peer].run_id].head_round
+    recent = live.status.prepared_round + MOST_BEHIND >= newest
+    return recent and _within(span, range(live.status.prepared.first, live.status.prepared.last + 1))
 
 
 def _within(span: range, held: range) -> bool:

@@ -120,21 +120,27 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
 
 
 def _left_of_lost(state: State, run_id: str) -> Left | None:
-    """What is left, if all planned nodes are here and some layer is lost to each of them that should hold it."""
+    """What is left, if some layer is lost to all planned nodes that should hold it, and who may know more is here."""
     run, memory = state.runs[run_id], state.memory[run_id]
-    here = set(fit_nodes(state, run_id))
-    if memory.plan is None or not here >= set(memory.plan.members):
+    here, electorate = set(fit_nodes(state, run_id)), electorate_after(memory, run.head_round)
+    if memory.plan is None or electorate is None:
         return None
-    held = {
-        layer
-        for item in memory.plan.assignments
-        for layer in range(item.first_layer, item.last_layer + 1)
-        if layer not in state.live[item.peer_id].status.lost_layers
-    }
+    gone = {peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)}
+    if not here >= set(memory.plan.members) | (electorate.members - gone):
+        return None
+    held: set[int] = set()
+    for item in memory.plan.assignments:
+        lost = frozenset(state.live[item.peer_id].status.lost_layers)
+        held |= frozenset(range(item.first_layer, item.last_layer + 1)) - lost
     if len(held) == memory.plan.layers:
         return None
-    left = _goes_on_from(state, run)
-    return left if left is not None and left.round < run.head_round else None
+    return _newest_whole(state, run, below=run.head_round)
+
+
+def _may_return(state: State, peer: str) -> bool:
+    """Whether a node that is away may come back with what it held."""
+    node = state.nodes[peer]
+    return not (node.banned or node.left)
 
 
 def _goes_on_from(state: State, run: Run) -> Left | None:
@@ -144,24 +150,37 @@ def _goes_on_from(state: State, run: Run) -> Left | None:
     return _newest_whole(state, run) if cut else newest_left(state, run)
 
 
-def _newest_whole(state: State, run: Run) -> Left | None:
-    """The newest committed round of which fit nodes hold all layers: as their state, or in checkpoints."""
+def _newest_whole(state: State, run: Run, below: int | None = None) -> Left | None:
+    """The newest committed round of which planned nodes hold all layers: as their state, or in checkpoints.
+
+    Others may hold some, too, but nobody would ask them.
+    """
     memory, here = state.memory[run.run_id], fit_nodes(state, run.run_id)
     assert memory.plan is not None
+    count = memory.plan.layers
     held: dict[tuple[int, bytes], list[tuple[str, range]]] = {}
     for peer in here:
         status, span = state.live[peer].status, memory.plan.span(peer)
-        if len(status.head_hash) == _HASH_BYTES and not status.lost_layers:
+        if span and len(status.head_hash) == _HASH_BYTES and not status.lost_layers:
             held.setdefault((status.head_round, status.head_hash), []).append((peer, span))
-        for item in state.checkpoints.get(peer, ()):
+        for item in state.checkpoints.get(peer, ()) if span else ():
             held.setdefault((item.round, item.manifest_hash), []).append((peer, item.layers))
-    layers = set(range(memory.plan.layers))
     whole = (
         Left(number, len({peer for peer, _ in those}), digest)
         for (number, digest), those in held.items()
-        if layers <= {layer for _, span in those for layer in span}
+        if (below is None or number < below) and _covers(count, [span for _, span in those])
     )
     return max((item for item in whole if _counts(run, memory, item, len(here) / 2)), default=None)
+
+
+def _covers(count: int, spans: list[range]) -> bool:
+    """Whether these spans hold layers 0 to `count` - 1."""
+    end = 0
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.start > end:
+            return False
+        end = max(end, span.stop)
+    return end >= count
 
 
 def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:

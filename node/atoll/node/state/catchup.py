@@ -21,7 +21,7 @@ from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState, Fetched, Staged
 from atoll.node.state.conversation import Conversation
 from atoll.node.state.fetch import FetchPolicy, StateMoved, Wanted, fetch_state
-from atoll.node.state.heads import believe
+from atoll.node.state.heads import Believed, believe
 from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
 from atoll.node.transport import Network
 from atoll.v1 import manifest_pb2
@@ -64,12 +64,16 @@ async def catch_up(
     lacking: bool = False,
     believed: Callable[[Head], None] = lambda head: None,
     allocate: Allocate = torch.empty,
+    others: Callable[[], Sequence[tuple[Head, AnchorState]]] = tuple,
+    unheld: Callable[[frozenset[int]], None] = lambda layers: None,
 ) -> Fetched | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
     None when `held` is that head, or is newer and part of the history that counts, unless `state` is `lacking` some of
     its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
-    nothing is fetched. `believed` hears of that head; `allocate` makes the vectors that are returned.
+    nothing is fetched; nor of what `others` hold, states that are whole for their layers, each with its head.
+    `believed` hears of the head that counts, and `unheld` which layers nobody who answered holds as they are there, nor
+    we. `allocate` makes the vectors that are returned.
 
     Raises `Unreachable` when no head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head
     is not of this model.
@@ -86,15 +90,22 @@ async def catch_up(
         try:
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
                 if not lacking:
+                    unheld(frozenset())
                     return None
                 if head.round < held.round:
                     raise Unreachable(f"the others are at round {head.round}, before ours")
             followed = head if best.grown else followed
             wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets, state.layers))
             if workspace is None:
-                workspace = Workspace(state.start, state.end, allocate)
+                workspace = await asyncio.to_thread(Workspace, state.start, state.end, allocate)
                 if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
-                    await asyncio.to_thread(workspace.take_over, state.anchor_E, state.momentum_E, wanted.pieces)
+                    await asyncio.to_thread(
+                        workspace.take_over, state.start, state.anchor_E, state.momentum_E, wanted.pieces
+                    )
+            for then, other in others():
+                same = [piece for piece in wanted.pieces if _holds(then, other, head, piece)]
+                await asyncio.to_thread(workspace.take_over, other.start, other.anchor_E, other.momentum_E, same)
+            unheld(_unheld(best, workspace, wanted.pieces))
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations, best.held)
         except StateMoved as error:
             _log.info("the head moved on while it was fetched", round=head.round, reason=str(error))
@@ -107,6 +118,21 @@ async def catch_up(
             await best.end()
         return Fetched(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
     raise Unreachable(f"the head moved on {policy.restarts} times, and no more of it was fetched than before")
+
+
+def _holds(then: Head, state: AnchorState, now: Head, piece: Piece) -> bool:
+    """Whether a state of `then` has this piece of `now`."""
+    same = then.manifest.layers[piece.layer] == now.manifest.layers[piece.layer]
+    return same and piece.layer in state.layers
+
+
+def _unheld(best: Believed, workspace: Workspace, pieces: Sequence[Piece]) -> frozenset[int]:
+    """Layers of which something is neither in the workspace nor with anybody who holds that head."""
+    spans = [best.held.get(peer) for peer in best.holders]
+    missing = {piece.layer for piece in pieces if not workspace.has(piece)}
+    return frozenset(
+        layer for layer in missing if not any(span is None or any(layer in part for part in span) for span in spans)
+    )
 
 
 def _longest_lived_first(head: Head, offsets: Sequence[int], held: range) -> tuple[Piece, ...]:

@@ -59,7 +59,10 @@ class CheckpointWriter:
 
     async def of_round(self, number: int, layers: Layers) -> Checkpoint | None:
         """That of one round, if it is on disk. Raises `DataDirUnusable`."""
-        return await asyncio.to_thread(self.store.of_round, number, layers)
+        found = await asyncio.to_thread(self.store.of_round, number, layers)
+        if found is None:
+            self._held = await self._newest_held()  # it may have been set aside
+        return found
 
     def offer(self, state: CheckpointState) -> None:
         """A round was committed. Writes it if one is due and none is being written; returns at once."""

@@ -85,7 +85,9 @@ async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head
         # one ahead is what an honest member in front is
         if believed is None or head.round > believed.round + 1:
             _refuse(_offering(offers, head), head, reason)
-    return Believed(believed, _offering(offers, believed), grown) if believed is not None else None
+    if believed is None:
+        return None
+    return Believed(believed, (*_offering(offers, believed), *_offering(inquiry.former, believed)), grown)
 
 
 async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
@@ -195,7 +197,8 @@ class _Inquiry:
     def __init__(self, network: Network, plan: Plan) -> None:
         self._network = network
         self._plan = plan
-        self._peers = [peer for peer in plan.members if peer != network.peer_id]
+        self._peers = [peer for peer in (*plan.members, *plan.former) if peer != network.peer_id]
+        self.former: dict[str, Head] = {}  # of who is no member any more: nobody's word, but maybe the only bytes
         self.held: dict[str, tuple[range, ...]] = {}  # layers of those who do not hold all
         self._open: dict[str, Conversation] = {}
         self._answered: list[str] = []  # with a head
@@ -219,7 +222,9 @@ class _Inquiry:
             for task in asking.values():
                 task.cancel()
             await asyncio.gather(*asking.values(), return_exceptions=True)
-        return {peer: head for peer, head in answers.items() if head is not None and self._plan.accepts(head)}
+        found = {peer: head for peer, head in answers.items() if head is not None and self._plan.accepts(head)}
+        self.former = {peer: found.pop(peer) for peer in self._plan.former if peer in found}
+        return found
 
     async def hashes(self, peers: Iterable[str], number: int) -> dict[str, bytes]:
         """What each of `peers` says that round `number` decided, by hash."""

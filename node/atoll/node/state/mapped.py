@@ -27,5 +27,5 @@ def mapped_vector(folder: Path, elements: int) -> Tensor:
         finally:
             os.close(descriptor)
             Path(name).unlink()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch raises the latter
         raise DataDirUnusable(f"no room for {4 * elements} bytes in {folder}: {error}") from error

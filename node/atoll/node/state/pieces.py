@@ -64,12 +64,15 @@ class Workspace:
         self.vectors: dict[Kind, Tensor] = {"anchor": allocate(end - start), "momentum": allocate(end - start)}
         self._true: dict[tuple[Kind, int], bytes] = {}
 
-    def take_over(self, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
-        """Copy the pieces that these vectors, of the same elements, hold already. Hashes all of both."""
+    def take_over(self, start: int, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
+        """Copy the pieces that these vectors, which begin with element `start` and hold them all, have already.
+
+        Hashes what they have of them.
+        """
         sources: dict[Kind, Tensor] = {"anchor": anchor_E, "momentum": momentum_E}
         for piece in pieces:
-            values_E = sources[piece.kind][piece.start - self._start : piece.end - self._start]
-            if digest(values_E) == piece.digest:
+            values_E = sources[piece.kind][piece.start - start : piece.end - start]
+            if not self.has(piece) and digest(values_E.contiguous()) == piece.digest:
                 self._values(piece.kind, piece.start, piece.end).copy_(values_E)
                 self.confirm(piece)
 

@@ -13,6 +13,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.core.manifest import Head
@@ -36,8 +38,8 @@ class Present:
     """What the node has now."""
 
     offsets: Sequence[int]  # of all layers of the model; empty: not known yet
-    layers: range  # that it holds, all of the head
-    head: Head | None  # None: it has none
+    layers: range = range(0)  # that follow the rounds here
+    head: Head | None = None  # of those
 
 
 class Preparing:
@@ -52,9 +54,15 @@ class Preparing:
         present: Callable[[], Present],
         ready: Callable[[], None] = lambda: None,
         believed: Callable[[Head], None] = lambda head: None,
+        others: Callable[[], Sequence[Held]] = tuple,
     ) -> None:
-        self.span = range(0)  # all of its layers are here: some are held, the others in `held`
+        """`others` are states that may have some of what is wanted; they are not changed while they are read."""
         self.held: tuple[Held, ...] = ()
+        self.refused = range(0)  # not to be fetched: there is no room to train them
+        self._span = range(0)  # all of its layers are here: some are followed anyway, the others in `held`
+        self._round = 0  # of which they are
+        self._of = range(0)  # what `held` was fetched for
+        self._generation = 0  # of `held`: grows when it is taken or dropped
         self._network = network
         self._directives = directives
         self._operator_key = operator_key
@@ -62,83 +70,115 @@ class Preparing:
         self._present = present
         self._ready = ready
         self._believed = believed
+        self._others = others
+
+    @property
+    def span(self) -> range:
+        """What is wanted and here; empty: not all of it is."""
+        return self._span if self._span == self._directives.prepare else range(0)
+
+    @property
+    def round(self) -> int:
+        """The round that `span` is of."""
+        return self._round
 
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
             await self._directives.until(self._is_wanted)
-            version = self._plan().version
+            span, version = self._directives.prepare, self._plan().version
+            if span != self._of:
+                self.take()
+                self._of = span
             try:
-                await self._follow(self._directives.prepare, self._present())
-            except AtollError as error:
+                await self._follow(span)
+            except AtollError as error:  # what is here stays
                 _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
                 await asyncio.sleep(_RETRY.total_seconds())
-            if self._directives.prepare or self._plan().version == version:  # the plan was given up, or another comes
+            if not self._directives.prepare and not self._came(version):
                 self.take()
 
     def take(self) -> tuple[Held, ...]:
         """What was fetched, for whoever has a use for it now; it is not followed any more."""
-        held, self.held, self.span = self.held, (), range(0)
+        held, self.held = self.held, ()
+        self._span = self._of = range(0)
+        self._generation += 1
         return held
 
-    async def _follow(self, span: range, present: Present) -> None:
+    def _came(self, version: int) -> bool:
+        """Whether a later plan than that has a place for us: its layers are taken over by who loads them."""
+        plan = self._plan()
+        return plan.version > version and bool(plan.span(self._network.peer_id))
+
+    async def _follow(self, span: range) -> None:
         """Fetch what is lacking of `span`, then what changed of it, until something else is wanted.
 
         Raises what `catch_up` raises, and `DataDirUnusable`.
         """
-        gaps = lacking(span, present.layers)
-        while self._directives.prepare == span and lacking(span, self._present().layers) == gaps:
-            head = self._present().head
-            self.held = tuple([await self._fetch(gap) for gap in gaps])
-            if self.span != span:
-                self.span = span
+        while self._directives.prepare == span:
+            present, generation = self._present(), self._generation
+            gaps = lacking(span, present.layers)
+            held = tuple([await self._fetch(gap, present.offsets) for gap in gaps])
+            if generation != self._generation:
+                return  # the plan came, and did not wait for this
+            self.held = held
+            self._round = min([head.round for head, _ in held] or [present.head.round if present.head else 0])
+            if self._span != span:
+                self._span = span
                 self._ready()
                 _log.info("the layers of the next plan are here", first=span.start, last=span.stop - 1)
-            await self._change(span, head)
+            await self._change(span, present)
 
-    async def _fetch(self, layers: range) -> Held:
-        plan, offsets = self._plan(), self._present().offsets
+    async def _fetch(self, layers: range, offsets: Sequence[int]) -> Held:
         before = next((item for item in self.held if item[1].layers == layers), None)
-        head, state = before if before is not None else (None, None)
+        head, state = before if before is not None else (None, _nothing(offsets, layers))
         fetched = await catch_up(
             self._network,
-            plan,
-            state or self._nothing(offsets, layers),
+            self._plan(),
+            state,
             head,
             operator_key=self._operator_key,
             believed=self._believed,
             allocate=partial(mapped_vector, self._folder),
+            others=lambda: (*self.held, *self._others()),
         )
         if fetched is None:
             assert before is not None
             return before
         return fetched.head, AnchorState(fetched.anchor_E, offsets, layers, fetched.momentum_E)
 
-    async def _change(self, span: range, head: Head | None) -> None:
+    async def _change(self, span: range, then: Present) -> None:
         """Wait until something else is wanted, or there may be a newer head."""
 
         def changed() -> bool:
-            now = self._present().head
-            return self._directives.prepare != span or (now is not None and (head is None or now.hash != head.hash))
+            now = self._present()
+            moved = now.layers != then.layers or _hash(now.head) != _hash(then.head)
+            return self._directives.prepare != span or moved
 
         try:
-            async with asyncio.timeout(POLL.total_seconds() if head is None else None):
+            async with asyncio.timeout(POLL.total_seconds() if then.head is None else None):
                 await self._directives.until(changed)
         except TimeoutError:
             return
 
     def _is_wanted(self) -> bool:
         span, present = self._directives.prepare, self._present()
-        return bool(span) and span.stop < len(present.offsets) and self._directives.plan is not None
+        possible = bool(span) and span.stop < len(present.offsets) and span != self.refused
+        return possible and self._directives.plan is not None
 
     def _plan(self) -> Plan:
         assert self._directives.plan is not None
         return self._directives.plan
 
-    def _nothing(self, offsets: Sequence[int], layers: range) -> AnchorState:
-        elements = offsets[layers.stop] - offsets[layers.start]
-        anchor_E, momentum_E = (mapped_vector(self._folder, elements) for _ in range(2))
-        return AnchorState(anchor_E, offsets, layers, momentum_E)
+
+def _hash(head: Head | None) -> bytes:
+    return head.hash if head is not None else b""
+
+
+def _nothing(offsets: Sequence[int], layers: range) -> AnchorState:
+    """Zeros that take no room."""
+    zeros_E = torch.zeros(1).expand(offsets[layers.stop] - offsets[layers.start])
+    return AnchorState(zeros_E, offsets, layers, zeros_E)
 
 
 def lacking(span: range, held: range) -> tuple[range, ...]:
