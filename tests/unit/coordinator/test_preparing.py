@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN
 
-from atoll.coordinator.state import admission, hand_over, preparation, views
+from atoll.coordinator.state import admission, hand_over, lifecycle, preparation, views
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -149,3 +151,63 @@ def test_a_coordinator_that_starts_again_asks_anew_and_what_was_fetched_counts(p
     pair.wait(10)
     assert pair.plan.version == 2
     assert set(pair.spans()) == {"ann", "bob", "cid", "dan"}
+
+
+def test_layers_of_long_ago_are_not_those_of_now(pair: RoutedWorld) -> None:
+    pair.put(replace(pair.run, head_round=50))
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    pair.fetch_told()
+    for name in ("cid", "dan"):
+        live = pair.state.live[pair.identities[name].peer_id]
+        live.status.prepared_round = 40
+    pair.wait(2)
+    assert pair.plan.version == 1
+    for name in ("cid", "dan"):
+        pair.say(name, mb.NODE_STATE_READY)
+    pair.wait(0.4)
+    assert pair.plan.version == 2
+
+
+def test_a_preparation_ends_when_all_who_are_left_hold_everything() -> None:
+    world = RoutedWorld(fetches=False)
+    world.begin(ann=12, bob=12)
+    world.cards(cid=6, dan=6)
+    world.wait(5)
+    assert told(world)
+    for name in ("cid", "dan"):
+        world.hang_up(name)
+    world.wait(world.policy.lost_after_seconds + 10)
+    assert told(world) == {}
+    assert world.state.memory[RUN].preparation is None
+
+
+def test_while_a_run_is_paused_nothing_is_prepared(pair: RoutedWorld) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    assert told(pair)
+    pair.take(lifecycle.pause(pair.state, pair.now, RUN))
+    assert told(pair) == {}
+    pair.wait(500)
+    pair.take(lifecycle.start(pair.state, pair.now, RUN, pair.policy))
+    pair.fetches = True
+    pair.wait(10)
+    assert set(pair.spans()) == {"ann", "bob", "cid", "dan"}
+    assert not pair.told("plan.abandoned")
+
+
+def test_a_coordinator_that_starts_again_lets_a_draining_stage_hand_over(pair: RoutedWorld) -> None:
+    pair.cards(cid=6)
+    pair.wait(2)
+    going = pair.routes()[0][0]
+    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.wait(3)
+    pair.restart()
+    for name in pair.identities:
+        pair.connect(name, mb.NODE_STATE_TRAINING)
+    pair.wait(5)
+    assert order(pair, going) == mb.ORDER_UNSPECIFIED
+    pair.fetch_told()
+    pair.wait(1)
+    assert "cid" in pair.spans()
+    assert order(pair, going) == mb.ORDER_DRAIN

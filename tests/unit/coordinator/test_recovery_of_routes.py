@@ -6,8 +6,8 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, hash_of, round_report
 
-from atoll.coordinator.state import checkpoints, recovery
-from atoll.core.errors import InvalidTransition, NotFound
+from atoll.coordinator.state import admission, checkpoints, recovery
+from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
@@ -148,3 +148,68 @@ def test_checkpoints_of_parts_are_shown_and_not_pulled(pair: RoutedWorld) -> Non
         checkpoints.choose(pair.state, RUN, 0, "")
     tell(pair, "bob", 7, span=(0, LAYERS - 1))
     assert checkpoints.choose(pair.state, RUN, 0, "").round == 7
+
+
+def test_a_claim_of_the_newest_round_by_somebody_stops_no_recovery(pair: RoutedWorld) -> None:
+    """The layers are lost: whoever says that it has a checkpoint of that round has none that helps."""
+    tell(pair, "ann", 12, 8)
+    tell(pair, "bob", 12, 8)
+    power_cut(pair, ann=12, bob=8)
+    pair.wait(pair.policy.lost_layers_seconds + 3)
+    assert pair.plan.base.round == 8
+
+
+def test_when_that_round_is_lost_too_it_goes_back_further(pair: RoutedWorld) -> None:
+    tell(pair, "ann", 12, 8, 4)
+    tell(pair, "bob", 10, 8, 4)
+    power_cut(pair, ann=12, bob=10)
+    pair.wait(pair.policy.lost_layers_seconds + 3)
+    assert pair.plan.base.round == 8
+    pair.lost["bob"] = [6]
+    pair.say("bob")
+    pair.wait(pair.policy.lost_layers_seconds + 3)
+    assert pair.plan.base.round == 4
+
+
+def test_checkpoints_of_who_has_no_place_do_not_count(pair: RoutedWorld) -> None:
+    """Nobody would ask it."""
+    pair.cards(spare=6)
+    pair.wait(3)
+    tell(pair, "ann", 12, 4)
+    tell(pair, "bob", 10, 4)
+    tell(pair, "spare", 8, span=(0, LAYERS - 1))
+    power_cut(pair, ann=12, bob=10)
+    pair.wait(pair.policy.lost_layers_seconds + 3)
+    assert pair.plan.base.round == 4
+
+
+def test_who_took_part_in_the_newest_round_and_is_away_is_waited_for(pair: RoutedWorld) -> None:
+    pair.cards(spare=6)
+    pair.wait(3)
+    for name in STAGES:
+        tell(pair, name, 8)
+    away = "bob"
+    span = pair.spans()[away]
+    pair.hang_up(away)
+    pair.wait(pair.policy.lost_after_seconds + 4)
+    assert pair.spans()["spare"] == span
+    pair.lost["spare"] = list(range(span[0], span[1] + 1))
+    pair.heads["spare"] = (8, hash_at(pair, 8))
+    tell(pair, "spare", 8)
+    pair.wait(3 * pair.policy.lost_layers_seconds)
+    assert pair.plan.base.round == 0
+    pair.take(admission.leave(pair.state, pair.now, pair.identities[away].peer_id, ""))  # for good
+    pair.wait(pair.policy.lost_layers_seconds + 3)
+    assert pair.plan.base.round == 8
+
+
+@pytest.mark.parametrize("span", [(0, LAYERS), (7, 6), (0, 2**32 - 1)])
+def test_checkpoints_of_layers_that_are_none_are_refused(pair: RoutedWorld, span: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequest):
+        tell(pair, "ann", 8, span=span)
+
+
+def test_more_lost_layers_than_there_are_are_refused(pair: RoutedWorld) -> None:
+    pair.lost["ann"] = [1] * (LAYERS + 1)
+    with pytest.raises(InvalidRequest):
+        pair.say("ann")

@@ -1,6 +1,7 @@
 """What a node of a few layers holds, after a cut and after its run went back to an earlier round."""
 
-from dataclasses import dataclass, field
+import asyncio
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import cast
 
@@ -65,7 +66,7 @@ class Node:
         for number in rounds:
             it = part(number, OURS)
             self.store.write(CheckpointState(HEADS[number], Layers.of(TABLE, OURS), it.anchor_E, it.momentum_E))
-        directives = Directives(cast(Authority, None), lambda *_: None, lambda _: None, folder / "plan")
+        self.directives = Directives(cast(Authority, None), lambda *_: None, lambda _: None, folder / "plan")
         self.holdings = Holdings(
             Rooms(
                 self.reef.network,
@@ -74,8 +75,8 @@ class Node:
                 OPERATOR.public_key,
                 ManifestStore(folder / "manifests", "r"),
                 CheckpointWriter(self.store, timedelta(seconds=60), SystemClock()),
-                directives,
-                lambda: None,
+                self.directives,
+                self.directives.wake,
             )
         )
 
@@ -145,3 +146,73 @@ async def test_without_a_checkpoint_of_that_round_it_is_fetched(make):
     back = plan_of(*VOTERS, version=2, base=HEADS[1])
     assert (await node.holdings.synchronise(back)).round == 1
     assert node.holds(1)
+
+
+def follow(node: Node) -> asyncio.Task[None]:
+    return asyncio.create_task(node.holdings.preparing.run())
+
+
+async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what_is_true_now(make):
+    """As a node that was drained, and comes back."""
+    node = make(1)
+    for donor in (ANN, BOB):
+        node.reef.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3])
+    await node.load()
+    node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
+    preparing, running = node.holdings.preparing, follow(node)
+    node.directives.prepare = OURS
+    node.directives.wake()
+    async with asyncio.timeout(10):
+        await node.directives.until(lambda: preparing.span == OURS)
+    assert preparing.round == 3
+    assert preparing.held
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
+    """Who held the layers is gone by then."""
+    node = make(1)
+    holdings = [node.reef.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3]) for donor in (ANN, BOB)]
+    await node.load()
+    node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
+    preparing, running = node.holdings.preparing, follow(node)
+    node.directives.prepare = OURS
+    node.directives.wake()
+    async with asyncio.timeout(10):
+        await node.directives.until(lambda: preparing.span == OURS)
+    for holding in holdings:
+        holding.state = part(3, THEIRS)
+    node.directives.plan = replace(plan_of(ANN, BOB, CLEO, version=2, voters=VOTERS), base=PLAN.base)
+    node.directives.prepare = range(0)
+    node.directives.wake()
+    bodies = sum(node.reef.bodies.values())
+    assert (await node.holdings.synchronise(node.directives.plan)).round == 3
+    assert node.holds(3)
+    assert not node.holdings.lost
+    assert sum(node.reef.bodies.values()) == bodies
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_when_nobody_answers_nothing_is_called_lost(make):
+    node = make(1)
+    await node.load()
+    back = plan_of(*VOTERS, version=2, base=HEADS[3])
+    with pytest.raises(Unreachable):
+        await node.holdings.synchronise(back)
+    assert not node.holdings.lost
+
+
+async def test_a_former_member_is_asked_for_bytes_and_not_for_its_word(make):
+    node = make(1)
+    node.reef.serve(ANN, history(HEADS[1], HEADS[2]), part(2, THEIRS))
+    node.reef.serve(BOB, history(HEADS[1], HEADS[2]), STATES[2])
+    await node.load()
+    plan = replace(plan_of(ANN, CLEO, version=2, voters=VOTERS), base=PLAN.base)
+    with pytest.raises(Unreachable):
+        await node.holdings.synchronise(plan)
+    assert node.holdings.lost
+    assert (await node.holdings.synchronise(replace(plan, former=(BOB.peer_id,)))).round == 2
+    assert node.holds(2)
+    assert not node.holdings.lost

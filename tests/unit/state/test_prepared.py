@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OFFSETS, OPERATOR, Reef, commit, history, plan_of, state_of
 
-from atoll.core.errors import DataDirUnusable
+from atoll.core.errors import DataDirUnusable, Unreachable
 from atoll.core.membership import Authority
 from atoll.node.control.directives import Directives
 from atoll.node.state import prepared
@@ -183,3 +183,76 @@ def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(DataDirUnusable):
         mapped_vector(tmp_path, 1 << 50)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
+    node = Node(tmp_path)
+    node.preparing = Preparing(
+        node.reef.network,
+        node.directives,
+        OPERATOR.public_key,
+        node.folder,
+        lambda: node.present,
+        node.ready,
+        others=lambda: ((HEAD, STATE),),
+    )
+    running = asyncio.create_task(node.preparing.run())
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    assert not node.reef.bodies
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await node.reef.hub.close()
+
+
+async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
+    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 50)
+    monkeypatch.setattr(prepared, "_RETRY", prepared.POLL / 50)
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    catch_up = prepared.catch_up
+    failed = asyncio.Event()
+
+    async def fail(*_args, **_more):
+        failed.set()
+        raise Unreachable("no head was found")
+
+    monkeypatch.setattr(prepared, "catch_up", fail)
+    await asyncio.wait_for(failed.wait(), 10)
+    assert node.preparing.span == range(4)
+    assert holds(node.preparing.held[0][1], STATE, range(4))
+    bodies = sum(node.reef.bodies.values())
+    again = asyncio.Event()
+
+    async def succeed(*args, **more):
+        again.set()
+        return await catch_up(*args, **more)
+
+    monkeypatch.setattr(prepared, "catch_up", succeed)
+    await asyncio.wait_for(again.wait(), 10)
+    assert node.preparing.span == range(4)
+    assert sum(node.reef.bodies.values()) == bodies  # nothing is fetched again
+
+
+async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
+    for holding in node.holdings:
+        holding.moving = True
+    node.wants(range(4))
+    await asyncio.sleep(0.05)
+    node.directives.plan = plan_of(*DONORS, CLEO, version=2, voters=DONORS)
+    node.wants(range(0))
+    assert node.preparing.take() == ()
+    for holding in node.holdings:
+        holding.moving = False
+    await asyncio.sleep(0.5)
+    assert node.preparing.held == ()
+    assert not node.preparing.span
+    assert list(node.folder.iterdir()) == []
+
+
+async def test_what_has_no_room_is_not_fetched(node):
+    node.preparing.refused = range(4)
+    node.wants(range(4))
+    await asyncio.sleep(0.05)
+    assert not node.preparing.span
+    assert not node.reef.bodies
