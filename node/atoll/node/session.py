@@ -152,7 +152,8 @@ class TrainingSession:
         it = self._it
         await self.stop_trainer()
         limits = self._limits
-        config = replace(limits, span=self._span())
+        known = it.status.facts.layer_times if it.status.facts is not None else ()
+        config = replace(limits, span=self._span(), layer_times=known)
         trainer = await Trainer.spawn(config, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
         self._trainer = trainer
         if self._limits is not limits:  # changed while it loaded

@@ -8,7 +8,7 @@ that gives it a span.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,6 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.core.units import bytes_text
 from atoll.node.pipeline.cable_end import CableEnd
 from atoll.node.pipeline.memory import Traffic, trainer_memory
-from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.stage_loop import StageLoop
@@ -49,6 +48,7 @@ class Loaded:
     clock: Clock
     facts: DeviceFacts
     loop: InnerLoop | StageLoop | None  # None: no layers
+    layer_times: LayerTimes = ()  # if they are known
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -96,7 +96,7 @@ class Loaded:
         if isinstance(self.loop, InnerLoop):
             speed = self.loop.probe(minimum_step_seconds)
             return speed, self.loop.layer_times()
-        times = single_layer_times(self.spec, self.shape, self.facts, self.clock)
+        times = self.layer_times or single_layer_times(self.spec, self.shape, self.facts, self.clock)
         if self.loop is None:
             return 0.0, times
         seconds = self._seconds_per_token(self.loop.span, times)
@@ -141,7 +141,7 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     )
     torch.set_num_threads(config.cpu_threads)
     if facts.device == "cpu" and config.memory_bytes:
-        single_layer_times(spec, shape, facts, clock)  # torch's threads and their buffers are there from now on
+        single_layer_times(spec, replace(shape, vocabulary=1), facts, clock)  # torch's threads are there from now on
         limit_host_memory(config.memory_bytes)
     loop: InnerLoop | StageLoop | None = None
     if span is not None:
@@ -152,7 +152,7 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
             raise too_large(f"does not fit with {span} beside what is there", facts) from error
     elif holds:
         loop = InnerLoop(spec, corpus, facts.device, clock=clock)
-    return Loaded(spec, shape, corpus, clock, facts, loop)
+    return Loaded(spec, shape, corpus, clock, facts, loop, config.layer_times)
 
 
 def _has_room(spec: RunSpec, shape: ModelShape, span: Span | None, facts: DeviceFacts) -> bool:
@@ -174,7 +174,7 @@ def stage_bytes(spec: RunSpec, shape: ModelShape, span: Span) -> int:
     """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each."""
     tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
-    credits = max(credits_of(shape.layers + 2 - span.first, micro_batches, AHEAD))
+    credits = max(credits_of(shape.layers + 2 - span.first, micro_batches, spec.pipeline.ahead))
     traffic = Traffic(tokens, spec.data.sequence_length, credits)
     return trainer_memory(layer_table(spec, shape), span, traffic)
 
