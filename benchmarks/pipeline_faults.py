@@ -39,7 +39,6 @@ from benchmarks.swarm_lab import reported
 NODES = 8
 PACE_SECONDS = 1.0  # of a flush
 EVERY_SECONDS = 30.0
-PEACE_SECONDS = 120.0
 MICRO_BATCHES = 8
 _READY = timedelta(seconds=300)
 _LOOK_SECONDS = 0.25
@@ -154,7 +153,7 @@ async def disturb(swarm: LocalSwarm, routes: Sequence[Sequence[str]], seconds: f
     return done
 
 
-async def measure(count: int, seconds: float, root: Path, report: Report) -> None:
+async def measure(count: int, peace_seconds: float, seconds: float, root: Path, report: Report) -> None:
     """One swarm. Raises what the launcher raises."""
     length = NODES // count
     routes = [[f"node-{number * length + stage + 1}" for stage in range(length)] for number in range(count)]
@@ -183,7 +182,7 @@ async def measure(count: int, seconds: float, root: Path, report: Report) -> Non
         try:
             await swarm.until(lambda: watched.ready and len(watched.committed) >= 3, "the routes do not train", _READY)
             peace = time.monotonic()
-            await asyncio.sleep(PEACE_SECONDS)
+            await asyncio.sleep(peace_seconds)
             began = time.monotonic()
             kills = await disturb(swarm, routes, seconds, random.Random(7))
             ended = time.monotonic()
@@ -267,6 +266,7 @@ def main() -> None:
     """Run, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="of kills, for each number of routes")
+    parser.add_argument("--peace", type=float, default=120.0, help="seconds without any, before")
     parser.add_argument("--routes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--name", default="pipeline_faults", help="of the result's file")
     chosen = parser.parse_args()
@@ -274,7 +274,7 @@ def main() -> None:
     with reported(report, _NOTES):
         for count in chosen.routes:
             with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
-                asyncio.run(measure(count, chosen.seconds, Path(scratch), report))
+                asyncio.run(measure(count, chosen.peace, chosen.seconds, Path(scratch), report))
         judge(report)
 
 

@@ -25,7 +25,7 @@ from atoll.core import log, protocol
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge, Unreachable
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, sign_vote
+from atoll.core.manifest import Head, changed_layers, sign_vote
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Voted
 from atoll.core.round_id import RoundId
@@ -525,8 +525,17 @@ class TrainingSession:
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
         state = self._checkpoint_state()
         if state is not None and head.round > 0:
-            self._it.checkpoints.offer(state)
+            self._it.checkpoints.offer(state, only_copy=self._is_only_holder(head))
         self._it.directives.wake()
+
+    def _is_only_holder(self, head: Head) -> bool:
+        """Whether its round changed layers that the plan gives to nobody else, on a route."""
+        plan, me = self._it.directives.plan, self._it.identity.peer_id
+        if plan is None or plan.is_replica(me):
+            return False
+        mine, changed = plan.span(me), changed_layers(head.manifest)
+        layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
+        return any(plan.holders(range(layer, layer + 1)) == {me} for layer in layers)
 
     def _let_go_of_formers(self, head: Head) -> None:
         if self._state is not None and not self._lacks_layers:

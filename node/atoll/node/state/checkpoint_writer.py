@@ -1,7 +1,8 @@
 """When checkpoints are written: now and then while training, and once more on leaving.
 
-Rounds never wait for the disk. A due state is copied and written in a thread; if a round commits into it during the
-copy, the digests tell, and the next round is offered anyway. A disk that fails is a warning and another try later.
+Rounds never wait for the disk. What nobody else holds is always due: else its rounds end with this process. A due
+state is copied and written in a thread; if a round commits into it during the copy, the digests tell, and the next
+round is offered anyway. A disk that fails is a warning and another try later.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class CheckpointWriter:
         self._held: tuple[mb.CheckpointInfo, ...] = ()
         self._next = clock.monotonic()
         self._background: asyncio.Task[None] | None = None
+        self._waiting: CheckpointState | None = None  # for the one that is being written
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
         """The newest on disk, newest first; another object whenever that changed."""
@@ -50,9 +52,14 @@ class CheckpointWriter:
             _log.info("checkpoint read", round=found.head.round, path=str(self.store.path(found.head.round)))
         return found
 
-    def offer(self, state: CheckpointState) -> None:
-        """A round was committed. Writes it if one is due and none is being written; returns at once."""
-        if self._background is None and self._clock.monotonic() >= self._next:
+    def offer(self, state: CheckpointState, *, only_copy: bool = False) -> None:
+        """A round was committed. Writes it if one is due and none is being written; returns at once.
+
+        The `only_copy` of some layers is due whenever it comes, and is next when another is being written.
+        """
+        if self._background is not None:
+            self._waiting = state if only_copy else None
+        elif only_copy or self._clock.monotonic() >= self._next:
             self._next = self._clock.monotonic() + self._interval.total_seconds()
             self._background = asyncio.create_task(self._write_beside(state))
 
@@ -78,6 +85,15 @@ class CheckpointWriter:
             await asyncio.wait([self._background])
 
     async def _write_beside(self, state: CheckpointState) -> None:
+        due: CheckpointState | None = state
+        try:
+            while due is not None:
+                await self._try_to_write(due)
+                due, self._waiting = self._waiting, None
+        finally:
+            self._background = None
+
+    async def _try_to_write(self, state: CheckpointState) -> None:
         try:
             await self._write_copy(state)
         except CheckpointCorrupt as error:
@@ -86,8 +102,6 @@ class CheckpointWriter:
         except AtollError as error:
             self.problem = str(error)
             _log.warning("checkpoint not written", reason=str(error), retry_seconds=self._interval.total_seconds())
-        finally:
-            self._background = None
 
     async def _newest_held(self) -> tuple[mb.CheckpointInfo, ...]:
         return (await asyncio.to_thread(self.store.held))[:MAX_TOLD]
