@@ -10,7 +10,8 @@ from benchmarks.common import RESULTS
 
 ALL = (
     "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "parity", "allreduce",
-    "utilisation", "join_wan", "nat", "planner",
+    "utilisation", "join_wan", "nat", "planner", "memory", "pipeline",
+    "pipeline_faults",
 )  # fmt: skip
 
 

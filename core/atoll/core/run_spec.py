@@ -75,6 +75,7 @@ class PipelineSection(Section):
     micro_batches: Annotated[int, Field(ge=1, le=2**16)] | None = (
         None  # of a flush, which is a route's inner step; default: accumulate
     )
+    ahead: Annotated[int, Field(ge=0, le=64)] = 5  # micro-batches that each link keeps on their way
 
 
 CodecName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]

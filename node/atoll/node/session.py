@@ -23,7 +23,7 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head
+from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Voted
 from atoll.core.round_id import RoundId
@@ -162,7 +162,8 @@ class TrainingSession:
         it = self._it
         await self.stop_trainer()
         limits = self._limits
-        config = replace(limits, span=self._span())
+        known = it.status.facts.layer_times if it.status.facts is not None else ()
+        config = replace(limits, span=self._span(), layer_times=known)
         trainer = await Trainer.spawn(config, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
         self._trainer = trainer
         if self._limits is not limits:  # changed while it loaded
@@ -447,8 +448,17 @@ class TrainingSession:
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
         state = self._held.checkpoint_state()
         if state is not None and head.round > 0:
-            self._it.checkpoints.offer(state)
+            self._it.checkpoints.offer(state, only_copy=self._is_only_holder(head))
         self._it.directives.wake()
+
+    def _is_only_holder(self, head: Head) -> bool:
+        """Whether its round changed layers that the plan gives to nobody else, on a route."""
+        plan, me = self._it.directives.plan, self._it.identity.peer_id
+        if plan is None or plan.is_replica(me):
+            return False
+        mine, changed = plan.span(me), changed_layers(head.manifest)
+        layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
+        return any(plan.holders(range(layer, layer + 1)) == {me} for layer in layers)
 
     def _evaluated(self, report: mb.EvaluationReport) -> None:
         self._it.status.validation_loss = report.loss

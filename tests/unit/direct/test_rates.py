@@ -55,6 +55,17 @@ def test_a_steady_link_is_known_soon_and_kept_nearly_full(uplink: float, senders
     assert state.budget <= uplink * PROBES[0] * 1.001  # growing steps only while there is growth
 
 
+@pytest.mark.parametrize("late", [0.0, 0.25, 0.4])
+def test_an_estimate_from_bursts_finds_a_link_that_carries_more_though_acknowledgements_are_late(late: float) -> None:
+    """Of each window, the share `late` still shows the rate before; streams of a route begin as such bursts."""
+    state, before = Uplink((4e6,) * MEMORY_WINDOWS, started=True), 4e6
+    for _ in range(60):
+        given = state.budget
+        passes = min(0.97 * ((1 - late) * given + late * before), 12e6)
+        state, before = state.observe(SECONDS, [Sent(int(passes * SECONDS), backlogged=True)]), given
+    assert state.rate == pytest.approx(12e6, rel=0.1)
+
+
 @given(rates, st.floats(0.05, 20), st.integers(1, 6))
 def test_it_follows_the_link_both_ways(uplink: float, change: float, senders: int) -> None:
     state, _ = Link(uplink, [math.inf] * senders).run(30)

@@ -119,6 +119,20 @@ async def test_rounds_go_on_while_one_is_written_and_change_nothing_in_it(tmp_pa
     assert torch.equal((await writer.restore(LAYERS)).anchor_E, state_of(1).anchor_E)
 
 
+async def test_what_nobody_else_holds_is_written_every_time_and_next_if_one_is_being_written(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    writer.offer(state_of(1))
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    writer.offer(state_of(2), only_copy=True)
+    writer.offer(state_of(3), only_copy=True)
+    disk.gate.set()
+    await written(writer, 3, 1)
+    writer.offer(state_of(4))
+    writer.offer(state_of(5), only_copy=True)
+    await written(writer, 5, 3, 1)
+
+
 async def test_a_state_that_moved_during_the_copy_is_not_written_and_the_next_one_is(tmp_path, clock):
     writer = make(tmp_path, clock)
     torn = state_of(1)

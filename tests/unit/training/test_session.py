@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.cable_end import RouteEvent
+from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.training import messages as ms
 from atoll.node.training import session as session_module
-from atoll.node.training.device import DeviceFacts
+from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.initial_file import write_initial
+from atoll.node.training.loading import load
 from atoll.node.training.model import Decoder, initialise
 from atoll.node.training.pace import Pace
 from atoll.node.training.run_model import run_model
@@ -105,6 +108,23 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
     assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
     assert channel.answers[11] == ms.Done()
     assert not channel.pushed[-1].training
+
+
+def test_layers_that_an_earlier_trainer_measured_are_not_measured_again(tmp_path: Path) -> None:
+    """Measuring takes seconds, and a head's logits."""
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
+    known = (("embedding", 1.0, 2.0), ("block", 4.0, 8.0), ("head", 16.0, 32.0))
+    spec = SPEC.format(model=TINY, path=json.dumps(str(tmp_path)))
+    near, far = socket.socketpair()
+    with near, far:
+        config = ms.TrainerConfig(spec, device="cpu", span=(0, 1), layer_times=known)
+        here = load(config, device_facts(choose_device("cpu")), CableEnd(far, lambda _: None), SystemClock())
+        ready = here.introduction(0.0)
+        assert here.loop is not None
+        here.loop.close()
+        near.shutdown(socket.SHUT_RDWR)
+    assert ready.layer_times == known
+    assert ready.tokens_per_second == pytest.approx(1 / (2 * (1.0 + 4.0) + 2.0 + 8.0))
 
 
 def test_a_model_of_which_not_a_layer_fits_is_refused_before_the_corpus_is_read(tmp_path: Path) -> None:

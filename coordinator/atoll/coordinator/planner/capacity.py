@@ -102,8 +102,9 @@ def training_of(spec: RunSpec) -> Training:
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
         activation_checkpointing=optimizer.activation_checkpointing,
         device_bytes_per_parameter=_DEVICE_BYTES,
-        borrowed_bytes_per_parameter=20.0,  # values and gradient, here and on their way; a gradient before it is added
+        borrowed_bytes_per_parameter=16.0,  # values and gradient, here and on their way
         lent_bytes_per_parameter=8.0,
+        ahead=spec.pipeline.ahead,
         most_waiting=micro_batches,
     )
 

@@ -102,6 +102,7 @@ class Training:
     micro_batches: int  # per inner step (flush) of one route
     round_tokens: int  # of the whole swarm between two outer rounds
     in_flight: int = 8  # micro-batches on a route at a time, at most
+    ahead: int = 5  # of them, that each link keeps on their way beside those that stages work on
     most_waiting: int = 0  # of which input and output may lie on a stage; 0: the inputs of those in flight
     activation_ratio: float = INT8_OF_FP32  # bytes on the wire per byte of fp32 activation
     gradient_ratio: float = INT8_OF_FP32

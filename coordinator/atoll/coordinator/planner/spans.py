@@ -9,7 +9,6 @@ import numpy as np
 
 from atoll.coordinator.planner.problem import FP32_BYTES, BoolArray, FloatArray, Problem
 
-_AHEAD = 1  # micro-batches that each link of a route keeps on their way, beside those that stages work on
 _TOKENS_BYTES = 16  # of a sample's token and of the one to predict
 
 
@@ -39,18 +38,19 @@ class SpanTables:
         training, layers = problem.training, problem.layers
         held = self.parameters * training.device_bytes_per_parameter + self.frozen * FP32_BYTES
         held += self.borrowed * training.borrowed_bytes_per_parameter + self.lent * training.lent_bytes_per_parameter
-        workspace = [float(layer.workspace_bytes_per_token) for layer in layers]
         kept = self._sums([it.kept_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
         waiting = enters * np.where(self.is_whole, 1, min(training.in_flight, training.micro_batches))
         if training.most_waiting:
             stages = len(layers) - np.arange(len(layers) + 1)[:, None]  # from here on, at most
-            most = np.minimum(training.most_waiting, np.maximum(1, (stages - 1) * (1 + _AHEAD) + 1))
+            most = np.minimum(training.most_waiting, np.maximum(1, (stages - 1) * (1 + training.ahead) + 1))
             waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
-        recomputed = waiting + kept + self._maxima(workspace)
         at_once = self._sums([float(it.kept_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
-        per_token = np.where(self.recomputes, recomputed, at_once)
-        fixed = held + self._maxima([float(it.workspace_bytes) for it in layers])
-        return np.asarray(fixed + per_token * training.micro_batch_tokens)
+        tokens, phases = training.micro_batch_tokens, _phases(problem)
+        last = self._maxima([0.0 if it.kind == "embedding" else each for it, each in zip(layers, phases, strict=True)])
+        alone = self._maxima([each if it.kind == "embedding" else 0.0 for it, each in zip(layers, phases, strict=True)])
+        recomputed = tokens * waiting + np.maximum(tokens * kept + last, alone)
+        whole = tokens * at_once + self._maxima([float(it.workspace_bytes) for it in layers])
+        return np.asarray(held + np.where(self.recomputes, recomputed, whole))
 
     def _sums(self, values: list[float] | list[int]) -> FloatArray:
         ends = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
@@ -76,3 +76,21 @@ class SpanTables:
     def _holds(self, layer: int) -> BoolArray:
         index = np.arange(self.is_span.shape[0])
         return (index[:, None] <= layer) & (index[None, :] > layer)
+
+
+def _phases(problem: Problem) -> list[float]:
+    """Bytes that exist only while one layer is differentiated, by layer; these phases follow each other.
+
+    A head has its logits, their log-softmax and its gradient, then the gradients of logits and of its matrix. When the
+    embedding's turn comes, nothing is kept of the blocks any more.
+    """
+    tokens, owners = problem.training.micro_batch_tokens, {layer.name: layer.parameters for layer in problem.layers}
+    found = []
+    for layer in problem.layers:
+        begins, ends = tokens * layer.workspace_bytes_per_token, float(layer.workspace_bytes)
+        if layer.kind == "head":
+            matrix = max(ends, *(FP32_BYTES * owners[name] for name in layer.tied_to)) if layer.tied_to else ends
+            found.append(max(begins, begins - 2 * tokens * layer.activation_bytes_per_token + matrix))
+        else:
+            found.append(begins + ends)
+    return found

@@ -25,6 +25,9 @@ MEMORY_WINDOWS = 16
 START_WINDOWS = 3  # without growth end the start
 BEST = 3  # windows whose mean is the estimate: the best alone is mostly noise
 GROWTH = 1.05  # what counts as more in a probe
+PROBE_GROWTH = (
+    1.1  # and over what was delivered just before it: acknowledgements of a window are late, so few reach the other
+)
 START_GROWTH = 1.1  # what counts as more at the start
 HELD_UP = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
 USED_UP = 0.9  # of its limit: whatever held it up does so no more
@@ -71,7 +74,8 @@ class Uplink:
         if not self.started:
             return replace(self, recent=recent, started=_settled(recent))
         if self.probe is not None:
-            grew = rate > self.rate * GROWTH
+            cruised = self.recent[-CRUISE_WINDOWS:]
+            grew = rate > self.rate * GROWTH or rate > PROBE_GROWTH * sum(cruised) / len(cruised)
             return Uplink(recent, True, probe=min(self.probe + 1, len(PROBES) - 1) if grew else None)
         due = self.cruised + 1 >= CRUISE_WINDOWS
         return Uplink(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)

@@ -20,7 +20,7 @@ from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import WAIT, RouteDispatcher
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.links import Links
-from atoll.node.pipeline.route import AHEAD, RoutePlace
+from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.wire import Channel
 from atoll.node.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
@@ -48,7 +48,7 @@ class RouteBridge:
         self.trouble: AtollError | None = None  # why the last one ended
         self._dispatcher, self._cable, self._route = dispatcher, cable, route
         self._channel = Channel.of(spec, layers, *route.name)
-        self._place = Place(route.stage, route.stages, bool(layers.layers[-1].tied_to), AHEAD)
+        self._place = Place(route.stage, route.stages, bool(layers.layers[-1].tied_to), spec.pipeline.ahead)
         self._clock = clock
         self._links: Links | None = None
         self._was_ready = False  # the incarnation before

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from atoll.core.errors import NotPermitted
 from atoll.core.plan import Plan
 
-AHEAD = 1  # micro-batches that each link keeps on their way, so that transfers overlap computing (`credits_of`)
-
 
 @dataclass(frozen=True)
 class RoutePlace:

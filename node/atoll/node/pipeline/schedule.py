@@ -42,8 +42,10 @@ Action = Forward | Backward | Settle | Step
 def credits_of(stages: int, micro_batches: int, ahead: int = 0) -> tuple[int, ...]:
     """For each stage, how many micro-batches it may have taken forward and not yet backward.
 
-    `ahead` is how many more each link keeps on their way, so that computing overlaps transfers: 0 is plain 1F1B;
-    a link that takes as long as a forward and a backward wants 1. The last stage holds one: it turns round at once.
+    `ahead` is how many more each link keeps on their way, so that computing overlaps transfers: 0 is plain 1F1B. A
+    route whose slowest part takes p seconds a micro-batch is never idle for want of credits if a link carries an
+    activation there and a gradient back, distance included, within `ahead` × p. The last stage holds one: it turns
+    round at once.
     """
     return tuple(max(1, min(micro_batches, (stages - 1 - stage) * (1 + ahead) + 1)) for stage in range(stages))
 

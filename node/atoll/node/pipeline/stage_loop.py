@@ -29,7 +29,6 @@ from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
-from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.runner import Runner
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.stage import Room, Stage
@@ -130,7 +129,7 @@ class StageLoop(Replica):
         if not 0 <= stage < stages or (stage == 0) != cut.first or (stage == stages - 1) != cut.last:
             raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
         self._lose(InvalidTransition("the plan has another route"))
-        self._runner.place = Place(stage, stages, self._tied, AHEAD)
+        self._runner.place = Place(stage, stages, self._tied, self.spec.pipeline.ahead)
         self._cable.channel = Channel.of(self.spec, self._table, plan_version, route)
 
     def pause(self) -> None:

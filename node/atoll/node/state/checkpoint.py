@@ -16,7 +16,7 @@ import hashlib
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ SUMMED = (ANCHOR, MOMENTUM, MANIFEST, SPEC)
 _NAME = re.compile(r"\d{9,}")
 _LEFTOVER = re.compile(r"\.\d{9,}\.(tmp|old)-[0-9a-f]+")
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # of the checkpoint, not of this process or its rights
+_KEPT_PASSING = 2
 _MAX_SMALL_FILE_BYTES = 64 << 20
 
 _log = log.get("checkpoint")
@@ -99,9 +100,15 @@ class CheckpointStore:
                 _log.warning("a checkpoint cannot be described", path=str(path), reason=str(error))
         return tuple(found)
 
-    def write(self, state: CheckpointState, between: Callable[[], None] = lambda: None) -> Path:
+    def write(
+        self,
+        state: CheckpointState,
+        between: Callable[[], None] = lambda: None,
+        passing: Collection[int] = (),
+    ) -> Path:
         """Make `state` durable, then drop what is older than the last few; returns the directory.
 
+        Of `passing` rounds the last two stay, and do not count among the others.
         `between` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the vectors
         are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
         """
@@ -116,7 +123,7 @@ class CheckpointStore:
                 except OSError as error:
                     raise unusable(target, error) from error
             self._void_later_than(target)
-            self._drop_older()
+            self._drop_older(passing)
         return target
 
     def newest(self, layers: Layers) -> Checkpoint | None:
@@ -183,8 +190,13 @@ class CheckpointStore:
             if int(path.name) > int(target.name):
                 self._set_aside(path, "void")
 
-    def _drop_older(self) -> None:
-        for path in self._newest_first()[self._keep :]:
+    def _drop_older(self, passing: Collection[int]) -> None:
+        held = self._newest_first()
+        few = [path for path in held if int(path.name) in passing]
+        kept = {*few[:_KEPT_PASSING], *[path for path in held if path not in few][: self._keep]}
+        for path in held:
+            if path in kept:
+                continue
             try:
                 retired = self._hidden(path, "old")
                 self._disk.rename(path, retired)

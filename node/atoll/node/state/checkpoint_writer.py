@@ -2,7 +2,8 @@
 
 All nodes write the same rounds, because what a round says of its time decides: where each holds some layers, their
 checkpoints are worth something together. A clock that is wrong changes little: no node writes more than four times in
-its interval, or less than once in two.
+its interval, or less than once in two. What nobody else holds is due every time, else its rounds end with this process;
+of those in between, the last two stay.
 
 Rounds never wait for the disk. A due state is copied and written in a thread; if a round commits into it during the
 copy, the digests tell, and the next round is offered anyway. A disk that fails is a warning and another try later.
@@ -43,6 +44,8 @@ class CheckpointWriter:
         self._written_at = -math.inf  # when one was begun
         self._slot = -1  # of the last round that was seen: intervals since 1970
         self._background: asyncio.Task[None] | None = None
+        self._waiting: CheckpointState | None = None  # for the one that is being written
+        self._between: set[int] = set()  # rounds that were written because nobody else holds them
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
         """The newest on disk, newest first; another object whenever that changed."""
@@ -64,11 +67,23 @@ class CheckpointWriter:
             self._held = await self._newest_held()  # it may have been set aside
         return found
 
-    def offer(self, state: CheckpointState) -> None:
-        """A round was committed. Writes it if one is due and none is being written; returns at once."""
-        if self._background is None and self._is_due(state.head):
-            self._slot, self._written_at = self._slot_of(state.head), self._clock.monotonic()
+    def offer(self, state: CheckpointState, *, only_copy: bool = False) -> None:
+        """A round was committed. Writes it if one is due and none is being written; returns at once.
+
+        The `only_copy` of some layers is due whenever it comes, and is next when another is being written.
+        """
+        if self._background is not None:
+            self._waiting = state if only_copy else None
+        elif only_copy or self._is_due(state.head):
             self._background = asyncio.create_task(self._write_beside(state))
+
+    def _begin(self, head: Head) -> None:
+        """Whether this write is one of an interval, or one in between."""
+        if self._is_due(head):
+            self._slot, self._written_at = self._slot_of(head), self._clock.monotonic()
+            self._between.discard(head.round)
+        else:
+            self._between.add(head.round)
 
     def _is_due(self, head: Head) -> bool:
         """Whether it is the first round of an interval, by its own time."""
@@ -102,6 +117,16 @@ class CheckpointWriter:
             await asyncio.wait([self._background])
 
     async def _write_beside(self, state: CheckpointState) -> None:
+        due: CheckpointState | None = state
+        try:
+            while due is not None:
+                self._begin(due.head)
+                await self._try_to_write(due)
+                due, self._waiting = self._waiting, None
+        finally:
+            self._background = None
+
+    async def _try_to_write(self, state: CheckpointState) -> None:
         try:
             await self._write_copy(state)
         except CheckpointCorrupt as error:
@@ -110,8 +135,6 @@ class CheckpointWriter:
         except AtollError as error:
             self.problem = str(error)
             _log.warning("checkpoint not written", reason=str(error), retry_seconds=self._interval.total_seconds())
-        finally:
-            self._background = None
 
     async def _newest_held(self) -> tuple[mb.CheckpointInfo, ...]:
         return (await asyncio.to_thread(self.store.held))[:MAX_TOLD]
@@ -125,7 +148,7 @@ class CheckpointWriter:
     async def _write(self, state: CheckpointState) -> Path:
         given_up = threading.Event()
         try:
-            path = await asyncio.to_thread(self.store.write, state, _unless(given_up))
+            path = await asyncio.to_thread(self.store.write, state, _unless(given_up), frozenset(self._between))
         except asyncio.CancelledError:
             given_up.set()  # the thread stops at its next piece
             raise

@@ -19,7 +19,6 @@ from atoll.core.errors import ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.pipeline.cable_end import CableEnd
 from atoll.node.pipeline.memory import FP32_BYTES, Traffic, trainer_memory
-from atoll.node.pipeline.route import AHEAD
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.stage_loop import StageLoop
@@ -137,7 +136,8 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     span = Span(*config.span) if config.span is not None else None
     holds = _has_room(spec, run, span, facts)
     torch.set_num_threads(config.cpu_threads)
-    times = single_layer_times(spec, run, facts, clock)  # torch's threads and their buffers are there from now on
+    times = config.layer_times or single_layer_times(spec, run, facts, clock)
+    _start_threads()
     run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)
     log.get("trainer").info(
@@ -162,6 +162,12 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     return Loaded(spec, run, corpus, clock, facts, times, loop)
 
 
+def _start_threads() -> None:
+    """Torch's own, with their buffers: before any limit counts them."""
+    many_MM = torch.ones(512, 512)
+    torch.mm(many_MM, many_MM)
+
+
 def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts) -> bool:
     """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
     if span is not None:
@@ -182,7 +188,7 @@ def stage_bytes(spec: RunSpec, run: RunModel, span: Span) -> int:
     """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each."""
     tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
-    credits = max(credits_of(run.architecture.layers - span.first, micro_batches, AHEAD))
+    credits = max(credits_of(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
     traffic = Traffic(tokens, spec.data.sequence_length, credits)
     return trainer_memory(run.table, span, traffic)
 

@@ -27,6 +27,7 @@ class TrainerConfig:
     vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
     memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
     span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
+    layer_times: tuple[tuple[str, float, float], ...] = ()  # what an earlier trainer of this node measured
     base_path: str | None = None  # where the run's pretrained weights lie
 
 

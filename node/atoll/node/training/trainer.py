@@ -115,6 +115,7 @@ class ChildExit:
 class Trainer:
     """One trainer process. Made by `spawn`; `stop` it in the end."""
 
+    program = "atoll.node.training.worker"  # of the child; benchmarks have others
     facts: TrainerFacts
     cable: Cable | None = None  # of a trainer with a span: for its route's bridge
     # fp32 [E] of the layers that are held, shared:
@@ -164,7 +165,7 @@ class Trainer:
     @classmethod
     async def _start(cls, config: TrainerConfig, descriptors: list[int], log_path: Path) -> Trainer:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+        command = [sys.executable, "-P", "-m", cls.program, f"--control-fd={theirs.fileno()}"]
         command += [f"--anchor-fd={descriptors[0]}", f"--gradient-fd={descriptors[1]}", f"--parent-pid={os.getpid()}"]
         passed = [theirs.fileno(), *descriptors]
         with theirs, _open_log(log_path) as log, contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
