@@ -208,3 +208,12 @@ async def test_the_coordinator_hears_of_as_many_of_the_newest_as_it_takes(tmp_pa
     assert [item.round for item in held] == told
     writer.offer(state_of(71))
     await written(writer, *range(71, 7, -1))
+
+
+async def test_rounds_in_between_do_not_displace_those_that_all_nodes_write(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    for number in range(1, 50):
+        clock.now += 5
+        writer.offer(state_of(number, seconds=5 * number), only_copy=True)
+        await idle(writer)
+    assert [info.round for info in writer.held()] == [49, 48, 47, 36, 24]
