@@ -24,6 +24,7 @@ from atoll.core.clock import Clock
 from atoll.core.units import bytes_text, duration_text
 
 _WORTH_ADDING = 0.002  # relative, where nobody who has a place is disturbed
+_MANY_TIMES = 1000.0  # per cent: figures beyond say nothing
 _LAST_RESORT = 1e-3  # of the score of a layout that is not ready within the horizon
 
 
@@ -113,7 +114,8 @@ def _chosen(tables: Tables, current: Sequence[NamedRoute], kept: Layout, layouts
         return Change(tables, before.value, best.value, True, _from_nothing(current, total), best.fetched_bytes)
     if best is not before:
         gain = 100 * (best.net_score / before.net_score - 1)
-        reason = f"{gain:.1f} % better over {over}, after moving {total}"
+        better = f"{gain:.1f} %" if gain < _MANY_TIMES else "many times"
+        reason = f"{better} better over {over}, after moving {total}"
         return Change(tables, before.value, best.value, True, reason, best.fetched_bytes)
     most = max(options, key=lambda it: it.net_score)
     gain, total = 100 * (most.net_score / before.net_score - 1), bytes_text(sum(most.fetched_bytes.values()))

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from atoll.coordinator.state.records import Node
 from atoll.coordinator.state.snapshot import Joins, RunMemory, State
 from atoll.coordinator.text import enum_word
+from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
+LOADING_SECONDS = 45.0  # that a stage which was started again is waited for while it loads its layers
 DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
 REJOIN_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # between comings into the plan, by how many there were lately
 JOINS_FORGOTTEN_SECONDS = 600.0
@@ -22,8 +24,8 @@ OUT = "out"  # a pin: no part in training
 class Present:
     """Who may have a part in a run's plan: peer ids, each ordered.
 
-    A planned node that only just lost its stream stays, and so does one that is done before we heard of the
-    last round: both would come back or end by themselves within seconds.
+    A planned node that only just lost its stream stays, and so does one that is done before we heard of the last round,
+    and a stage that was started again and loads its layers: all of these come back or end by themselves within seconds.
     """
 
     fit: tuple[str, ...]
@@ -49,7 +51,11 @@ def present(state: State, run_id: str, now: float) -> Present:
         and (node.peer_id in planned or may_join(memory, node.peer_id, now))
     }
     rest = [node for node in nodes if node.peer_id in planned and node.peer_id not in fit]
-    silent = [node.peer_id for node in rest if wanted(node) and _may_return(state, node.peer_id)]
+    silent = [
+        node.peer_id
+        for node in rest
+        if wanted(node) and (_may_return(state, node.peer_id) or _loads(state, memory.plan, node.peer_id, now))
+    ]
     finishing = [node.peer_id for node in rest if _finishing(state, node, now)]
     return Present(tuple(sorted(fit)), tuple(silent), tuple(finishing))
 
@@ -157,6 +163,14 @@ def _finishing(state: State, node: Node, now: float) -> bool:
     in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
     in_time |= live.hands_over
     return in_time and (not live.connected or live.status.state in FIT)
+
+
+def _loads(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:
+    """A stage that came back just now: without it its whole route would have no place."""
+    live = state.live.get(peer_id)
+    stage = plan is not None and not plan.is_replica(peer_id)
+    joining = live is not None and live.connected and live.status.state == mb.NODE_STATE_JOINING
+    return stage and joining and live is not None and now - live.came < LOADING_SECONDS
 
 
 def _may_return(state: State, peer_id: str) -> bool:

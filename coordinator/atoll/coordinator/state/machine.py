@@ -103,7 +103,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
     session = draft.new_session()
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
-    fresh = Live(session=session, seen=now.monotonic, drain_since=drain_since)
+    fresh = Live(session=session, seen=now.monotonic, came=now.monotonic, drain_since=drain_since)
     if old is not None:  # who hangs up and calls again has no more to spend
         fresh = replace(
             fresh,

@@ -79,6 +79,7 @@ class Live:
     session: int
     seen: float  # monotonic, of the last message or of the stream's end
     lost: bool = False
+    came: float = 0.0  # monotonic, when its stream was opened
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
