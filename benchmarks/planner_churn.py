@@ -30,8 +30,7 @@ from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import SystemClock
 from atoll.core.errors import NoFeasiblePlan
 
-LIVE_STEPS = 200  # of the search, at a question
-ORACLE_STEPS = 800
+STEPS = 800  # of a search: less than a coordinator has time for in its two seconds, with so few machines
 LOST_SECONDS = 20.0
 DEBOUNCE_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
@@ -280,14 +279,14 @@ class Outcome:
 
 def replay(problem: Problem, availability: float, absence: float, seconds: float, seed: int) -> Outcome:
     """One swarm for so long."""
-    world = World(problem, LIVE_STEPS)
+    world = World(problem, STEPS)
     changes = turns(world.names, availability, absence, seconds, random.Random(seed))
     everybody = set(world.names)
-    first = World(problem, ORACLE_STEPS).best(everybody, [])
+    first = world.best(everybody, [])
     live, fixed = (Live(world, first, set(everybody), follows=follows) for follows in (True, False))
     for one in (live, fixed):
         one.run(changes, seconds)
-    oracle = _oracle(World(problem, ORACLE_STEPS), first, changes, seconds)
+    oracle = _oracle(world, first, changes, seconds)
     return Outcome(
         live.tokens, oracle, fixed.tokens, len(changes), live.plans, live.abandoned, live.waiting, live.broken
     )

@@ -18,7 +18,10 @@ from atoll.coordinator.planner.what_if import read_what_if
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, PlanInputInvalid
 
-EXAMPLE = Path(__file__).parents[4] / "deploy/examples/what-if.toml"
+ROOT = Path(__file__).parents[4]
+EXAMPLE = ROOT / "deploy/examples/what-if.toml"
+TOPOLOGIES = sorted(path for path in EXAMPLE.parent.glob("*.toml") if path.name != "run.toml")
+DOCS = ROOT / "docs/explain/planner.md"
 
 
 def explained(problem: Problem) -> Explanation:
@@ -36,6 +39,18 @@ def test_the_example_is_planned_and_explained() -> None:
     assert {item["what"] for item in plan["help"]} >= {"one more l4", "one more rtx3060"}
     assert all(0 < place["computing"] <= 1 for place in plan["places"])
     assert all(place["memory_bytes"] <= place["memory_lent_bytes"] for place in plan["places"])
+
+
+@pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)
+def test_every_topology_in_the_docs_says_what_limits_it_who_is_idle_and_what_to_buy(path: Path) -> None:
+    result = CliRunner().invoke(main.app, ["plan", "what-if", str(path), "--seconds", "2", "-o", "json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)["plan"]
+    assert plan["bottleneck"]
+    assert plan["help"]
+    assert plan["curve"]
+    assert all(item["reason"] for item in plan["left_out"])
+    assert path.name in DOCS.read_text()
 
 
 def test_people_read_what_limits_it_and_who_is_idle() -> None:
