@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]  # of busy cores: a m
 PACES = {"ann": 0.08, "bob": 0.08, "cid": 0.16}  # seconds a step: some are made while a round is settled, and few
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("fragments", [pytest.param(1, marks=pytest.mark.soak), 2])
 async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tmp_path, fragments):
     """Genesis, data, inner steps at unequal speeds, carry, codec, screening, sums, outer steps: every digest."""
     async with reef(tmp_path) as swarm:

@@ -198,7 +198,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         await swarm.join(1, other)
         before = driver.status.steps
         await until(lambda: driver.status.steps >= before + 3, 60)
-        assert other.status.steps > 0
+        await until(lambda: other.status.steps > 0)  # it tells now and then
 
         os.kill(other.pid, signal.SIGSTOP)
         await until(lambda: driver.status.flushes_aborted == 2)
