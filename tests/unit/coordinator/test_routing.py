@@ -203,13 +203,19 @@ def test_a_blink_of_a_stage_changes_nothing(pair: RoutedWorld) -> None:
     assert len(pair.asked) == 1
 
 
-def test_a_stage_that_was_started_again_is_waited_for_while_it_loads(pair: RoutedWorld) -> None:
+def started_again(pair: RoutedWorld) -> str:
+    """A stage that was away for eight seconds and loads, beside a spare."""
     pair.cards(cid=6)
     pair.wait(2)
     name = first_of(pair)
     pair.hang_up(name)
     pair.wait(8)
     pair.connect(name, mb.NODE_STATE_JOINING)
+    return name
+
+
+def test_a_stage_that_was_started_again_is_waited_for_while_it_loads(pair: RoutedWorld) -> None:
+    name = started_again(pair)
     pair.wait(30)
     assert pair.plan.version == 1
     pair.say(name, mb.NODE_STATE_CATCHING_UP)
@@ -218,12 +224,7 @@ def test_a_stage_that_was_started_again_is_waited_for_while_it_loads(pair: Route
 
 
 def test_a_stage_that_loads_for_long_is_replaced(pair: RoutedWorld) -> None:
-    pair.cards(cid=6)
-    pair.wait(2)
-    name = first_of(pair)
-    pair.hang_up(name)
-    pair.wait(8)
-    pair.connect(name, mb.NODE_STATE_JOINING)
+    name = started_again(pair)
     pair.wait(60)
     assert name not in pair.spans()
     assert "cid" in pair.spans()

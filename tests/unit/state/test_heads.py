@@ -1,6 +1,7 @@
 """Which head a newcomer believes: votes that commit it, and the agreement of those who hold anything."""
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -203,6 +204,20 @@ async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(reef
     reef.hub.join(EVE.peer_id).handle(PROTOCOL, freeze)
     async with asyncio.timeout(2):
         assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+
+
+async def test_former_members_that_are_gone_keep_nobody_waiting(reef, monkeypatch):
+    monkeypatch.setattr(heads, "_STRAGGLERS", timedelta(milliseconds=50))
+
+    async def freeze(stream):
+        await asyncio.Event().wait()
+
+    reef.serve(ANN, history(FIRST), ONE)
+    for member in (BOB, DAN, EVE):
+        reef.hub.join(member.peer_id).handle(PROTOCOL, freeze)
+    plan = replace(plan_of(ANN, CLEO, voters=(ANN, BOB, DAN)), former=(BOB.peer_id, DAN.peer_id, EVE.peer_id))
+    async with asyncio.timeout(2):
+        assert (await believed(reef, plan)).hash == FIRST.hash
 
 
 async def test_a_void_history_does_not_win_by_numbers(reef):

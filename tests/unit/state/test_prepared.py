@@ -256,3 +256,16 @@ async def test_what_has_no_room_is_not_fetched(node):
     await asyncio.sleep(0.05)
     assert not node.preparing.span
     assert not node.reef.bodies
+
+
+async def test_what_turns_out_to_have_no_room_is_dropped_and_not_called_prepared(node, monkeypatch):
+    """A trainer with these layers is loaded meanwhile, and cannot hold them."""
+    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 100)
+    node.wants(range(4))
+    await node.until(lambda: node.preparing.span == range(4))
+    node.preparing.refused = range(4)
+    node.directives.wake()
+    assert not node.preparing.span
+    async with asyncio.timeout(10):
+        while node.preparing.held:
+            await asyncio.sleep(0.01)

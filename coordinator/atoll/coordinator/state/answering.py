@@ -104,14 +104,8 @@ def _layers(span: range) -> str:
 
 
 def _issue(draft: Draft, run_id: str, answer: Answer) -> None:
-    now = draft.now.monotonic
-    left_out = _left_out(draft.state, present(draft.state, run_id, now), answer, now)
-    _issue_answer(draft, run_id, answer, left_out)
-    _tell_left_out(draft, run_id, left_out)
-
-
-def _issue_answer(draft: Draft, run_id: str, answer: Answer, left_out: dict[str, str]) -> None:
-    state, plan = draft.state, draft.state.memory[run_id].plan
+    state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
+    left_out = _left_out(state, present(state, run_id, now), answer, now)
     peers = {node.name: node.peer_id for node in state.members_of(run_id)}
     routes: list[Route] = [
         tuple(Part(peers[name], first, last) for name, first, last in route) for route in answer.routes
@@ -122,6 +116,7 @@ def _issue_answer(draft: Draft, run_id: str, answer: Answer, left_out: dict[str,
     issue_routes(draft, run_id, routes, "; ".join(filter(None, (changed, answer.reason))), notes)
     if state.runs[run_id].state == "GENESIS":
         move(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
+    _tell_left_out(draft, run_id, left_out)
 
 
 def _left_out(state: State, here: Present, answer: Answer, now: float) -> dict[str, str]:

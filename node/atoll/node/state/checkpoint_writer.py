@@ -154,6 +154,7 @@ class CheckpointWriter:
             raise
         self.problem = ""
         self._held = await self._newest_held()
+        self._between &= {item.round for item in self._held}
         _log.info("checkpoint written", round=state.head.round, path=str(path))
         return path
 

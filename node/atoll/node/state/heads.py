@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -216,7 +216,7 @@ class _Inquiry:
         """The head of every member that answers and holds one that the plan accepts, in the order of the plan."""
         asking = {peer: asyncio.create_task(self._head_of(peer)) for peer in self._peers}
         try:
-            await self._most(asking.values())
+            await self._most(asking)
             answers = {peer: task.result() for peer, task in asking.items() if task.done()}
         finally:
             for task in asking.values():
@@ -313,13 +313,13 @@ class _Inquiry:
             await self._hang_up(peer)  # answers would be out of step from here on
             return peer, None
 
-    async def _most(self, asking: Iterable[asyncio.Task[Head | None]]) -> None:
-        """Wait until all answered, with less patience once more than half did."""
-        pending = set(asking)
-        members = len(pending)
+    async def _most(self, asking: Mapping[str, asyncio.Task[Head | None]]) -> None:
+        """Wait until all answered, with less patience once more than half of the members did."""
+        pending = set(asking.values())
+        members = {task for peer, task in asking.items() if peer not in self._plan.former}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * _ANSWER.total_seconds()
         while pending and (left := deadline - loop.time()) > 0:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if done and 2 * len(pending) < members:
+            if done and 2 * len(pending & members) < max(1, len(members)):
                 deadline = min(deadline, loop.time() + _STRAGGLERS.total_seconds())

@@ -75,7 +75,7 @@ class Preparing:
     @property
     def span(self) -> range:
         """What is wanted and here; empty: not all of it is."""
-        return self._span if self._span == self._directives.prepare else range(0)
+        return self._span if self._span == self._wanted else range(0)
 
     @property
     def round(self) -> int:
@@ -86,7 +86,7 @@ class Preparing:
         """Until it is cancelled."""
         while True:
             await self._directives.until(self._is_wanted)
-            span, version = self._directives.prepare, self._plan().version
+            span, version = self._wanted, self._plan().version
             if span != self._of:
                 self.take()
                 self._of = span
@@ -95,7 +95,7 @@ class Preparing:
             except AtollError as error:  # what is here stays
                 _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
                 await asyncio.sleep(_RETRY.total_seconds())
-            if not self._directives.prepare and not self._came(version):
+            if not self._wanted and not self._came(version):
                 self.take()
 
     def take(self) -> tuple[Held, ...]:
@@ -115,7 +115,7 @@ class Preparing:
 
         Raises what `catch_up` raises, and `DataDirUnusable`.
         """
-        while self._directives.prepare == span:
+        while self._wanted == span:
             present, generation = self._present(), self._generation
             gaps = lacking(span, present.layers)
             held = tuple([await self._fetch(gap, present.offsets) for gap in gaps])
@@ -153,7 +153,7 @@ class Preparing:
         def changed() -> bool:
             now = self._present()
             moved = now.layers != then.layers or _hash(now.head) != _hash(then.head)
-            return self._directives.prepare != span or moved
+            return self._wanted != span or moved
 
         try:
             async with asyncio.timeout(POLL.total_seconds() if then.head is None else None):
@@ -161,10 +161,14 @@ class Preparing:
         except TimeoutError:
             return
 
+    @property
+    def _wanted(self) -> range:
+        prepare = self._directives.prepare
+        return range(0) if prepare == self.refused else prepare
+
     def _is_wanted(self) -> bool:
-        span, present = self._directives.prepare, self._present()
-        possible = bool(span) and span.stop < len(present.offsets) and span != self.refused
-        return possible and self._directives.plan is not None
+        span = self._wanted
+        return bool(span) and span.stop < len(self._present().offsets) and self._directives.plan is not None
 
     def _plan(self) -> Plan:
         assert self._directives.plan is not None
