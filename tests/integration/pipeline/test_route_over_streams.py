@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,8 @@ from atoll.node.training import messages as ms
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPEC = """
 version = 1
@@ -61,14 +63,6 @@ STEP_TOKENS, STEP_SAMPLES = 2 * 3 * 32, 6
 SPANS = [(0, 0), (1, 2), (3, 3)]
 RANGES = ((0, 10_000),)
 DEADLINE = timedelta(seconds=60)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 50
 SAMPLES, MICRO_BATCHES, TOKENS = 2, 2, 8
 
@@ -29,14 +31,6 @@ def spec_of(model: str = "", optimizer: str = "") -> RunSpec:
         f'[optimizer]\nschedule = "constant"\nlearning_rate = 0.01\nclip_norm = 0.5\n'
         f"micro_batch_samples = {SAMPLES}\naccumulate = {MICRO_BATCHES}\n{optimizer}\n[sync]\nround_tokens = 1000\n"
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

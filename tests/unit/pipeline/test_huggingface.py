@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.families import FAMILIES, VOCABULARY, config_of, initialise_span, lora_of
@@ -15,18 +13,10 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.huggingface import HuggingFace
 from atoll.node.pipeline.stage import Room
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 SAMPLES, TOKENS = 2, 8
 SECTION = OptimizerSection(learning_rate=0.01, clip_norm=0.5)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batches(steps: int) -> list[list[Tensor]]:

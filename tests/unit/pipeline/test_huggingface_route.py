@@ -16,16 +16,7 @@ from atoll.node.training import messages as ms
 from atoll.node.training.run_model import hold, run_model
 from atoll.node.transport_memory import MemoryHub
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums over experts are in no fixed order with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 SPANS = [(0, 0), (1, 2), (3, 3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from atoll.node.training.run_model import run_model
 from atoll.node.training.shape import ModelShape, layer_table
 from atoll.v1 import plan_pb2
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 SAMPLES, TOKENS, CREDITS = 2, 96, 3
 TRAFFIC = Traffic(SAMPLES * TOKENS, TOKENS, CREDITS)
@@ -37,14 +36,6 @@ SHAPES = {
     "tied": ModelShape(1000, 128, 3, 4, 2, 352, tie_embeddings=True),
 }
 SPANS = [Span(0, 0), Span(0, 2), Span(1, 1), Span(1, 3), Span(3, 4), Span(4, 4), Span(0, 4)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from atoll.node.training.messages import TrainerConfig
 from atoll.node.training.run_model import run_model
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft about transformers
 ]
@@ -46,14 +46,6 @@ RANGES = ((0, 4000),)
 STEPS = 5
 CASES = [(family, tied, kind) for family in CONFIGS for tied, kind in ((False, "seeded"), (True, "lora"))]
 CASES += [("llama", True, "seeded"), ("llama", False, "lora"), ("llama", True, "base"), ("mixtral", False, "base")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
