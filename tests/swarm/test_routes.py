@@ -52,6 +52,11 @@ def on_route(swarm: Reef, name: str) -> bool:
     return status is not None and status["route_ready"] and status["layers"] == list(span or ())
 
 
+def stands_by(swarm: Reef, name: str) -> bool:
+    status = swarm.status(name)
+    return status is not None and "stands by" in status["detail"] and status["route"] is None
+
+
 async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
     async with reef(tmp_path) as swarm:
         await begin(swarm, tokens=30_000)
@@ -119,6 +124,35 @@ async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
         assert "fetch their layers: dan 2-3" in await swarm.ctl("events")
         await swarm.rounds(SPARE, 2)
         assert "run.recovered" not in await swarm.ctl("events")
+
+
+async def test_who_stands_by_takes_the_place_of_a_killed_stage_that_held_layers_alone(tmp_path):
+    """Nothing is lost but what was not averaged yet; who was killed stands by when it is back."""
+    stages = ("bob", "cleo")
+    async with reef(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
+        for name in stages:
+            await swarm.node(name, 0.1)
+            await pinned(swarm, name, SPANS[name])
+        await swarm.rounds("bob", 2)
+        await swarm.node(SPARE, 0.1)
+        await pinned(swarm, SPARE, SPANS["cleo"])
+        await swarm.until(lambda: stands_by(swarm, SPARE), "the spare does not stand by", READY)
+        await swarm.rounds(SPARE, 2)  # it follows them
+        await kill(swarm, "cleo")
+        await swarm.until(lambda: on_route(swarm, SPARE), "nobody took the place of who was killed", READY)
+        steps, round_before = swarm.status("bob")["steps"], swarm.round("bob")
+        await swarm.until(lambda: swarm.status("bob")["steps"] > steps + 3, "the route makes no steps", READY)
+        await swarm.rounds("bob", 2)
+        assert f"{SPARE} takes the place of cleo" in await swarm.ctl("events")
+        await swarm.restart_member("cleo")
+        await swarm.until(lambda: stands_by(swarm, "cleo"), "who was killed does not stand by", READY)
+        await swarm.rounds("cleo", 2)
+        assert "run.recovered" not in await swarm.ctl("events")
+        chains = [swarm.chain(name) for name in ("bob", SPARE)]
+        common = chains[0].keys() & chains[1].keys()
+        assert max(common) > round_before
+        assert all(chains[0][number].hash == chains[1][number].hash for number in common)
 
 
 @pytest.mark.soak

@@ -66,7 +66,17 @@ class Plan:
     @cached_property
     def drivers(self) -> tuple[str, ...]:
         """Who consumes data: the first stage of every route. Peer ids, ordered."""
-        return tuple(item.peer_id for item in self.assignments if item.first_layer == 0)
+        return tuple(sorted(route[0] for route in self.routes))
+
+    @cached_property
+    def stages(self) -> frozenset[str]:
+        """Members that have a place on a route."""
+        return frozenset(peer for route in self.routes for peer in route)
+
+    @cached_property
+    def standbys(self) -> tuple[str, ...]:
+        """Members without such a place: they hold layers, follow the rounds, and may take a stage's place. Ordered."""
+        return tuple(peer for peer in self.members if peer not in self.stages)
 
     def span(self, peer_id: str) -> range:
         """The layers that `peer_id` holds; none when it is not part of this plan."""

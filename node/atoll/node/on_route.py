@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -20,9 +21,12 @@ from atoll.node.transport import Network
 class OnRoute:
     """At most one bridge at a time; a route belongs to one plan, so each new plan begins another."""
 
-    def __init__(self, network: Network, spec: RunSpec, peer_id: str, clock: Clock) -> None:
+    def __init__(
+        self, network: Network, spec: RunSpec, peer_id: str, clock: Clock, broke: Callable[[], None] = lambda: None
+    ) -> None:
+        """`broke` is called when the route stops to work, and each time that it does not begin again."""
         self.place: RoutePlace | None = None
-        self._spec, self._me, self._clock = spec, peer_id, clock
+        self._spec, self._me, self._clock, self._broke = spec, peer_id, clock, broke
         self._dispatcher = RouteDispatcher(network)
         self._bridge: RouteBridge | None = None
         self._running: asyncio.Task[None] | None = None
@@ -32,6 +36,11 @@ class OnRoute:
         """How often the route began under this plan."""
         return self._bridge.incarnations if self._bridge is not None else 0
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether this node has a place on a route that does not work now."""
+        return self._bridge is not None and not self._bridge.works
+
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
         """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""
         await self.leave()
@@ -40,7 +49,9 @@ class OnRoute:
             return
         await trainer.enter_route(place)
         self.place = place
-        self._bridge = RouteBridge(self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock)
+        self._bridge = RouteBridge(
+            self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._broke
+        )
         self._running = asyncio.create_task(self._run(self._bridge))
 
     async def _run(self, bridge: RouteBridge) -> None:

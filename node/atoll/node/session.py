@@ -97,7 +97,9 @@ class TrainingSession:
         self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive, self._lost)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
-        self._route = OnRoute(context.network, context.spec, context.identity.peer_id, context.clock)
+        self._route = OnRoute(
+            context.network, context.spec, context.identity.peer_id, context.clock, context.link.hurry
+        )
         context.status.route = self._route
         self._held = Holdings(
             Rooms(
@@ -257,15 +259,27 @@ class TrainingSession:
                 engine.plan_received(plan)
                 await self._take_route(plan, trainer)
                 followed = plan.version
+                if training is not None:
+                    self._tell_part(plan, training=training)
             wanted = self._may_train()
             if wanted is not training:
                 await (trainer.train() if wanted else trainer.pause())
                 training = wanted
-                state = mb.NODE_STATE_TRAINING if wanted else mb.NODE_STATE_PAUSED
-                it.status.enter(state, "training" if wanted else self._why_paused())
-                it.link.hurry()
+                self._tell_part(plan, training=wanted)
             await it.directives.until(partial(self._differs_from, plan.version, wanted))
         await engine.rest(ROUND_REST)
+
+    def _tell_part(self, plan: Plan, *, training: bool) -> None:
+        """What this node does under `plan` from now on."""
+        it = self._it
+        if not training:
+            it.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
+        elif it.identity.peer_id in plan.stages:
+            it.status.enter(mb.NODE_STATE_TRAINING, "training")
+        else:
+            span = plan.span(it.identity.peer_id)
+            it.status.enter(mb.NODE_STATE_READY, f"stands by with layers {span.start} to {span.stop - 1}")
+        it.link.hurry()
 
     async def _take_route(self, plan: Plan, trainer: Trainer) -> None:
         """The node takes part in rounds even where it cannot stand on its route."""

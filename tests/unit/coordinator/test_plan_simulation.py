@@ -21,6 +21,7 @@ from unit.coordinator.world import FIT, RUN
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state import admission, pinning
+from atoll.coordinator.state.fitness import present
 from atoll.coordinator.state.snapshot import Step
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.identity import Identity
@@ -68,7 +69,12 @@ class StormyWorld(RoutedWorld):
         assert plan.reason
         routes = routes_of(plan)
         assert all(covers(route) for route in routes)
-        assert Counter(part.peer_id for route in routes for part in route) == Counter(plan.members)
+        placed = [part.peer_id for route in routes for part in route]
+        assert Counter([*placed, *plan.standbys]) == Counter(plan.members)
+        stages = {range(part.first, part.last + 1) for route in routes if len(route) > 1 for part in route}
+        standing = [plan.span(peer) for peer in plan.standbys]
+        assert set(standing) <= stages
+        assert len(set(standing)) == len(standing)
         drivers = {route[0].peer_id for route in routes}
         dealt = [piece for item in plan.assignments for piece in item.data_ranges]
         assert len({start for start, _ in dealt}) == len(dealt)
@@ -196,7 +202,8 @@ def check_settled(storm: Storm) -> None:
     world = storm.world
     state, memory = world.state, world.state.memory[RUN]
     gone = [peer for peer in world.plan.members if not state.live[peer].connected or state.nodes[peer].draining]
-    assert bool(memory.missing) or not gone
+    nobody = not present(state, RUN, world.now.monotonic).members
+    assert bool(memory.missing) or nobody or not gone
     assert memory.question is None
 
 

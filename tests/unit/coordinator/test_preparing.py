@@ -69,7 +69,8 @@ def test_who_dies_while_it_fetches_ends_the_preparation_and_nothing_has_changed(
     pair.wait(pair.policy.lost_after_seconds + 3)
     assert pair.plan.version == 1
     assert len(pair.told("plan.abandoned")) == 1
-    assert told(pair) == {}
+    assert pair.state.memory[RUN].preparation is None
+    assert told(pair).keys() == {"cid"}  # to stand by
 
 
 def test_who_does_not_fetch_in_time_is_left_out_and_the_others_go_on(pair: RoutedWorld) -> None:
@@ -81,12 +82,12 @@ def test_who_does_not_fetch_in_time_is_left_out_and_the_others_go_on(pair: Route
     pair.wait(400)
     (why,) = pair.told("plan.abandoned")
     assert why.endswith(f"{slow} did not fetch the layers in time")
-    assert pair.plan.version == 1
+    assert len(pair.routes()) == 1
     left_out = pair.state.memory[RUN].left_out
     assert left_out[pair.identities[slow].peer_id] == "did not fetch its layers in time"
     pair.cards(eve=6)
     pair.wait(3)
-    assert told(pair).keys() == {"dan", "eve"}
+    assert {"eve"} <= told(pair).keys() <= {"dan", "eve"}
 
 
 def test_when_a_stage_is_lost_meanwhile_nobody_waits_any_longer(pair: RoutedWorld) -> None:
@@ -97,7 +98,7 @@ def test_when_a_stage_is_lost_meanwhile_nobody_waits_any_longer(pair: RoutedWorl
     pair.wait(pair.policy.lost_after_seconds + 3)
     assert pair.plan.version == 2
     assert lost not in pair.spans()
-    assert told(pair) == {}
+    assert pair.state.memory[RUN].preparation is None
 
 
 def test_who_takes_the_place_of_a_draining_stage_fetches_while_that_one_still_trains(pair: RoutedWorld) -> None:

@@ -165,7 +165,7 @@ def test_when_that_round_is_lost_too_it_goes_back_further(pair: RoutedWorld) -> 
     power_cut(pair, ann=12, bob=10)
     pair.wait(pair.policy.lost_layers_seconds + 3)
     assert pair.plan.base.round == 8
-    pair.lost["bob"] = [6]
+    pair.lost["bob"] = [pair.spans()["bob"][0]]
     pair.say("bob")
     pair.wait(pair.policy.lost_layers_seconds + 3)
     assert pair.plan.base.round == 4
@@ -173,7 +173,7 @@ def test_when_that_round_is_lost_too_it_goes_back_further(pair: RoutedWorld) -> 
 
 def test_checkpoints_of_who_has_no_place_do_not_count(pair: RoutedWorld) -> None:
     """Nobody would ask it."""
-    pair.cards(spare=6)
+    pair.cards(spare=2)
     pair.wait(3)
     tell(pair, "ann", 12, 4)
     tell(pair, "bob", 10, 4)

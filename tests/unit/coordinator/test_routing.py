@@ -204,7 +204,8 @@ def test_a_blink_of_a_stage_changes_nothing(pair: RoutedWorld) -> None:
 
 
 def started_again(pair: RoutedWorld) -> str:
-    """A stage that was away for eight seconds and loads, beside a spare."""
+    """A stage that was away for eight seconds and loads, beside a spare that has nothing yet."""
+    pair.fetches = False
     pair.cards(cid=6)
     pair.wait(2)
     name = first_of(pair)
@@ -231,11 +232,11 @@ def test_a_stage_that_loads_for_long_is_replaced(pair: RoutedWorld) -> None:
 
 
 def test_a_draining_stage_goes_once_another_has_its_layers(pair: RoutedWorld) -> None:
+    pair.fetches = False
     pair.cards(cid=6)
     pair.wait(2)
     going = first_of(pair)
     span = pair.spans()[going]
-    pair.fetches = False
     pair.take(admission.drain(pair.state, pair.now, going))
     pair.wait(3)
     assert going in pair.spans()

@@ -158,6 +158,8 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
 def _part(node: wire.NodeView) -> str:
     if node.route:
         return f"layers {node.span.first}–{node.span.last}, in route {node.route}"
+    if node.HasField("span"):
+        return f"stands by with layers {node.span.first}–{node.span.last}"
     return f"none: {node.left_out}" if node.left_out else "–"
 
 

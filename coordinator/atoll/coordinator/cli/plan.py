@@ -190,24 +190,26 @@ def what_if(
 
 
 def _rows(view: wire.PlanView) -> Iterator[Plain]:
-    """By route, then along it."""
+    """By route, then along it; then those who stand by."""
     plan, nodes = view.plan, {item.peer_id: item for item in view.nodes}
     assigned = {item.peer_id: item for item in plan.assignments}
     total = sum(item.max_reduce_bytes_per_second for item in plan.assignments)
-    for number, route in enumerate(plan.routes, 1):
-        for peer in route.peer_ids:
-            item, node = assigned[peer], nodes.get(peer, wire.PlacedNode())
-            samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
-            yield {
-                "route": number,
-                "node": node.name or "–",
-                "peer": f"…{peer[-8:]}",
-                "layers": f"{item.span.first}–{item.span.last}",
-                "memory": f"{size(node.memory_bytes)} of {size(node.memory_lent_bytes)}",
-                "samples": samples or ("from manifests" if item.span.first == 0 else "none"),
-                "cap": count(item.max_round_tokens),
-                "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
-            }
+    placed = [(number, peer) for number, route in enumerate(plan.routes, 1) for peer in route.peer_ids]
+    drivers = {route.peer_ids[0] for route in plan.routes}
+    standing = sorted(assigned.keys() - {peer for _, peer in placed})
+    for number, peer in [*placed, *((0, peer) for peer in standing)]:
+        item, node = assigned[peer], nodes.get(peer, wire.PlacedNode())
+        samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
+        yield {
+            "route": number or "stands by",
+            "node": node.name or "–",
+            "peer": f"…{peer[-8:]}",
+            "layers": f"{item.span.first}–{item.span.last}",
+            "memory": f"{size(node.memory_bytes)} of {size(node.memory_lent_bytes)}",
+            "samples": samples or ("from manifests" if peer in drivers else "none"),
+            "cap": count(item.max_round_tokens),
+            "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
+        }
 
 
 def _line(item: wire.PlanFigures) -> Plain:

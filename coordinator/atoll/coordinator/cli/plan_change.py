@@ -47,7 +47,7 @@ def show_pin(node: wire.NodeView, output: Output) -> None:
         "name": node.name,
         "peer": f"…{node.peer_id[-8:]}",
         "pin": node.pin or "–",
-        "layers": _span(node.span) if node.route else "–",
+        "layers": _span(node.span) if node.HasField("span") else "–",
     }
     show(output, {"node": plain(node)}, _PIN_COLUMNS, [row])
 

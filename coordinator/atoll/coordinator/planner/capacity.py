@@ -46,6 +46,7 @@ class Room:
         nobody = Links(np.empty((0, 0)), np.empty((0, 0)))
         self.spans = SpanTables(Problem((), nobody, layers, training))
         self.layers = len(layers)
+        self.training = training
 
     def holds_all(self, profile: mb.NodeProfile) -> bool:
         """Whether a node can train all layers; one that did not tell its memory counts as such."""

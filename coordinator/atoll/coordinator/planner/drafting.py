@@ -31,6 +31,7 @@ def plan_of(
     *,
     version: int,
     routes: Sequence[Route],
+    standbys: Mapping[str, range],
     reduce_rates: Mapping[str, int],
     previous: Plan | None,
     head_round: int,
@@ -38,7 +39,7 @@ def plan_of(
     issued_unix_ms: int,
     reason: str,
 ) -> Plan:
-    """The plan `version` with these routes (at least one), ordered by driver.
+    """The plan `version` with these routes (at least one), ordered by driver, and layers of those who stand by.
 
     It follows `previous`; `head_round` is the newest committed round, 0 for none; `reduce_rates` are bytes per second
     by peer id.
@@ -47,7 +48,8 @@ def plan_of(
     drivers = [route[0].peer_id for route in ordered]
     holdings = {} if head_round else _holdings(drivers, previous, first_lease_samples(spec))
     most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
-    parts = sorted((part for route in ordered for part in route), key=lambda part: part.peer_id)
+    standing = [Part(peer, span.start, span.stop - 1) for peer, span in standbys.items()]
+    parts = sorted([*standing, *(part for route in ordered for part in route)], key=lambda part: part.peer_id)
     return Plan(
         run_id=spec.run.name,
         version=version,
@@ -56,7 +58,7 @@ def plan_of(
                 peer_id=part.peer_id,
                 first_layer=part.first,
                 last_layer=part.last,
-                data_ranges=holdings.get(part.peer_id, ()) if part.first == 0 else (),
+                data_ranges=holdings.get(part.peer_id, ()) if part.peer_id in drivers else (),
                 max_round_tokens=most_tokens,
                 max_reduce_bytes_per_second=reduce_rates[part.peer_id],
             )

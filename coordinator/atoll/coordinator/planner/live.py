@@ -22,7 +22,7 @@ def answer(question: Question, clock: Clock) -> Answer:
     seen = problem_of(question.nodes, layers, question.spec, Wishes(pins=pins))
     try:
         if question.wanted:
-            change = fixed(seen.problem, question.current, question.wanted)
+            change = fixed(seen.problem, question.current, question.wanted, question.standbys)
         else:
             change = replan(
                 seen.problem,
@@ -31,6 +31,7 @@ def answer(question: Question, clock: Clock) -> Answer:
                 rng=random.Random(question.number),
                 seconds=question.seconds,
                 steps=question.steps,
+                standbys=question.standbys,
             )
     except ConfigError as error:  # what it is to be made from, or that none is possible
         return Answer(missing=f"{error}: {error.remedy}" if error.remedy else str(error), doubts=seen.doubts)

@@ -40,6 +40,7 @@ class Question:
     spec: RunSpec
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
     current: tuple[NamedRoute, ...] = ()  # that they follow, with who is gone by now
+    standbys: NamedRoute = ()  # who holds which layers without a place on a route, in no order
     wanted: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
     seconds: float = 2.0  # to search
     steps: int | None = None  # of the search, at most; where a result must repeat

@@ -55,9 +55,12 @@ class _Option:
 
 def replan(
     problem: Problem, current: Sequence[NamedRoute], *, clock: Clock, rng: random.Random, seconds: float,
-    steps: int | None = None,
+    steps: int | None = None, standbys: NamedRoute = (),
 ) -> Change:  # fmt: skip
-    """The layout to go to from `current`, whose machines may be gone or slower by now. Raises what `solve` raises."""
+    """The layout to go to from `current`, whose machines may be gone or slower by now. Raises what `solve` raises.
+
+    `standbys` hold layers without a place on a route.
+    """
     check_problem(problem)
     tables = Tables(problem)
     check_pins_fit(tables)
@@ -69,14 +72,16 @@ def replan(
     if not found.gap:  # the exact solver does not look at what is; a search finds what is as good and nearby
         nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start, exact=False)
         layouts.append(nearby.evaluation.layout)
-    return _chosen(tables, current, kept, layouts)
+    return _chosen(tables, current, standbys, kept, layouts)
 
 
-def fixed(problem: Problem, current: Sequence[NamedRoute], layout: Sequence[NamedRoute]) -> Change:
+def fixed(
+    problem: Problem, current: Sequence[NamedRoute], layout: Sequence[NamedRoute], standbys: NamedRoute = ()
+) -> Change:
     """What going from `current` to `layout` means, whether it pays or not. Raises `PlanInputInvalid`."""
     check_problem(problem)
     tables = Tables(problem)
-    option = _option(tables, current, able_routes(tables, layout))
+    option = _option(tables, current, standbys, able_routes(tables, layout))
     before = evaluate(tables, able_routes(tables, current))
     return Change(tables, before, option.value, bool(option.fetched_bytes), "as ordered", option.fetched_bytes)
 
@@ -89,9 +94,11 @@ def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
     )
 
 
-def fetched_bytes(tables: Tables, current: Sequence[NamedRoute], layout: Layout) -> dict[str, float]:
-    """What each machine of `layout` must fetch of layers that it does not hold."""
-    held = {name: range(first, last + 1) for route in current for name, first, last in route}
+def fetched_bytes(
+    tables: Tables, current: Sequence[NamedRoute], layout: Layout, standbys: NamedRoute = ()
+) -> dict[str, float]:
+    """What each machine of `layout` must fetch of layers that it does not hold, on a route or as a standby."""
+    held = {name: range(first, last + 1) for route in (*current, standbys) for name, first, last in route}
     found = {}
     for stage in (stage for route in layout.routes for stage in route):
         name = tables.problem.machines[stage.machine].name
@@ -102,8 +109,14 @@ def fetched_bytes(tables: Tables, current: Sequence[NamedRoute], layout: Layout)
     return found
 
 
-def _chosen(tables: Tables, current: Sequence[NamedRoute], kept: Layout, layouts: Sequence[Layout]) -> Change:
-    options = [_option(tables, current, layout) for layout in layouts]
+def _chosen(
+    tables: Tables,
+    current: Sequence[NamedRoute],
+    standbys: NamedRoute,
+    kept: Layout,
+    layouts: Sequence[Layout],
+) -> Change:
+    options = [_option(tables, current, standbys, layout) for layout in layouts]
     before = best = options[0]
     for option in sorted(options[1:], key=lambda it: it.moved_bytes):
         needed = tables.problem.wishes.hysteresis if option.disturbs(best) else _WORTH_ADDING
@@ -127,8 +140,8 @@ def _from_nothing(current: Sequence[NamedRoute], total: str) -> str:
     return f"no route of the old plan can go on; moving {total}" if current else "the first plan"
 
 
-def _option(tables: Tables, current: Sequence[NamedRoute], layout: Layout) -> _Option:
-    value, fetched = evaluate(tables, layout), fetched_bytes(tables, current, layout)
+def _option(tables: Tables, current: Sequence[NamedRoute], standbys: NamedRoute, layout: Layout) -> _Option:
+    value, fetched = evaluate(tables, layout), fetched_bytes(tables, current, layout, standbys)
     held = {name for route in current for name, _, _ in route}
     return _Option(
         value=value,

@@ -32,6 +32,7 @@ def replicate(
         spec,
         version=version,
         routes=[(Part(peer, 0, layers - 1),) for peer in ordered],
+        standbys={},
         reduce_rates={peer: reduce_rate(shares[peer], len(ordered)) for peer in ordered},
         previous=previous,
         head_round=head_round,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from atoll.coordinator.planner.drafting import Part, Route
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import asking, preparation
+from atoll.coordinator.state import asking, preparation, standbys
 from atoll.coordinator.state.edges import move
 from atoll.coordinator.state.fitness import Present, difference, present
 from atoll.coordinator.state.issuing import Notes, issue_routes
@@ -69,7 +69,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
     unready = preparation.unready(state, coming)
     assert memory.plan is not None
     going = [peer for peer in here.finishing if not asking.live_of(state, peer).hands_over]
-    if not set(memory.plan.members) <= set(here.members) or not (unready or going):
+    if not memory.plan.stages <= set(here.members) or not (unready or going):
         _issue(draft, run_id, coming.answer)
     elif unready and draft.now.monotonic - coming.since >= preparation.patience(coming, policy.prepare_seconds):
         names = ", ".join(state.nodes[peer].name for peer in unready)
@@ -81,7 +81,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
     """Let nodes fetch what this answer gives them; False where nobody has to, or nobody should wait for it."""
     state, plan = draft.state, draft.state.memory[run_id].plan
-    if plan is None or not set(plan.members) <= set(here.members) or asking.forgotten(state, run_id):
+    if plan is None or not plan.stages <= set(here.members) or asking.forgotten(state, run_id):
         return False
     spans = preparation.lacking(plan, question, answer)
     if not spans and not here.finishing:
@@ -110,10 +110,12 @@ def _issue(draft: Draft, run_id: str, answer: Answer) -> None:
     routes: list[Route] = [
         tuple(Part(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
-    members = sorted(part.peer_id for route in routes for part in route)
+    standing = standbys.kept(plan, routes, present(state, run_id, now))
+    members = sorted([*standing, *(part.peer_id for route in routes for part in route)])
     changed = difference(state, plan.members, members) if plan else ""
     notes = Notes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)
-    issue_routes(draft, run_id, routes, "; ".join(filter(None, (changed, answer.reason))), notes)
+    reason = "; ".join(filter(None, (changed, answer.reason)))
+    issue_routes(draft, run_id, routes, reason, notes, standbys=standing)
     if state.runs[run_id].state == "GENESIS":
         move(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
     _tell_left_out(draft, run_id, left_out)
@@ -139,8 +141,10 @@ def _why_not_asked_about(state: State, peer: str, now: float) -> str:
 
 
 def _tell_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
-    """Each once, until it has a part."""
+    """Each once, until it has a part, be it to stand by."""
     memory = draft.state.memory[run_id]
+    members = memory.plan.members if memory.plan is not None else ()
+    left_out = {peer: why for peer, why in left_out.items() if peer not in members}
     for peer in sorted(left_out.keys() - memory.left_out.keys()):
         name = draft.state.nodes[peer].name
         draft.event("node.left-out", run_id, peer, f"{name} has no part in the plan: {left_out[peer]}")

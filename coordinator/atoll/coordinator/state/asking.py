@@ -32,6 +32,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
         spec=memory.spec,
         pins=pins_of(state, usable),
         current=named(state, memory.plan),
+        standbys=_standbys(state, memory.plan),
         seconds=policy.solve_seconds,
         steps=policy.solve_steps,
     )
@@ -79,6 +80,11 @@ def named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
         tuple((state.nodes[part.peer_id].name, part.first, part.last) for part in route)
         for route in (routes_of(plan) if plan else ())
     )
+
+
+def _standbys(state: State, plan: Plan | None) -> NamedRoute:
+    spans = [(peer, plan.span(peer)) for peer in plan.standbys] if plan is not None else []
+    return tuple((state.nodes[peer].name, span.start, span.stop - 1) for peer, span in spans)
 
 
 def live_of(state: State, peer: str) -> Live:

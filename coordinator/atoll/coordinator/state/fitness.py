@@ -168,7 +168,7 @@ def _finishing(state: State, node: Node, now: float) -> bool:
 def _loads(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:
     """A stage that came back just now: without it its whole route would have no place."""
     live = state.live.get(peer_id)
-    stage = plan is not None and not plan.is_replica(peer_id)
+    stage = plan is not None and peer_id in plan.stages and not plan.is_replica(peer_id)
     joining = live is not None and live.connected and live.status.state == mb.NODE_STATE_JOINING
     return stage and joining and live is not None and now - live.came < LOADING_SECONDS
 

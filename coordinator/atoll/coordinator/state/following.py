@@ -68,7 +68,7 @@ def _follow_replicas(draft: Draft, run_id: str, policy: Policy, here: Present, p
 
 
 def _is_cut(plan: Plan) -> bool:
-    return len(plan.routes) < len(plan.members)
+    return len(plan.routes) < len(plan.stages)
 
 
 def _same_members(plan: Plan) -> str:

@@ -16,7 +16,7 @@ def begins(state: State, node: Node) -> bool:
     """Whether others have to take layers over before this node goes: it is a stage of a route that trains."""
     plan = state.memory[node.run_id].plan if node.run_id in state.memory else None
     trains = plan is not None and state.runs[node.run_id].state == "TRAINING"
-    return trains and plan is not None and node.peer_id in plan.members and not plan.is_replica(node.peer_id)
+    return trains and plan is not None and node.peer_id in plan.stages and not plan.is_replica(node.peer_id)
 
 
 def go_on(draft: Draft, run_id: str, policy: Policy) -> None:

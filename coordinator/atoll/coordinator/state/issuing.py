@@ -53,15 +53,23 @@ def issue(draft: Draft, run_id: str, members: Sequence[str], reason: str, base: 
 
 
 def issue_routes(
-    draft: Draft, run_id: str, routes: Sequence[Route], reason: str, notes: Notes, base: Base | None = None
+    draft: Draft,
+    run_id: str,
+    routes: Sequence[Route],
+    reason: str,
+    notes: Notes,
+    base: Base | None = None,
+    *,
+    standbys: Mapping[str, range],
 ) -> None:
-    """The next plan, with these routes (at least one)."""
+    """The next plan, with these routes (at least one) and, by peer id, layers of those who stand by."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
+    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route} | dict(standbys)
     plan = plan_of(
         memory.spec,
         version=next_version(run),
         routes=routes,
+        standbys=standbys,
         reduce_rates=span_rates(links(draft.state, spans), spans, layer_weights(run)),
         previous=memory.plan,
         head_round=run.head_round,
@@ -110,14 +118,16 @@ def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
     run, memory = draft.state.runs[plan.run_id], draft.state.memory[plan.run_id]
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))
+    left_out = {peer: why for peer, why in notes.left_out.items() if peer not in plan.members}
     joins = {peer: joined(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
     draft.put(replace(run, plan_version=plan.version))
     draft.remember(plan.run_id, joins={**memory.joins, **joins})
     if memory.figures is not None and memory.figures.measured_seconds:
         draft.set_figures(memory.figures)  # as they are at its end
-    draft.issue_plan(plan, _figures(plan, notes))
-    nodes = "1 node" if len(plan.members) == 1 else f"{len(plan.members)} nodes"
-    shape = "" if len(plan.routes) == len(plan.members) else f" in {_count(len(plan.routes), 'route')}"
+    draft.issue_plan(plan, _figures(plan, replace(notes, left_out=left_out)))
+    nodes = _count(len(plan.stages), "node")
+    shape = "" if len(plan.routes) == len(plan.stages) else f" in {_count(len(plan.routes), 'route')}"
+    shape += f", {len(plan.standbys)} standing by" if plan.standbys else ""
     draft.event("plan.issued", plan.run_id, str(plan.version), f"plan {plan.version} for {nodes}{shape}: {plan.reason}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.state.records import Node, PlanFigures
@@ -81,33 +80,34 @@ def part_in_plan(state: State, node: Node) -> admin.NodeView:
     assigned = plan.assignment(node.peer_id) if plan else None
     if plan is not None and assigned is not None:
         view.span.CopyFrom(plan_pb2.Span(first=assigned.first_layer, last=assigned.last_layer))
-        view.route = next(number for number, route in enumerate(plan.routes, 1) if node.peer_id in route)
+        view.route = next((number for number, route in enumerate(plan.routes, 1) if node.peer_id in route), 0)
     return view
 
 
 def _placed(state: State, plan: Plan) -> Iterator[admin.PlacedNode]:
     model = room_of(state, plan.run_id)
-    for number, route in enumerate(routes_of(plan), 1):
-        for part in route:
-            live = state.live.get(part.peer_id)
-            fits = model is not None and part.last < model.layers
-            yield admin.PlacedNode(
-                peer_id=part.peer_id,
-                name=_name(state, part.peer_id),
-                route=number,
-                span=plan_pb2.Span(first=part.first, last=part.last),
-                memory_bytes=model.device_bytes(part.first, part.last) if fits and model else 0.0,
-                memory_lent_bytes=float(live.profile.device_memory_bytes) if live else 0.0,
-            )
+    routes = {peer: number for number, route in enumerate(plan.routes, 1) for peer in route}
+    along = [*(peer for route in plan.routes for peer in route), *plan.standbys]
+    for peer in along:
+        live, span = state.live.get(peer), plan.span(peer)
+        fits = model is not None and span.stop <= model.layers
+        yield admin.PlacedNode(
+            peer_id=peer,
+            name=_name(state, peer),
+            route=routes.get(peer, 0),
+            span=plan_pb2.Span(first=span.start, last=span.stop - 1),
+            memory_bytes=model.device_bytes(span.start, span.stop - 1) if fits and model else 0.0,
+            memory_lent_bytes=float(live.profile.device_memory_bytes) if live else 0.0,
+        )
 
 
 def _moves(question: Question, after: tuple[NamedRoute, ...], peers: dict[str, str]) -> Iterator[admin.MovedNode]:
     """Who has other layers afterwards, by name."""
-    before, later = _spans(question.current), _spans(after)
+    before, later, standing = _spans(question.current), _spans(after), _spans((question.standbys,))
     for name in sorted(before.keys() | later.keys()):
         if before.get(name) == later.get(name):
             continue
-        held, new = before.get(name, range(0)), later.get(name, range(0))
+        held, new = before.get(name, standing.get(name, range(0))), later.get(name, range(0))
         parameters = sum(question.layers.layers[layer].parameters for layer in new if layer not in held)
         yield admin.MovedNode(
             peer_id=peers.get(name, ""),

@@ -33,6 +33,14 @@ class Preparation:
     since: float  # monotonic
 
 
+@dataclass(frozen=True)
+class Coming:
+    """A node that fetches the layers with which it shall stand by."""
+
+    span: range
+    since: float  # monotonic
+
+
 def lacking(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
     """By peer id, the spans of an answer whose nodes do not hold all of it under `plan`."""
     peers = {node.name: node.peer_id for node in question.nodes}
@@ -47,17 +55,22 @@ def patience(preparation: Preparation, least: float) -> float:
 
 def unready(state: State, preparation: Preparation) -> tuple[str, ...]:
     """Peer ids of those that do not say yet that they hold their next span, ordered."""
-    return tuple(peer for peer, span in sorted(preparation.spans.items()) if not _holds(state, peer, span))
+    return tuple(peer for peer, span in sorted(preparation.spans.items()) if not holds(state, peer, span))
 
 
 def told(state: State, peer_id: str) -> range:
     """What a node is to fetch; empty: nothing."""
     node = state.nodes[peer_id]
-    preparation = state.memory[node.run_id].preparation if node.run_id in state.memory else None
-    return preparation.spans.get(peer_id, range(0)) if preparation is not None else range(0)
+    memory = state.memory.get(node.run_id)
+    if memory is None:
+        return range(0)
+    coming = memory.standbys.get(peer_id)
+    to_stand_by = coming.span if coming is not None else range(0)
+    return memory.preparation.spans.get(peer_id, to_stand_by) if memory.preparation is not None else to_stand_by
 
 
-def _holds(state: State, peer: str, span: range) -> bool:
+def holds(state: State, peer: str, span: range) -> bool:
+    """Whether a node says that it has these layers as they are now, or nearly."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("prepared"):
         return False

@@ -146,7 +146,7 @@ def _may_return(state: State, peer: str) -> bool:
 def _goes_on_from(state: State, run: Run) -> Left | None:
     """The newest state that is left, of all layers."""
     memory = state.memory[run.run_id]
-    cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.members)
+    cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.stages)
     return _newest_whole(state, run) if cut else newest_left(state, run)
 
 
@@ -220,7 +220,7 @@ def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) 
     members = {part.peer_id for route in whole for part in route}
     voters = tuple(sorted(members & set(here))) or tuple(sorted(here))
     base = Base(left.manifest_hash, voters, left.round, version)
-    issue_routes(draft, run_id, whole, reason, Notes(left_out=memory.left_out), base)
+    issue_routes(draft, run_id, whole, reason, Notes(left_out=memory.left_out), base, standbys={})
 
 
 def _nodes(count: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.shares import WORTH, span_gain, span_rates
-from atoll.coordinator.state import answering, asking, issuing
+from atoll.coordinator.state import answering, asking, issuing, standbys
 from atoll.coordinator.state.fitness import Present
 from atoll.coordinator.state.issuing import Notes, issue_routes
 from atoll.coordinator.state.pinning import span_of
@@ -41,6 +41,8 @@ def needs_routes(state: State, run_id: str, here: Present) -> bool:
 
 def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     """Ask when what is known differs from what was asked about last and stays so for the debounce."""
+    if standbys.take_over(draft, run_id, here):
+        return
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.preparation is not None:
         answering.go_on(draft, run_id, policy, memory.preparation, here)
@@ -53,6 +55,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     if not why:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
+        standbys.follow(draft, run_id, policy, here)
     elif memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since < _patience(why, policy):
@@ -111,7 +114,8 @@ def _share_anew(draft: Draft, run_id: str) -> None:
     predicted = memory.figures.predicted_tokens_per_second if memory.figures else 0.0
     notes = Notes(predicted, 0.0, memory.left_out)
     reason = "who reduces how much follows what nodes say of their links"
-    issue_routes(draft, run_id, routes_of(memory.plan), reason, notes)
+    spans = {peer: memory.plan.span(peer) for peer in memory.plan.standbys}
+    issue_routes(draft, run_id, routes_of(memory.plan), reason, notes, standbys=spans)
     draft.remember(run_id, links_pay=False)
 
 

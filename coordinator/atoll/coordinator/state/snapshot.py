@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from atoll.coordinator.planner.question import Question
 from atoll.coordinator.state.allowance import Allowance
 from atoll.coordinator.state.paths import Path
-from atoll.coordinator.state.preparation import Preparation
+from atoll.coordinator.state.preparation import Coming, Preparation
 from atoll.coordinator.state.records import (
     Change,
     Checkpoint,
@@ -64,6 +64,7 @@ class Policy:
     solve_seconds: float = 2.0  # that the planner may search
     prepare_seconds: float = 60.0  # for nodes to fetch layers before a plan gives them, beside the bytes' time
     solve_steps: int | None = None  # of its search, at most; where a result must repeat
+    standby_seconds: float = 10.0  # that a node must have had no place before it stands by: others may come
     resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
     recover_seconds: float = (
@@ -163,6 +164,7 @@ class RunMemory:
     asked_about: tuple[tuple[object, ...], ...] = ()  # by that question: see `Considered`
     considered: Considered | None = None
     preparation: Preparation | None = None  # of the next plan
+    standbys: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: who fetches layers to stand by with
     unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, and when
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it

@@ -8,6 +8,7 @@ streams of what was before are refused. Nothing here computes: messages pass bet
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
@@ -43,7 +44,9 @@ class RouteBridge:
         spec: RunSpec,
         layers: plan_pb2.LayerTable,
         clock: Clock,
+        broke: Callable[[], None] = lambda: None,
     ) -> None:
+        """`broke` is called whenever an incarnation is over."""
         self.incarnations = 0  # begun
         self.trouble: AtollError | None = None  # why the last one ended
         self._dispatcher, self._cable, self._route = dispatcher, cable, route
@@ -55,6 +58,12 @@ class RouteBridge:
         self._called = 0  # an incarnation that the stage before has begun and we have not
         self._last = 0
         self._changed = asyncio.Condition()
+        self._broke = broke
+
+    @property
+    def works(self) -> bool:
+        """Whether an incarnation is under way and all stages after this one are part of it."""
+        return self._links is not None and (self._links.was_ready or self._place.last)
 
     @property
     def incarnation(self) -> int:
@@ -129,6 +138,7 @@ class RouteBridge:
             await links.run()  # its tasks can be joined by those who were woken: nothing runs in between
         finally:
             self._links, self._was_ready = None, links.was_ready
+            self._broke()
 
     async def _next_number(self) -> int:
         if self._place.first:

@@ -1,0 +1,203 @@
+"""Standbys: nodes without a place on a route hold the layers of a stage, and take its place when it is gone. Pure.
+
+They are members: they take part in the rounds of their layers, bring nothing, and so are always at the newest round.
+Each span of a stage has one at most, those with the fewest holders first; who stands by keeps its layers for as long as
+some stage has the same. A new one fetches its layers before it becomes a member. Nobody whose link would hold up the
+rounds of its layers stands by.
+
+A stage is gone when it has no part in training any more. With somebody to take its place, that is not waited for: a
+stage that has no stream to the coordinator, and whose neighbours say that their route is broken, is gone; so is one
+whose process was started again, because what it had not averaged yet is lost anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from atoll.coordinator.planner.drafting import Route, routes_of
+from atoll.coordinator.planner.question import is_known
+from atoll.coordinator.state import asking, issuing, preparation
+from atoll.coordinator.state.fitness import Present
+from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
+from atoll.coordinator.state.pinning import span_of
+from atoll.coordinator.state.preparation import Coming
+from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.core.plan import Plan
+from atoll.v1 import membership_pb2 as mb
+
+_TOGETHER_SECONDS = 30.0  # for others to have their layers, too: each plan is a change for everybody
+_ROUND_TRIPS = 2.0  # an average comes as often as an update goes, at a standby's link
+
+
+def take_over(draft: Draft, run_id: str, here: Present) -> bool:
+    """Give the places of stages that are gone to those who stand by with the same layers. Whether any was given."""
+    state, plan = draft.state, draft.state.memory[run_id].plan
+    if plan is None or not plan.standbys:
+        return False
+    free = {peer: plan.span(peer) for peer in plan.standbys if peer in here.fit}
+    routes, told = [], []
+    for route in routes_of(plan):
+        parts = []
+        for part in route:
+            span = range(part.first, part.last + 1)
+            other = next((peer for peer, held in sorted(free.items()) if held == span), None)
+            if other is not None and _is_gone(state, plan, part.peer_id, here):
+                del free[other]
+                told.append(f"{state.nodes[other].name} takes the place of {state.nodes[part.peer_id].name}")
+                parts.append(replace(part, peer_id=other))
+            else:
+                parts.append(part)
+        routes.append(tuple(parts))
+    if told:
+        standing = {peer: span for peer, span in _standing(plan).items() if peer in free}
+        _issue(draft, run_id, routes, standing, "; ".join(told))
+    return bool(told)
+
+
+def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
+    """Let those whom a plan has no place for fetch layers, and make them members when they have them."""
+    state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
+    plan = memory.plan
+    if plan is None:
+        return
+    wanted, standing = _wanted(state, run_id, plan, here, now), _standing(plan)
+    new = {peer: span for peer, span in wanted.items() if standing.get(peer) != span}
+    coming = {
+        peer: before if (before := memory.standbys.get(peer)) and before.span == span else Coming(span, now)
+        for peer, span in new.items()
+    }
+    ready = {peer for peer, it in coming.items() if preparation.holds(state, peer, it.span)}
+    late = {peer for peer, it in coming.items() if now - it.since >= _patience(state, run_id, it, policy)} - ready
+    if late:
+        draft.remember(run_id, unprepared={**memory.unprepared, **dict.fromkeys(late, now)})
+    coming = {peer: it for peer, it in coming.items() if peer not in late}
+    waited = min((coming[peer].since for peer in ready), default=now)
+    enough = policy.standby_seconds if len(ready) == len(coming) else policy.standby_seconds + _TOGETHER_SECONDS
+    stay = {peer: span for peer, span in standing.items() if wanted.get(peer) == span}
+    if (ready and now - waited >= enough) or stay.keys() != standing.keys():
+        came = {peer: coming.pop(peer).span for peer in sorted(ready)}
+        draft.remember(run_id, standbys=coming)
+        _issue(draft, run_id, routes_of(plan), {**stay, **came}, _told(state, standing, {**stay, **came}))
+    elif coming != memory.standbys:
+        draft.remember(run_id, standbys=coming)
+
+
+def kept(plan: Plan | None, routes: Sequence[Route], here: Present) -> dict[str, range]:
+    """Who stands by under `plan` and can go on with that where these are the routes."""
+    spans, placed = _stage_spans(routes), {part.peer_id for route in routes for part in route}
+    there = {*here.fit, *here.silent}
+    return {
+        peer: span
+        for peer, span in (_standing(plan) if plan is not None else {}).items()
+        if span in spans and peer in there and peer not in placed
+    }
+
+
+# --- who stands by -----------------------------------------------------------------------------------
+
+
+def _standing(plan: Plan) -> dict[str, range]:
+    return {peer: plan.span(peer) for peer in plan.standbys}
+
+
+def _wanted(state: State, run_id: str, plan: Plan, here: Present, now: float) -> dict[str, range]:
+    """By peer id: who should stand by with which layers."""
+    model, routes = room_of(state, run_id), routes_of(plan)
+    if model is None:
+        return {}
+    found = {span: peer for peer, span in sorted(kept(plan, routes, here).items(), reverse=True)}
+    taken = {*found.values(), *plan.stages}
+    free = [peer for peer in here.fit if peer not in taken and _may(state, run_id, peer, now)]
+    open_spans = [span for span in _stage_spans(routes) if span not in found]
+    for span in sorted(open_spans, key=lambda it: (len(plan.holders(it)), -len(it), it.start)):
+        able = [peer for peer in free if _suits(state, run_id, plan, peer, span)]
+        if able:
+            found[span] = min(able, key=lambda peer: _preference(state, peer, span))
+            free.remove(found[span])
+    return {peer: span for span, peer in found.items()}
+
+
+def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
+    return frozenset(range(part.first, part.last + 1) for route in routes if len(route) > 1 for part in route)
+
+
+def _may(state: State, run_id: str, peer: str, now: float) -> bool:
+    return is_known(asking.live_of(state, peer).profile) and not asking.is_unprepared(state.memory[run_id], peer, now)
+
+
+def _suits(state: State, run_id: str, plan: Plan, peer: str, span: range) -> bool:
+    """Whether a node has room for the span, is not pinned to another, and hears of its rounds in time."""
+    model, pin = room_of(state, run_id), span_of(state.nodes[peer])
+    fits = model is not None and model.fits(asking.live_of(state, peer).profile, span.start, span.stop - 1)
+    return fits and pin in (None, (span.start, span.stop - 1)) and _keeps_up(state, run_id, plan, peer, span)
+
+
+def _keeps_up(state: State, run_id: str, plan: Plan, peer: str, span: range) -> bool:
+    """Whether its link carries the span's updates in the time between its rounds, as far as both are known."""
+    memory = state.memory[run_id]
+    uplink = issuing.links(state, [peer])[peer].uplink
+    figures = memory.figures
+    rate = max(figures.measured_tokens_per_second, figures.predicted_tokens_per_second) if figures else 0.0
+    if not uplink or not rate:
+        return True
+    model = room_of(state, run_id)
+    assert model is not None
+    weights = issuing.layer_weights(state.runs[run_id])
+    sent = sum(weights[layer] for layer in span) * model.training.outer_bytes_per_parameter
+    return _ROUND_TRIPS * sent / uplink <= model.training.round_tokens / rate * (len(plan.cuts) + 1)
+
+
+def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
+    """Who has most of it already, then the smallest card: larger ones suit more spans."""
+    saved = any(set(span) <= set(item.layers) for item in state.checkpoints.get(peer, ()))
+    return not saved, asking.live_of(state, peer).profile.device_memory_bytes, peer
+
+
+def _patience(state: State, run_id: str, coming: Coming, policy: Policy) -> float:
+    weights = issuing.layer_weights(state.runs[run_id])
+    fetched = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in coming.span)
+    return policy.prepare_seconds + fetched / preparation.SLOWEST_BYTES_PER_SECOND
+
+
+# --- who is gone -------------------------------------------------------------------------------------
+
+
+def _is_gone(state: State, plan: Plan, peer: str, here: Present) -> bool:
+    if peer not in here.members:
+        return True
+    live = state.live.get(peer)
+    if peer not in here.silent or live is None:
+        return False
+    if live.connected:
+        return live.status.state == mb.NODE_STATE_JOINING
+    route = next(route for route in plan.routes if peer in route)
+    neighbours = (state.live.get(other) for other in route if other != peer)
+    return any(
+        other.connected and other.seen > live.seen and other.status.route_broken
+        for other in neighbours
+        if other is not None and other.status.plan_version == plan.version
+    )
+
+
+# --- plans -------------------------------------------------------------------------------------------
+
+
+def _issue(draft: Draft, run_id: str, routes: Sequence[Route], standing: Mapping[str, range], reason: str) -> None:
+    memory = draft.state.memory[run_id]
+    predicted = memory.figures.predicted_tokens_per_second if memory.figures else 0.0
+    notes = Notes(predicted, 0.0, memory.left_out)
+    issue_routes(draft, run_id, routes, reason, notes, standbys=standing)
+    left_out = {peer: why for peer, why in memory.left_out.items() if peer not in standing}
+    draft.remember(run_id, left_out=left_out)
+
+
+def _told(state: State, before: Mapping[str, range], after: Mapping[str, range]) -> str:
+    came = [
+        f"{state.nodes[peer].name} stands by with layers {span.start}–{span.stop - 1}"
+        for peer, span in sorted(after.items())
+        if before.get(peer) != span
+    ]
+    went = [f"{state.nodes[peer].name} stands by no more" for peer in sorted(before.keys() - after.keys())]
+    return "; ".join(came + went)

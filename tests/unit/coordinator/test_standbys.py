@@ -1,0 +1,208 @@
+"""Nodes without a place on a route stand by: they hold a stage's layers, and take its place when it is gone."""
+
+from __future__ import annotations
+
+import pytest
+from unit.coordinator.routed import RoutedWorld
+from unit.coordinator.test_preparing import order, told
+from unit.coordinator.world import FIT, RUN
+
+from atoll.coordinator.state import admission, pinning, plan_views
+from atoll.v1 import membership_pb2 as mb
+
+
+@pytest.fixture
+def trio() -> RoutedWorld:
+    """Two halves make the only route; a third node stands by."""
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    world.cards(cid=6)
+    world.wait(world.policy.standby_seconds + 2)
+    return world
+
+
+def standing(world: RoutedWorld) -> dict[str, tuple[int, int]]:
+    """By name."""
+    return {world.name_of(peer): world.spans()[world.name_of(peer)] for peer in world.plan.standbys}
+
+
+def whose_place(world: RoutedWorld) -> str:
+    """The stage with the layers of who stands by."""
+    (span,) = standing(world).values()
+    return next(name for name in ("ann", "bob") if world.spans()[name] == span)
+
+
+def driver_of(world: RoutedWorld) -> str:
+    return world.routes()[0][0]
+
+
+# --- who stands by ------------------------------------------------------------------------------------
+
+
+def test_a_spare_comes_to_hold_the_layers_of_a_stage(trio: RoutedWorld) -> None:
+    assert standing(trio).keys() == {"cid"}
+    assert whose_place(trio) in trio.routes()[0]
+    assert [len(route) for route in trio.routes()] == [2]
+    assert trio.plan.drivers == (trio.identities[driver_of(trio)].peer_id,)
+    assert [bool(item.data_ranges) for item in trio.plan.assignments].count(True) == 1
+    assert "cid stands by with layers" in trio.plan.reason
+    assert trio.state.memory[RUN].left_out == {}
+    view = plan_views.part_in_plan(trio.state, trio.state.nodes[trio.identities["cid"].peer_id])
+    assert (view.route, (view.span.first, view.span.last)) == (0, trio.spans()["cid"])
+
+
+def test_it_fetches_them_before_it_is_a_member() -> None:
+    world = RoutedWorld(fetches=False)
+    world.begin(ann=6, bob=6)
+    world.cards(cid=6)
+    world.wait(40)
+    assert world.plan.version == 1
+    (span,) = told(world).values()
+    world.fetch_told()
+    world.wait(1)
+    assert standing(world) == {"cid": (span.start, span.stop - 1)}
+    assert told(world) == {}
+
+
+def test_who_fetches_for_too_long_is_not_asked_again_soon() -> None:
+    world = RoutedWorld(fetches=False)
+    world.begin(ann=6, bob=6)
+    world.cards(cid=6)
+    world.wait(10)
+    assert told(world)
+    world.wait(world.policy.prepare_seconds + 100)
+    assert told(world) == {}
+    assert world.plan.version == 1
+
+
+def test_layers_with_fewer_holders_come_first() -> None:
+    """Routes of two and of three stages: the middle one's layers are the only ones that nobody else holds together."""
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6, cleo=4, dora=4, eve=4)
+    assert sorted(map(len, world.routes())) == [2, 3]
+    middle = next(route for route in world.routes() if len(route) == 3)[1]
+    world.cards(spare=4)
+    world.wait(world.policy.standby_seconds + 2)
+    assert standing(world) == {"spare": world.spans()[middle]}
+
+
+def test_each_span_has_one_at_most(trio: RoutedWorld) -> None:
+    trio.cards(dan=1, eve=1, fay=1)
+    trio.wait(30)
+    spans = list(standing(trio).values())
+    assert len(spans) == len(set(spans))
+
+
+def test_who_has_no_room_for_a_stages_layers_does_not_stand_by() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    world.cards(tiny=2)
+    world.wait(60)
+    assert standing(world) == {}
+    assert told(world) == {}
+
+
+@pytest.mark.parametrize(("uplink", "stands"), [(1e9, True), (10.0, False)])
+def test_whose_link_would_hold_up_the_rounds_does_not_stand_by(uplink: float, stands: bool) -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    world.uplinks["cid"] = uplink
+    world.cards(cid=6)
+    world.wait(60)
+    assert bool(standing(world)) is stands
+
+
+def test_who_is_pinned_to_other_layers_does_not_stand_by() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    world.cards(cid=6)
+    world.take(pinning.pin(world.state, world.now, "cid", (3, 8)))
+    world.wait(60)
+    assert standing(world) == {}
+
+
+# --- a stage is gone ----------------------------------------------------------------------------------
+
+
+def test_a_stage_that_neighbours_miss_is_replaced_at_once(trio: RoutedWorld) -> None:
+    lost = whose_place(trio)
+    other = next(name for name in ("ann", "bob") if name != lost)
+    span, version = trio.spans()[lost], trio.plan.version
+    trio.hang_up(lost)
+    trio.wait(0.4)
+    assert trio.plan.version == version  # its line to the coordinator broke, and that may be all
+    trio.broken.add(other)
+    trio.say(other)
+    trio.wait(0.4)
+    assert trio.plan.version == version + 1
+    assert trio.spans()["cid"] == span
+    assert "cid" in trio.routes()[0]
+    assert lost not in trio.spans()
+    assert trio.plan.reason == f"cid takes the place of {lost}"
+
+
+def test_without_their_word_it_is_waited_for(trio: RoutedWorld) -> None:
+    lost, version = whose_place(trio), trio.plan.version
+    trio.hang_up(lost)
+    trio.wait(trio.policy.lost_after_seconds - 1)
+    assert trio.plan.version == version
+    trio.wait(2)
+    assert "cid" in trio.routes()[0]
+
+
+def test_a_stage_that_was_started_again_is_replaced_and_stands_by(trio: RoutedWorld) -> None:
+    lost = whose_place(trio)
+    span = trio.spans()[lost]
+    trio.hang_up(lost)
+    trio.wait(5)
+    trio.connect(lost, mb.NODE_STATE_JOINING)
+    trio.wait(0.4)
+    assert "cid" in trio.routes()[0]
+    assert lost not in trio.spans()
+    trio.say(lost, FIT)
+    trio.wait(trio.policy.standby_seconds + 40)
+    assert standing(trio) == {lost: span}
+
+
+def test_a_banned_stage_is_replaced_at_once(trio: RoutedWorld) -> None:
+    lost = whose_place(trio)
+    trio.take(admission.ban(trio.state, trio.now, lost, "lies"))
+    trio.wait(0.4)
+    assert "cid" in trio.routes()[0]
+
+
+# --- who stood by -------------------------------------------------------------------------------------
+
+
+def test_who_stood_by_and_is_gone_is_a_member_no_more(trio: RoutedWorld) -> None:
+    routes = trio.routes()
+    trio.hang_up("cid")
+    trio.wait(trio.policy.lost_after_seconds + 3)
+    assert standing(trio) == {}
+    assert trio.routes() == routes
+    assert trio.plan.reason == "cid stands by no more"
+
+
+def test_who_stands_by_and_is_drained_goes_at_once(trio: RoutedWorld) -> None:
+    trio.take(admission.drain(trio.state, trio.now, "cid"))
+    trio.wait(0.4)
+    assert order(trio, "cid") == mb.ORDER_DRAIN
+    trio.wait(4)
+    assert standing(trio) == {}
+
+
+def test_a_draining_stage_gives_its_place_to_who_stands_by(trio: RoutedWorld) -> None:
+    going = whose_place(trio)
+    span = trio.spans()[going]
+    trio.fetches = False
+    trio.take(admission.drain(trio.state, trio.now, going))
+    trio.wait(3)
+    assert trio.spans()["cid"] == span
+    assert going not in trio.spans()
+
+
+def test_two_halves_find_each_other_though_one_stood_by(trio: RoutedWorld) -> None:
+    trio.cards(dan=6)
+    trio.wait(4)
+    assert sorted(map(len, trio.routes())) == [2, 2]
+    assert standing(trio) == {}
