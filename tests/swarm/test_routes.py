@@ -135,10 +135,13 @@ async def test_who_stands_by_takes_the_place_of_a_killed_stage_that_held_layers_
             await swarm.node(name, 0.1)
             await pinned(swarm, name, SPANS[name])
         await swarm.rounds("bob", 2)
+        began = swarm.status("bob")["route_incarnations"]
         await swarm.node(SPARE, 0.1)
         await pinned(swarm, SPARE, SPANS["cleo"])
         await swarm.until(lambda: stands_by(swarm, SPARE), "the spare does not stand by", READY)
         await swarm.rounds(SPARE, 2)  # it follows them
+        assert swarm.status("bob")["plan_version"] == 2
+        assert swarm.status("bob")["route_incarnations"] == began  # another plan, the same route: it goes on
         await kill(swarm, "cleo")
         await swarm.until(lambda: on_route(swarm, SPARE), "nobody took the place of who was killed", READY)
         steps, round_before = swarm.status("bob")["steps"], swarm.round("bob")

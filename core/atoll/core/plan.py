@@ -16,6 +16,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
 Range = tuple[int, int]
+RouteName = tuple[int, int]  # the plan that it began under, and its number there
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Plan:
     issued_unix_ms: int = 0
     reason: str = ""
     former: tuple[str, ...] = ()  # peer ids: no members any more; may hold state that members lack
+    names: tuple[RouteName, ...] = ()  # of the routes, in their order; none: all begin with this plan
+
+    def name_of(self, number: int) -> RouteName:
+        """What messages call a route, by its place in `routes`: the same as long as plans leave it as it is."""
+        return self.names[number] if self.names else (self.version, number)
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -143,7 +149,10 @@ class Plan:
                 )
                 for item in self.assignments
             ],
-            routes=[plan_pb2.Route(peer_ids=route) for route in self.routes],
+            routes=[
+                plan_pb2.Route(peer_ids=route, since_version=since, number=number)
+                for route, (since, number) in zip(self.routes, map(self.name_of, range(len(self.routes))), strict=True)
+            ],
             base=plan_pb2.Base(
                 round=self.base.round,
                 manifest_hash=self.base.manifest_hash,
@@ -158,6 +167,7 @@ class Plan:
     @classmethod
     def from_proto(cls, message: plan_pb2.Plan) -> Plan:
         """Read a plan whose signature was checked."""
+        names = tuple((route.since_version, route.number) for route in message.routes)
         return cls(
             run_id=message.run_id,
             version=message.version,
@@ -182,6 +192,7 @@ class Plan:
             issued_unix_ms=message.issued_unix_ms,
             reason=message.reason,
             former=tuple(message.former),
+            names=names if all(since for since, _ in names) else (),  # a plan of an older coordinator has none
         )
 
 

@@ -1,4 +1,7 @@
-"""This node's stage of a route: joined to its neighbours under every plan that has one, until the session ends."""
+"""This node's stage of a route: joined to its neighbours under every plan that has one, until the session ends.
+
+A route that a new plan leaves as it is goes on; any other change begins it anew.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from atoll.core.errors import ChildDied
 from atoll.core.plan import Plan
 from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.training.trainer import Trainer
@@ -19,13 +23,15 @@ from atoll.node.transport import Network
 
 
 class OnRoute:
-    """At most one bridge at a time; a route belongs to one plan, so each new plan begins another."""
+    """At most one bridge at a time."""
 
     def __init__(
         self, network: Network, spec: RunSpec, peer_id: str, clock: Clock, broke: Callable[[], None] = lambda: None
     ) -> None:
         """`broke` is called when the route stops to work, and each time that it does not begin again."""
         self.place: RoutePlace | None = None
+        self.number: int | None = None  # of the route, in the plan that is followed
+        self._cable: Cable | None = None
         self._spec, self._me, self._clock, self._broke = spec, peer_id, clock, broke
         self._dispatcher = RouteDispatcher(network)
         self._bridge: RouteBridge | None = None
@@ -33,7 +39,7 @@ class OnRoute:
 
     @property
     def incarnations(self) -> int:
-        """How often the route began under this plan."""
+        """How often the route began under its name."""
         return self._bridge.incarnations if self._bridge is not None else 0
 
     @property
@@ -43,12 +49,17 @@ class OnRoute:
 
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
         """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""
-        await self.leave()
         place, cable = RoutePlace.of(plan, self._me), trainer.cable
+        goes_on = place is not None and (place, cable) == (self.place, self._cable)
+        if not goes_on or self._running is None or self._running.done():
+            await self.leave()
         if place is None or cable is None:
             return
+        self.number = next(number for number, route in enumerate(plan.routes) if route == place.peers)
+        if self._running is not None:
+            return
         await trainer.enter_route(place)
-        self.place = place
+        self.place, self._cable = place, cable
         self._bridge = RouteBridge(
             self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._broke
         )
@@ -71,4 +82,4 @@ class OnRoute:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        self.place = self._bridge = self._running = None
+        self.place = self.number = self._cable = self._bridge = self._running = None

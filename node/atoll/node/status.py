@@ -107,7 +107,7 @@ class LiveStatus:
         training = self.trainer.status if self.trainer else None
         return {
             "layers": list(self.facts.span) if self.facts is not None and self.facts.span is not None else None,
-            "route": place.route if place is not None else None,
+            "route": self.route.number if self.route is not None else None,
             "stage": place.stage if place is not None else None,
             "stages": place.stages if place is not None else None,
             "route_ready": training.route_ready if training else False,

@@ -56,10 +56,14 @@ class Assignment(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., data_ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., max_round_tokens: _Optional[int] = ..., max_reduce_bytes_per_second: _Optional[int] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("peer_ids",)
+    __slots__ = ("peer_ids", "since_version", "number")
     PEER_IDS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     peer_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    since_version: int
+    number: int
+    def __init__(self, peer_ids: _Optional[_Iterable[str]] = ..., since_version: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("round", "manifest_hash", "since_version", "voters")

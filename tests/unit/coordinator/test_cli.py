@@ -57,6 +57,7 @@ NODE = wire.NodeView(
     route=1,
     pin="0-3",
 )
+SPARE = "12D3KooWZyxwvutsrqponmlk"  # stands by
 RUN = wire.RunView(
     run_id="reef",
     state=mb.RUN_STATE_TRAINING,
@@ -76,8 +77,11 @@ RUN = wire.RunView(
 PLAN = plan_pb2.Plan(
     run_id="reef",
     version=2,
-    assignments=[plan_pb2.Assignment(peer_id=NODE.peer_id, span=plan_pb2.Span(last=3), max_round_tokens=4096)],
-    routes=[plan_pb2.Route(peer_ids=[NODE.peer_id])],
+    assignments=[
+        plan_pb2.Assignment(peer_id=NODE.peer_id, span=plan_pb2.Span(last=3), max_round_tokens=4096),
+        plan_pb2.Assignment(peer_id=SPARE, span=plan_pb2.Span(last=3), max_round_tokens=4096),
+    ],
+    routes=[plan_pb2.Route(peer_ids=[NODE.peer_id], since_version=1)],
     base=plan_pb2.Base(manifest_hash=b"\x01\x02", since_version=1, voters=[NODE.peer_id]),
     issued_unix_ms=1_700_000_000_000,
     reason="basement joins",
@@ -170,7 +174,8 @@ ANSWERS = {
                 span=plan_pb2.Span(last=3),
                 memory_bytes=9.5 * 2**30,
                 memory_lent_bytes=24 * 2**30,
-            )
+            ),
+            wire.PlacedNode(peer_id=SPARE, name="cellar", span=plan_pb2.Span(last=3), memory_bytes=9.5 * 2**30),
         ],
         left_out=[wire.LeftOutNode(peer_id="12D3KooWB", name="attic", reason="would change nothing")],
         figures=FIGURES,

@@ -36,6 +36,11 @@ def driver_of(world: RoutedWorld) -> str:
     return world.routes()[0][0]
 
 
+def whose_route(world: RoutedWorld, since: int) -> list[str]:
+    """The route that began under that plan."""
+    return next(route for number, route in enumerate(world.routes()) if world.plan.name_of(number)[0] == since)
+
+
 # --- who stands by ------------------------------------------------------------------------------------
 
 
@@ -49,6 +54,22 @@ def test_a_spare_comes_to_hold_the_layers_of_a_stage(trio: RoutedWorld) -> None:
     assert trio.state.memory[RUN].left_out == {}
     view = plan_views.part_in_plan(trio.state, trio.state.nodes[trio.identities["cid"].peer_id])
     assert (view.route, (view.span.first, view.span.last)) == (0, trio.spans()["cid"])
+
+
+def test_routes_that_a_plan_leaves_as_they_are_keep_their_names(trio: RoutedWorld) -> None:
+    assert trio.plan.version == 2
+    assert trio.plan.name_of(0) == (1, 0)
+    trio.cards(dan=6)
+    trio.wait(4)
+    assert len(trio.routes()) == 2
+    version = trio.plan.version
+    assert {trio.plan.name_of(0)[0], trio.plan.name_of(1)[0]} == {1, version}
+    lost = whose_route(trio, since=1)[1]
+    trio.take(admission.ban(trio.state, trio.now, lost, "lies"))
+    trio.cards(eve=6)
+    trio.wait(6)
+    assert (1, 0) not in [trio.plan.name_of(number) for number in range(len(trio.routes()))]
+    assert version in [trio.plan.name_of(number)[0] for number in range(len(trio.routes()))]
 
 
 def test_it_fetches_them_before_it_is_a_member() -> None:

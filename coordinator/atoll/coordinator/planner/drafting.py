@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.core.data_position import LEASE_ROUNDS
-from atoll.core.plan import Assignment, Base, Plan, Range
+from atoll.core.plan import Assignment, Base, Plan, Range, RouteName
 from atoll.core.run_spec import RunSpec
 
 
@@ -41,14 +41,15 @@ def plan_of(
 ) -> Plan:
     """The plan `version` with these routes (at least one), ordered by driver, and layers of those who stand by.
 
-    It follows `previous`; `head_round` is the newest committed round, 0 for none; `reduce_rates` are bytes per second
-    by peer id.
+    It follows `previous`, whose routes go on where they are the same, unless another base makes them void. `head_round`
+    is the newest committed round, 0 for none; `reduce_rates` are bytes per second by peer id.
     """
     ordered = sorted(routes, key=lambda route: route[0].peer_id)
     drivers = [route[0].peer_id for route in ordered]
     holdings = {} if head_round else _holdings(drivers, previous, first_lease_samples(spec))
     most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
     standing = [Part(peer, span.start, span.stop - 1) for peer, span in standbys.items()]
+    known = _names(previous) if previous is not None and previous.base == base else {}
     parts = sorted([*standing, *(part for route in ordered for part in route)], key=lambda part: part.peer_id)
     return Plan(
         run_id=spec.run.name,
@@ -65,6 +66,7 @@ def plan_of(
             for part in parts
         ),
         routes=tuple(tuple(part.peer_id for part in route) for route in ordered),
+        names=tuple(known.get(route, (version, number)) for number, route in enumerate(ordered)),
         base=base,
         issued_unix_ms=issued_unix_ms,
         reason=reason,
@@ -75,6 +77,11 @@ def routes_of(plan: Plan) -> tuple[Route, ...]:
     """The routes of a plan with their spans."""
     spans = {item.peer_id: Part(item.peer_id, item.first_layer, item.last_layer) for item in plan.assignments}
     return tuple(tuple(spans[peer] for peer in route) for route in plan.routes)
+
+
+def _names(plan: Plan) -> Mapping[Route, RouteName]:
+    """What its routes are called."""
+    return {route: plan.name_of(number) for number, route in enumerate(routes_of(plan))}
 
 
 def cuts_of(routes: Sequence[Route]) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from atoll.core.plan import Plan
 
 @dataclass(frozen=True)
 class RoutePlace:
-    """One stage of one route of one plan."""
+    """One stage of one route."""
 
-    plan_version: int
-    route: int  # index into the plan's routes
+    plan_version: int  # that the route began under
+    route: int  # its number among the routes of that plan
     peers: tuple[str, ...]  # in the order of the stages
     stage: int  # ours
 
@@ -22,7 +22,7 @@ class RoutePlace:
         """Where the plan has a node; None when it stands on no route, or holds all layers by itself."""
         for number, peers in enumerate(plan.routes):
             if peer_id in peers and len(peers) > 1:
-                return cls(plan.version, number, peers, peers.index(peer_id))
+                return cls(*plan.name_of(number), peers, peers.index(peer_id))
         return None
 
     @property
