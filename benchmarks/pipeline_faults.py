@@ -1,17 +1,18 @@
 """A route of eight stages, one of which is killed every 30 seconds: what is left of its speed.
 
     python -m benchmarks.pipeline_faults
-    python -m benchmarks.pipeline_faults --seconds 240 --routes 1
+    python -m benchmarks.pipeline_faults --seconds 240 --routes 2 --standbys 3
 
 The shipped programs on this machine: a coordinator, a seed and eight nodes, pinned to one route of eight stages, or
-to two routes of four, where every layer has a second copy. A flush takes `PACE_SECONDS` at least, so that eight
-trainers on few cores are not measured by the cores. First nobody is disturbed. Then, every `EVERY_SECONDS`, another
-node gets SIGKILL (its trainer dies with it) and is started again at once, as a service manager would.
+to two routes of four, where every layer has a second copy. More nodes can stand by, pinned to the layers of the first
+stages. A flush takes `PACE_SECONDS` at least, so that trainers on few cores are not measured by the cores. First
+nobody is disturbed. Then, every `EVERY_SECONDS`, a stage gets SIGKILL (its trainer dies with it) and is started again
+at once, as a service manager would.
 
 Useful tokens are those that rounds committed. Recovery is the longest pause between two flushes that were seen to be
-stepped, from a signal to the next one: on the route of the victim (`route_s`), and of all routes (`swarm_s`).
-Micro-batches that counted twice are found in the manifests: tokens of the sums of the first layers beyond the
-samples that drivers consumed.
+stepped, from a signal to the next one: by the other stages of the victim's route (`route_s`; where somebody stood by
+with its layers: `covered_s`), and by anybody (`swarm_s`). Micro-batches that counted twice are found in the manifests:
+tokens of the sums of the first layers beyond the samples that drivers consumed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from atoll.node.lab import demo
 from atoll.node.lab.corpus import write_python_corpus
@@ -84,38 +86,44 @@ class Watched:
     """What the swarm showed: looks at all nodes and at the run."""
 
     swarm: LocalSwarm
-    routes: Sequence[Sequence[str]]
-    stepped: dict[int, list[float]] = field(default_factory=dict)  # by route, when a stage of it had stepped a flush
+    names: Sequence[str]
+    stepped: dict[str, list[float]] = field(default_factory=dict)  # by name, when it had stepped a flush
     committed: list[tuple[float, int]] = field(default_factory=list)  # when tokens were seen to be committed
-    ready: bool = False
+    now: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: what each that answers says of itself
     _steps: dict[str, int] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            statuses = await asyncio.gather(
-                *(asyncio.to_thread(self.swarm.status, name) for route in self.routes for name in (route[0], route[1]))
-            )
+            told = await asyncio.gather(*(asyncio.to_thread(self.swarm.status, name) for name in self.names))
             now = time.monotonic()
-            for number, route in enumerate(self.routes):
-                for name, status in zip(route[:2], statuses[2 * number : 2 * number + 2], strict=True):
-                    self._look(number, name, status["steps"] if status else 0, now)
-            tokens = max((it.get("committed_tokens", 0) for it in statuses if it), default=0)
+            self.now = {name: status for name, status in zip(self.names, told, strict=True) if status}
+            for name, status in self.now.items():
+                before, self._steps[name] = self._steps.get(name, 0), status["steps"]
+                if status["steps"] > before:
+                    self.stepped.setdefault(name, []).append(now)
+            tokens = max((status.get("committed_tokens", 0) for status in self.now.values()), default=0)
             if tokens > (self.committed[-1][1] if self.committed else 0):
                 self.committed.append((now, tokens))
-            self.ready = all(it is not None and it["route_ready"] for it in statuses)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _look(self, route: int, name: str, steps: int, now: float) -> None:
-        before = self._steps.get(name, 0)
-        self._steps[name] = steps
-        if steps > before > 0 or (steps > 0 and before == 0):
-            self.stepped.setdefault(route, []).append(now)
+    def ready(self, stages: int, standbys: int) -> bool:
+        """Whether so many stand on routes that work, and so many stand by."""
+        there = [status for status in self.now.values() if status["route_ready"]]
+        return len(there) == stages and len(self.standing()) == standbys
 
-    def pause(self, route: int | None, began: float, ended: float) -> float:
-        """The longest time in which no stage of the route, or of any, was seen to step."""
-        found = (moments for number, moments in self.stepped.items() if route in (None, number))
-        inside = sorted(moment for moments in found for moment in moments if began < moment < ended)
+    def standing(self) -> dict[str, tuple[int, ...]]:
+        """Who stands by, with which layers."""
+        told = {name: status for name, status in self.now.items() if "stands by" in status["detail"]}
+        return {name: tuple(status["layers"]) for name, status in told.items() if status["layers"]}
+
+    def route_of(self, name: str) -> list[str]:
+        """All stages of its route."""
+        return [other for other, it in self.now.items() if it["route"] == self.now[name]["route"]]
+
+    def pause(self, names: Iterable[str], began: float, ended: float) -> float:
+        """The longest time in which none of these was seen to step."""
+        inside = sorted(moment for name in names for moment in self.stepped.get(name, ()) if began < moment < ended)
         return max(after - before for before, after in pairwise((began, *inside, ended)))
 
     def rate(self, began: float, ended: float) -> float:
@@ -128,34 +136,36 @@ class Watched:
 
 @dataclass(frozen=True)
 class Kill:
-    """One node's."""
+    """One stage's."""
 
     at: float
-    route: int
+    others: tuple[str, ...]  # of its route
+    covered: bool  # somebody stood by with its layers
 
 
-async def disturb(swarm: LocalSwarm, routes: Sequence[Sequence[str]], seconds: float, rng: random.Random) -> list[Kill]:
-    """All nodes in turn, in an order that changes."""
+async def disturb(watched: Watched, seconds: float, rng: random.Random) -> list[Kill]:
+    """Stages of routes that work, at random."""
     done: list[Kill] = []
     began = time.monotonic()
-    order: list[tuple[int, str]] = []
     while time.monotonic() < began + seconds:
-        if not order:
-            order = [(number, name) for number, route in enumerate(routes) for name in route]
-            rng.shuffle(order)
-        number, name = order.pop()
-        done.append(Kill(time.monotonic(), number))
-        await kill(swarm, name)
-        await swarm.restart_member(name)
-        await asyncio.sleep(max(0.0, began + EVERY_SECONDS * len(done) - time.monotonic()))
+        stages = [name for name, status in watched.now.items() if status["route_ready"]]
+        if stages:
+            name = rng.choice(sorted(stages))
+            others = tuple(other for other in watched.route_of(name) if other != name)
+            covered = tuple(watched.now[name]["layers"]) in watched.standing().values()
+            done.append(Kill(time.monotonic(), others, covered))
+            await kill(watched.swarm, name)
+            await watched.swarm.restart_member(name)
+        await asyncio.sleep(max(1.0, began + EVERY_SECONDS * len(done) - time.monotonic()))
     return done
 
 
-async def measure(count: int, peace_seconds: float, seconds: float, root: Path, report: Report) -> None:
+async def measure(count: int, standbys: int, peace_seconds: float, seconds: float, root: Path, report: Report) -> None:
     """One swarm. Raises what the launcher raises."""
     length = NODES // count
     routes = [[f"node-{number * length + stage + 1}" for stage in range(length)] for number in range(count)]
     spans = {name: (stage * count, stage * count + count - 1) for route in routes for stage, name in enumerate(route)}
+    spans |= {f"spare-{number}": spans[routes[0][number]] for number in range(standbys)}
     corpus = root / "corpus.txt"
     write_python_corpus(corpus, 1 << 20)
     swarm = LocalSwarm(root)
@@ -175,14 +185,18 @@ async def measure(count: int, peace_seconds: float, seconds: float, root: Path, 
                 while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it
                     await asyncio.sleep(0.5)
             await swarm.ctl("plan", "pin", name, "--layers", f"{first}-{last}")
-        watched = Watched(swarm, routes)
+        watched = Watched(swarm, list(spans))
         watching = asyncio.create_task(watched.run())
         try:
-            await swarm.until(lambda: watched.ready and len(watched.committed) >= 3, "the routes do not train", _READY)
+            await swarm.until(
+                lambda: watched.ready(NODES, standbys) and len(watched.committed) >= 3,
+                "the routes do not train",
+                _READY,
+            )
             peace = time.monotonic()
             await asyncio.sleep(peace_seconds)
             began = time.monotonic()
-            kills = await disturb(swarm, routes, seconds, random.Random(7))
+            kills = await disturb(watched, seconds, random.Random(7))
             ended = time.monotonic()
         finally:
             watching.cancel()
@@ -196,7 +210,7 @@ async def measure(count: int, peace_seconds: float, seconds: float, root: Path, 
             known.update(demo.chain_of(directory))
     add(
         report,
-        count,
+        f"{count} × {length}" + (f" + {standbys}" if standbys else ""),
         watched,
         kills,
         watched.rate(peace, began),
@@ -207,20 +221,24 @@ async def measure(count: int, peace_seconds: float, seconds: float, root: Path, 
 
 
 def add(
-    report: Report, count: int, watched: Watched, kills: list[Kill], peace: float, rate: float, ended: float, twice: int
+    report: Report, name: str, watched: Watched, kills: list[Kill], peace: float, rate: float, ended: float, twice: int
 ) -> None:
     """One row."""
     ends = [*(it.at for it in kills[1:]), ended]
-    route_s = [watched.pause(it.route, it.at, end) for it, end in zip(kills, ends, strict=True)]
-    swarm_s = [watched.pause(None, it.at, end) for it, end in zip(kills, ends, strict=True)]
+    route_s = [watched.pause(it.others, it.at, end) for it, end in zip(kills, ends, strict=True)]
+    swarm_s = [watched.pause(watched.names, it.at, end) for it, end in zip(kills, ends, strict=True)]
+    covered_s = [seconds for it, seconds in zip(kills, route_s, strict=True) if it.covered]
     report.cell(
-        routes=f"{count} × {NODES // count}",
+        routes=name,
         kills=len(kills),
+        covered=len(covered_s),
         peace_tokens_per_s=peace,
         tokens_per_s=rate,
         share=rate / peace if peace else 0.0,
         route_s=statistics.median(route_s),
         route_worst_s=max(route_s),
+        covered_s=statistics.median(covered_s) if covered_s else None,
+        covered_worst_s=max(covered_s, default=None),
         swarm_s=statistics.median(swarm_s),
         swarm_worst_s=max(swarm_s),
         counted_twice=twice,
@@ -244,6 +262,13 @@ def judge(report: Report) -> None:
             value=cell["counted_twice"],
             holds=cell["counted_twice"] == 0 and cell["tokens_per_s"] > 0,
         )
+        if cell["covered"]:
+            report.accept(
+                f"longest pause of a route in which somebody stood by, worst, {name}",
+                target=f"≤ {_RECOVERY_SECONDS:g}",
+                value=cell["covered_worst_s"],
+                holds=cell["covered_worst_s"] <= _RECOVERY_SECONDS,
+            )
         if not name.startswith("1 "):
             report.accept(
                 f"longest pause of all routes together, {name}",
@@ -265,13 +290,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of kills, for each number of routes")
     parser.add_argument("--peace", type=float, default=120.0, help="seconds without any, before")
     parser.add_argument("--routes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--standbys", type=int, choices=range(NODES // 2), default=0, help="nodes that stand by, too")
     parser.add_argument("--name", default="pipeline_faults", help="of the result's file")
     chosen = parser.parse_args()
     report = Report(chosen.name)
     with reported(report, _NOTES):
         for count in chosen.routes:
             with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
-                asyncio.run(measure(count, chosen.peace, chosen.seconds, Path(scratch), report))
+                asyncio.run(measure(count, chosen.standbys, chosen.peace, chosen.seconds, Path(scratch), report))
         judge(report)
 
 
