@@ -41,7 +41,7 @@ class Exchanges:
                 continue
             digest, who = summed
             digests += [hashlib.sha256(digest + bytes([part])).digest() for part in range(count)]
-            if piece.reducer == peer:
+            if piece.reducer == peer and count:
                 partial |= {item.peer_id for item in start.contributions if item.weight} - who
                 odd = _odd(round_id, start)
                 if odd in who and digest[0] < _AGREE:

@@ -51,12 +51,15 @@ Routes = Sequence[Sequence[tuple[str, int, int]]]  # of peers with the first and
 
 
 def make_plan(members: list[str], version: int = 1, base: Base | None = None, routes: Routes | None = None) -> Plan:
-    """For `members`, each of which holds all layers, or for the stages of `routes`."""
+    """For `members`, each of which holds all layers, or for stages of `routes`: who has no place there stands by."""
     ordered = sorted(members)
     routes = routes or [[(peer, 0, POLICY.layers - 1)] for peer in ordered]
     spans = {peer: (first, last) for route in routes for peer, first, last in route}
+    drivers = {route[0][0] for route in routes}
     assignments = tuple(
-        Assignment(peer, *spans[peer], ((i * 64, (i + 1) * 64),) if not spans[peer][0] else (), 10_000, 1)
+        Assignment(peer, *spans[peer], ((i * 64, (i + 1) * 64),) if peer in drivers else (), 10_000, 1)
+        if peer in spans
+        else Assignment(peer, 0, POLICY.layers - 1, (), 0, 0)
         for i, peer in enumerate(ordered)
     )
     names = tuple(tuple(peer for peer, _, _ in route) for route in routes)

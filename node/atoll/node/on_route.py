@@ -28,7 +28,7 @@ class OnRoute:
     def __init__(
         self, network: Network, spec: RunSpec, peer_id: str, clock: Clock, broke: Callable[[], None] = lambda: None
     ) -> None:
-        """`broke` is called when the route stops to work, and each time that it does not begin again."""
+        """`broke` is called when a neighbour is missing."""
         self.place: RoutePlace | None = None
         self.number: int | None = None  # of the route, in the plan that is followed
         self._cable: Cable | None = None
@@ -43,9 +43,9 @@ class OnRoute:
         return self._bridge.incarnations if self._bridge is not None else 0
 
     @property
-    def is_broken(self) -> bool:
-        """Whether this node has a place on a route that does not work now."""
-        return self._bridge is not None and not self._bridge.works
+    def missing(self) -> str:
+        """Peer id of the neighbour that is out of reach; empty: none is."""
+        return self._bridge.missing if self._bridge is not None else ""
 
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
         """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""

@@ -466,13 +466,14 @@ class TrainingSession:
         self._it.directives.wake()
 
     def _is_only_holder(self, head: Head) -> bool:
-        """Whether its round changed layers that the plan gives to nobody else, on a route."""
+        """Whether nobody else took part in its round of some of these layers, on a route."""
         plan, me = self._it.directives.plan, self._it.identity.peer_id
         if plan is None or plan.is_replica(me):
             return False
         mine, changed = plan.span(me), changed_layers(head.manifest)
         layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
-        return any(plan.holders(range(layer, layer + 1)) == {me} for layer in layers)
+        there = head.electorate.members | {me}
+        return any(plan.holders(range(layer, layer + 1)) & there == {me} for layer in layers)
 
     def _evaluated(self, report: mb.EvaluationReport) -> None:
         self._it.status.validation_loss = report.loss

@@ -61,7 +61,7 @@ class LiveStatus:
             rounds_joined=self.counters.joined,
             detail=self.detail,
         )
-        status.route_broken = self.route is not None and self.route.is_broken
+        status.missing_stage = self.route.missing if self.route is not None else ""
         prepared = self.holdings.preparing.span if self.holdings is not None else range(0)
         status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())
         if prepared:

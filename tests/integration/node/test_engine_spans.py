@@ -9,13 +9,13 @@ import pytest
 import torch
 from support.machine_plans import make_plan
 from support.reef import MODEL, SPEC
-from support.scripted_trainer import ScriptedTrainer
+from support.scripted_trainer import STEP_SAMPLES, STEP_TOKENS, ScriptedTrainer
 
 from atoll.core import protocol
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
-from atoll.core.plan import Base, Plan
+from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
@@ -29,6 +29,7 @@ from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.state.votes import VoteStore
+from atoll.node.training.feed import Taken
 from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -217,3 +218,91 @@ async def test_a_stage_that_comes_back_fetches_its_own_layers_and_no_others(tmp_
         states = fetched.head.manifest.layers[1:4]
         assert holds(states, fetched.anchor_E, fetched.momentum_E, (0, 1000, 2000, 3000), 1)
         assert fetched.anchor_E.numel() == 3000
+
+
+class OnRoute(ScriptedTrainer):
+    """Steps only while the first stage of its route has samples."""
+
+    def __init__(self, offsets, layers, seed) -> None:
+        super().__init__(offsets, layers, seed)
+        self.driver = None  # a trainer; None: it stands on no route
+
+    async def _walk(self) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            if self.driver is None or not self.driver.ranges:
+                continue
+            self.weights_E += 1e-3 * torch.randn(self.weights_E.shape, generator=self._random)
+            self._progress.add(STEP_TOKENS, Taken((), STEP_SAMPLES if self is self.driver else 0))
+
+
+@pytest.mark.parametrize("turn", [0, 1], ids=["of its own layers", "of others' layers"])
+async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_path, monkeypatch, turn):
+    """Without any the only route would stand still, and with it the rounds that give samples out."""
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)
+    text = SPEC.format(model=MODEL, nodes=3, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
+    spec = parse_run_spec(text + "round_growth = 1000.0\nscreening = false\n")
+    hub = MemoryHub()
+    spans = {"driver": range(3), "standby": range(3), "last": range(3, 6)}
+    identities = {name: Identity.generate() for name in spans}
+    stages = {
+        name: Stage(identities[name], span, hub.join(identities[name].peer_id), tmp_path / name, seed)
+        for seed, (name, span) in enumerate(spans.items())
+    }
+    zero_E = torch.zeros(OFFSETS[-1])
+    layers = layer_states(zero_E, zero_E, OFFSETS, 0)
+    genesis = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="reef"), layers=layers)
+    head = Head(manifest_pb2.CommittedManifest(payload=genesis.SerializeToString()))
+    base = Base(head.hash, tuple(sorted(it.peer_id for it in identities.values())))
+
+    def plan(version: int, *, drives: str, stands_by: str | None) -> Plan:
+        here = sorted(filter(None, (drives, stands_by, "last")), key=lambda name: identities[name].peer_id)
+        assignments = tuple(
+            Assignment(
+                identities[name].peer_id,
+                spans[name].start,
+                spans[name].stop - 1,
+                ((0, 256),) if name == drives and version == 1 else (),
+                0 if name == stands_by else 100_000,
+                0 if name == stands_by else 1000,
+            )
+            for name in here
+        )
+        route = (identities[drives].peer_id, identities["last"].peer_id)
+        return Plan("reef", version, assignments, (route,), base)
+
+    first, second = plan(1, drives="driver", stands_by="standby"), plan(2, drives="standby", stands_by=None)
+    for name in ("driver", "last"):
+        stages[name].trainer.driver = stages["driver"].trainer
+    async with AsyncExitStack() as stack:
+        for stage in stages.values():
+            await stage.begin(spec, head, first)
+            stack.push_async_callback(stage.end)
+        last, standby = stages["last"], stages["standby"]
+        await asyncio.gather(*(stage.reach(4) for stage in stages.values()))
+        while last.heads[-1].manifest.round.fragment != 1 - turn:
+            await asyncio.sleep(0.01)
+        assert standby.trainer.ranges == ()
+        assert not any(item.weight for item in weights_of(standby))
+        for stage in stages.values():
+            stage.trainer.driver = None
+        await stages["driver"].end()
+        await hub.cut(identities["driver"].peer_id)
+        for stage in (standby, last):
+            stage.engine.plan_received(second)
+            stage.trainer.driver = standby.trainer
+        reached = max(last.heads[-1].round, standby.heads[-1].round)
+        await asyncio.gather(standby.reach(reached + 4), last.reach(reached + 4))
+        assert [it.hash for it in standby.heads[-3:]][:1] == [
+            it.hash for it in last.heads if it.round == standby.heads[-3].round
+        ]
+        assert any(item.weight for item in weights_of(standby))
+        assert set(last.heads[-1].data.holdings) == {identities["standby"].peer_id}
+        await stack.aclose()
+        await hub.close()
+
+
+def weights_of(stage: Stage) -> list[manifest_pb2.Contribution]:
+    """What a member was counted for, round by round."""
+    rounds = [head.manifest.contributions for head in stage.heads]
+    return [item for made in rounds for item in made if item.peer_id == stage.identity.peer_id]

@@ -92,6 +92,30 @@ def test_a_member_with_long_steps_is_waited_for():
     assert sum(present) >= 0.9 * len(present)
 
 
+@pytest.mark.parametrize(("place", "most"), [("stands by", 1.5), ("trains", 10.0)])
+def test_who_stands_by_is_not_waited_for(place, most):
+    """Where the same slow member trains, its rounds take as long as it."""
+    routes = [[(peer, 0, POLICY.layers - 1)] for peer in ("p0", "p1", "p2")]
+    seconds = {}
+    for step_seconds in (0.0, 3.0):
+        w = World(4, seed=3, routes=routes if place == "stands by" else None)
+        w.step_seconds["p3"] = step_seconds
+        assert w.run(600, until=lambda w=w: w.rounds() >= 12)
+        seconds[step_seconds] = w.now
+        weights = {item.peer_id: item.weight for item in w.committed[12].manifest.contributions}
+        assert bool(weights.get("p3")) is (place == "trains")
+    assert (seconds[3.0] <= 1.5 * seconds[0.0]) is (place == "stands by")
+    assert seconds[3.0] <= most * seconds[0.0]
+
+
+def test_who_stands_by_follows_every_round_that_it_is_in_time_for():
+    w = World(4, seed=3, routes=[[(peer, 0, POLICY.layers - 1)] for peer in ("p0", "p1", "p2")])
+    assert w.run(600, until=lambda: w.rounds() >= 20)
+    there = [w.committed[number].electorate.members for number in range(3, 21)]
+    assert sum("p3" in members for members in there) >= 0.9 * len(there)
+    assert not any(peer == "p3" for _, peer in w.caught_up)
+
+
 def test_a_result_that_cannot_be_is_not_voted_for():
     """An opener that makes up an earlier result gets no votes, and a member that makes up a vote does not bind."""
     w = World(3)

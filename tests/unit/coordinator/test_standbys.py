@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from unit.coordinator.routed import RoutedWorld
+from unit.coordinator.routed import RoutedWorld, card
 from unit.coordinator.test_preparing import order, told
+from unit.coordinator.test_recovery_of_routes import go_on
 from unit.coordinator.world import FIT, RUN
 
-from atoll.coordinator.state import admission, pinning, plan_views
+from atoll.coordinator.state import admission, pinning, plan_views, recovery
+from atoll.coordinator.state.rooms import room_of
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -85,7 +89,7 @@ def test_it_fetches_them_before_it_is_a_member() -> None:
     assert told(world) == {}
 
 
-def test_who_fetches_for_too_long_is_not_asked_again_soon() -> None:
+def test_who_fetches_for_too_long_is_not_asked_again_soon_but_may_mend_a_route() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=6, bob=6)
     world.cards(cid=6)
@@ -94,6 +98,46 @@ def test_who_fetches_for_too_long_is_not_asked_again_soon() -> None:
     world.wait(world.policy.prepare_seconds + 100)
     assert told(world) == {}
     assert world.plan.version == 1
+    lost = driver_of(world)
+    world.hang_up(lost)
+    world.wait(world.policy.lost_after_seconds + 5)
+    assert "cid" in world.spans()
+    assert lost not in world.spans()
+
+
+def test_who_fetches_is_not_displaced_by_who_comes_later() -> None:
+    world = RoutedWorld(fetches=False)
+    world.begin(ann=6, bob=6)
+    for name in ("ann", "bob"):
+        world.take(pinning.pin(world.state, world.now, name, world.spans()[name]))
+    world.cards(cid=8)
+    world.wait(5)
+    (span,) = told(world).values()
+    world.cards(dan=6)  # a smaller card, which would be preferred
+    for name in ("cid", "dan"):
+        world.take(pinning.pin(world.state, world.now, name, (span.start, span.stop - 1)))
+    world.wait(5)
+    assert told(world) == {"cid": span}
+
+
+def test_who_comes_and_goes_stands_by_ever_later(trio: RoutedWorld) -> None:
+    began = trio.plan.version
+    for _ in range(40):
+        for _ in range(20):  # until it stands by
+            trio.wait(1)
+            if standing(trio):
+                break
+        trio.say("cid", mb.NODE_STATE_PAUSED)
+        trio.wait(3)
+        trio.say("cid", FIT)
+    assert trio.plan.version - began < 16
+
+
+def test_who_stands_by_may_claim_nothing_and_reduces_nothing(trio: RoutedWorld) -> None:
+    for item in trio.plan.assignments:
+        stands = item.peer_id in trio.plan.standbys
+        assert (item.max_round_tokens == 0) is stands
+        assert (item.max_reduce_bytes_per_second == 0) is stands
 
 
 def test_layers_with_fewer_holders_come_first() -> None:
@@ -108,10 +152,14 @@ def test_layers_with_fewer_holders_come_first() -> None:
 
 
 def test_each_span_has_one_at_most(trio: RoutedWorld) -> None:
-    trio.cards(dan=1, eve=1, fay=1)
-    trio.wait(30)
-    spans = list(standing(trio).values())
-    assert len(spans) == len(set(spans))
+    """The second comer would suit the same layers, but can be part of no route."""
+    place = trio.spans()["cid"]
+    for name in ("ann", "bob", "cid"):
+        trio.take(pinning.pin(trio.state, trio.now, name, trio.spans()[name]))
+    trio.cards(dan=6)
+    trio.take(pinning.pin(trio.state, trio.now, "dan", place))
+    trio.wait(60)
+    assert standing(trio) == {"cid": place}
 
 
 def test_who_has_no_room_for_a_stages_layers_does_not_stand_by() -> None:
@@ -123,11 +171,15 @@ def test_who_has_no_room_for_a_stages_layers_does_not_stand_by() -> None:
     assert told(world) == {}
 
 
-@pytest.mark.parametrize(("uplink", "stands"), [(1e9, True), (10.0, False)])
+@pytest.mark.parametrize(("uplink", "stands"), [(1.5, True), (0.5, False)])  # of what their averages need
 def test_whose_link_would_hold_up_the_rounds_does_not_stand_by(uplink: float, stands: bool) -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
-    world.uplinks["cid"] = uplink
+    memory, model = world.state.memory[RUN], room_of(world.state, RUN)
+    assert memory.figures is not None
+    assert model is not None
+    seconds = model.training.round_tokens / memory.figures.predicted_tokens_per_second
+    world.uplinks["cid"] = uplink * 6e6 * model.training.outer_bytes_per_parameter / seconds
     world.cards(cid=6)
     world.wait(60)
     assert bool(standing(world)) is stands
@@ -136,10 +188,28 @@ def test_whose_link_would_hold_up_the_rounds_does_not_stand_by(uplink: float, st
 def test_who_is_pinned_to_other_layers_does_not_stand_by() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
+    for name in ("ann", "bob"):
+        world.take(pinning.pin(world.state, world.now, name, world.spans()[name]))
     world.cards(cid=6)
     world.take(pinning.pin(world.state, world.now, "cid", (3, 8)))
     world.wait(60)
     assert standing(world) == {}
+    assert world.routes()[0] in (["ann", "bob"], ["bob", "ann"])
+
+
+@pytest.mark.parametrize("change", ["pinned", "smaller"])
+def test_who_may_not_hold_the_layers_any_more_stands_by_no_more(trio: RoutedWorld, change: str) -> None:
+    lost = whose_place(trio)
+    for name in ("ann", "bob"):
+        trio.take(pinning.pin(trio.state, trio.now, name, trio.spans()[name]))
+    if change == "pinned":
+        trio.take(pinning.pin(trio.state, trio.now, "cid", (3, 8)))
+    else:
+        trio.profiles["cid"] = card(3)
+        trio.say("cid", FIT)
+    trio.hang_up(lost)
+    trio.wait(trio.policy.lost_after_seconds + 4)
+    assert trio.spans().get("cid") is None
 
 
 # --- a stage is gone ----------------------------------------------------------------------------------
@@ -150,12 +220,17 @@ def test_a_stage_that_neighbours_miss_is_replaced_at_once(trio: RoutedWorld) -> 
     other = next(name for name in ("ann", "bob") if name != lost)
     span, version = trio.spans()[lost], trio.plan.version
     trio.hang_up(lost)
-    trio.wait(0.4)
+    trio.wait(5)
     assert trio.plan.version == version  # its line to the coordinator broke, and that may be all
-    trio.broken.add(other)
+    trio.missing[other] = "cid"  # not the one that is silent
+    trio.say(other)
+    trio.wait(2)
+    assert trio.plan.version == version
+    trio.missing[other] = lost
     trio.say(other)
     trio.wait(0.4)
     assert trio.plan.version == version + 1
+    assert trio.plan.former == (trio.identities[lost].peer_id,)  # if it lives, it is asked for what it has
     assert trio.spans()["cid"] == span
     assert "cid" in trio.routes()[0]
     assert lost not in trio.spans()
@@ -183,6 +258,47 @@ def test_a_stage_that_was_started_again_is_replaced_and_stands_by(trio: RoutedWo
     trio.say(lost, FIT)
     trio.wait(trio.policy.standby_seconds + 40)
     assert standing(trio) == {lost: span}
+
+
+@pytest.mark.parametrize("lacks", ["rounds", "layers", "state"])
+def test_who_is_behind_gets_no_place(trio: RoutedWorld, lacks: str) -> None:
+    lost = whose_place(trio)
+    run = trio.state.runs[RUN]
+    trio.state = replace(trio.state, runs={RUN: replace(run, head_round=12)})
+    trio.heads["cid"] = (5 if lacks == "rounds" else 12, b"h" * 32)
+    trio.lost["cid"] = [0] if lacks == "layers" else []
+    trio.say("cid", mb.NODE_STATE_CATCHING_UP if lacks == "state" else FIT)
+    trio.hang_up(lost)
+    trio.connect(lost, mb.NODE_STATE_JOINING)
+    trio.wait(3)
+    assert lost in trio.spans()
+    trio.heads["cid"], trio.lost["cid"] = (11, b"h" * 32), []
+    trio.say("cid", FIT)
+    trio.wait(0.4)
+    assert "cid" in trio.routes()[0]
+
+
+def test_after_a_restart_of_the_coordinator_who_did_not_call_yet_keeps_its_place(trio: RoutedWorld) -> None:
+    lost = whose_place(trio)
+    other = next(name for name in ("ann", "bob") if name != lost)
+    version = trio.plan.version
+    trio.restart()
+    trio.missing[other] = lost
+    for name in (other, "cid"):
+        trio.connect(name, mb.NODE_STATE_TRAINING)
+    trio.wait(10)
+    assert trio.plan.version == version
+
+
+def test_a_recovery_keeps_who_stands_by(trio: RoutedWorld) -> None:
+    for _ in range(3):
+        go_on(trio)
+    trio.heads["cid"] = trio.heads["ann"]
+    trio.say("cid", FIT)
+    before = standing(trio)
+    trio.take(recovery.recover(trio.state, trio.now, RUN, force=True))
+    assert standing(trio) == before
+    assert trio.plan.name_of(0)[0] == trio.plan.version  # routes begin anew: what they trained may be void
 
 
 def test_a_banned_stage_is_replaced_at_once(trio: RoutedWorld) -> None:

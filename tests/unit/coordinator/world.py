@@ -154,7 +154,7 @@ class World:
     profiles: dict[str, mb.NodeProfile] = field(default_factory=dict)  # by name; nodes without one tell none
     lost: dict[str, list[int]] = field(default_factory=dict)  # by name: layers that nobody has any more
     prepared: dict[str, range] = field(default_factory=dict)  # by name: layers fetched for a plan to come
-    broken: set[str] = field(default_factory=set)  # names of those whose route does not work
+    missing: dict[str, str] = field(default_factory=dict)  # by name: the stage that it cannot reach
     table: plan_pb2.LayerTable = field(default_factory=layer_table)
 
     def __post_init__(self) -> None:
@@ -242,8 +242,8 @@ class World:
         status = mb.NodeStatus(state=state, head_round=number, head_hash=digest, uplink_bytes_per_second=uplink)
         if name in self.paces:
             status.tokens_per_second, status.plan_version = self.paces[name], self.plans[-1].version
-        if name in self.broken:
-            status.route_broken, status.plan_version = True, self.plans[-1].version
+        if name in self.missing:
+            status.missing_stage = self.identities[self.missing[name]].peer_id
         status.lost_layers.extend(self.lost.get(name, ()))
         if name in self.prepared:
             status.prepared_round = self.state.runs[RUN].head_round

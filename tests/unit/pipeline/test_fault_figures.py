@@ -12,19 +12,19 @@ from atoll.node.lab.launcher import LocalSwarm
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
-    stepped = {0: [1.0, 2.0, 9.0, 10.0], 1: [1.5, 4.0, 6.5, 9.5]}
+    stepped = {"a": [1.0, 9.0], "b": [2.0, 10.0], "c": [1.5, 4.0, 6.5, 9.5]}
     committed = [(1.0, 100), (3.0, 300), (7.0, 400)]
-    return Watched(LocalSwarm(tmp_path), (("a", "b"), ("c", "d")), stepped, committed)
+    return Watched(LocalSwarm(tmp_path), ("a", "b", "c", "d"), stepped, committed)
 
 
 def test_the_longest_pause_is_that_of_a_route_or_of_all_together(watched: Watched) -> None:
-    assert watched.pause(0, 1.2, 10.5) == 7.0
-    assert watched.pause(1, 1.2, 10.5) == 3.0
-    assert watched.pause(None, 1.2, 10.5) == 2.5
+    assert watched.pause(("a", "b"), 1.2, 10.5) == 7.0
+    assert watched.pause(("c", "d"), 1.2, 10.5) == 3.0
+    assert watched.pause(watched.names, 1.2, 10.5) == 2.5
 
 
 def test_a_route_that_never_comes_back_pauses_to_the_end(watched: Watched) -> None:
-    assert watched.pause(0, 10.0, 40.0) == 30.0
+    assert watched.pause(("a", "b"), 10.0, 40.0) == 30.0
 
 
 def test_a_rate_counts_the_silence_after_the_last_commit(watched: Watched) -> None:

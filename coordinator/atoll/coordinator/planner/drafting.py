@@ -41,6 +41,7 @@ def plan_of(
 ) -> Plan:
     """The plan `version` with these routes (at least one), ordered by driver, and layers of those who stand by.
 
+    Who stands by may claim no tokens and reduces nothing: it can neither change a sum nor spoil one.
     It follows `previous`, whose routes go on where they are the same, unless another base makes them void. `head_round`
     is the newest committed round, 0 for none; `reduce_rates` are bytes per second by peer id.
     """
@@ -60,8 +61,8 @@ def plan_of(
                 first_layer=part.first,
                 last_layer=part.last,
                 data_ranges=holdings.get(part.peer_id, ()) if part.peer_id in drivers else (),
-                max_round_tokens=most_tokens,
-                max_reduce_bytes_per_second=reduce_rates[part.peer_id],
+                max_round_tokens=0 if part.peer_id in standbys else most_tokens,
+                max_reduce_bytes_per_second=reduce_rates.get(part.peer_id, 0),
             )
             for part in parts
         ),

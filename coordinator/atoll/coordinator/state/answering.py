@@ -110,7 +110,8 @@ def _issue(draft: Draft, run_id: str, answer: Answer) -> None:
     routes: list[Route] = [
         tuple(Part(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
-    standing = standbys.kept(plan, routes, present(state, run_id, now))
+    here = present(state, run_id, now)
+    standing = standbys.kept(state, run_id, routes, [*here.fit, *here.silent])
     members = sorted([*standing, *(part.peer_id for route in routes for part in route)])
     changed = difference(state, plan.members, members) if plan else ""
     notes = Notes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of
 from atoll.coordinator.state.fitness import Present, present
@@ -52,7 +54,12 @@ def forgotten(state: State, run_id: str) -> bool:
 
 def is_unprepared(memory: RunMemory, peer: str, now: float) -> bool:
     """Whether this node was given layers lately that it did not fetch in time."""
-    at = memory.unprepared.get(peer)
+    return lately(memory.unprepared, peer, now)
+
+
+def lately(slow: Mapping[str, float], peer: str, now: float) -> bool:
+    """Whether a node was too slow not long ago; `slow`: when each was, by peer id."""
+    at = slow.get(peer)
     return at is not None and now - at < UNPREPARED_SECONDS
 
 

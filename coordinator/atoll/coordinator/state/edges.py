@@ -28,6 +28,7 @@ def move(draft: Draft, run_id: str, target: str, why: str) -> None:
             f"from here it can become: {possible}",
         )
     draft.put(replace(run, state=target))
+    draft.remember(run_id, standbys={})
     if draft.state.memory[run_id].preparation is not None:  # it is asked for anew
         draft.remember(run_id, preparation=None, considered=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)

@@ -64,7 +64,7 @@ def issue_routes(
 ) -> None:
     """The next plan, with these routes (at least one) and, by peer id, layers of those who stand by."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route} | dict(standbys)
+    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
     plan = plan_of(
         memory.spec,
         version=next_version(run),
@@ -97,8 +97,8 @@ def reduce_rates(plan: Plan) -> dict[str, int]:
 
 
 def spans_of(plan: Plan) -> dict[str, range]:
-    """The layers that each member holds."""
-    return {item.peer_id: range(item.first_layer, item.last_layer + 1) for item in plan.assignments}
+    """The layers that each member on a route holds."""
+    return {peer: plan.span(peer) for peer in sorted(plan.stages)}
 
 
 def layer_weights(run: Run) -> list[float]:
@@ -132,14 +132,14 @@ def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
 
 
 def _former(state: State, before: Plan | None, plan: Plan) -> tuple[str, ...]:
-    """Who was a member and is still there: in the moment of a change a round may be theirs alone."""
+    """Who was a member and may still be there: in the moment of a change a round may be theirs alone."""
     were = {*before.members, *before.former} - set(plan.members) if before is not None else set()
     return tuple(sorted(peer for peer in were if _is_there(state, peer)))[:MOST_FORMER]
 
 
 def _is_there(state: State, peer: str) -> bool:
     node, live = state.nodes.get(peer), state.live.get(peer)
-    return node is not None and not (node.banned or node.left) and live is not None and live.connected
+    return node is not None and not (node.banned or node.left) and live is not None and not live.lost
 
 
 def _figures(plan: Plan, notes: Notes) -> PlanFigures:

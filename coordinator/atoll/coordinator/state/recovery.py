@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.planner.drafting import routes_of
-from atoll.coordinator.state import find, routing, votes
+from atoll.coordinator.state import find, routing, standbys, votes
 from atoll.coordinator.state.fitness import fit_nodes, present
 from atoll.coordinator.state.issuing import Notes, issue, issue_routes, next_version
 from atoll.coordinator.state.records import Run
@@ -220,7 +220,8 @@ def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) 
     members = {part.peer_id for route in whole for part in route}
     voters = tuple(sorted(members & set(here))) or tuple(sorted(here))
     base = Base(left.manifest_hash, voters, left.round, version)
-    issue_routes(draft, run_id, whole, reason, Notes(left_out=memory.left_out), base, standbys={})
+    standing = standbys.kept(draft.state, run_id, whole, here)
+    issue_routes(draft, run_id, whole, reason, Notes(left_out=memory.left_out), base, standbys=standing)
 
 
 def _nodes(count: int) -> str:

@@ -101,7 +101,7 @@ def _look_at_links(draft: Draft, run_id: str) -> None:
 
 
 def _pays_to_share_anew(state: State, plan: Plan) -> bool:
-    told, spans, planned = issuing.links(state, plan.members), issuing.spans_of(plan), issuing.reduce_rates(plan)
+    told, spans, planned = issuing.links(state, plan.stages), issuing.spans_of(plan), issuing.reduce_rates(plan)
     now = span_gain(told, spans, planned)
     best = span_gain(told, spans, span_rates(told, spans, issuing.layer_weights(state.runs[plan.run_id])))
     return now > WORTH * best and math.isfinite(best)

@@ -165,6 +165,9 @@ class RunMemory:
     considered: Considered | None = None
     preparation: Preparation | None = None  # of the next plan
     standbys: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: who fetches layers to stand by with
+    slow_standbys: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by peer id: who did not fetch those in time, when
     unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, and when
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it

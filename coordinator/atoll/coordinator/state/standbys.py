@@ -1,13 +1,13 @@
 """Standbys: nodes without a place on a route hold the layers of a stage, and take its place when it is gone. Pure.
 
 They are members: they take part in the rounds of their layers, bring nothing, and so are always at the newest round.
-Each span of a stage has one at most, those with the fewest holders first; who stands by keeps its layers for as long as
-some stage has the same. A new one fetches its layers before it becomes a member. Nobody whose link would hold up the
-rounds of its layers stands by.
+Each span of a stage has one at most, those with the fewest holders first; who stands by, or fetches layers to, keeps
+them for as long as some stage has the same. A new one fetches its layers before it becomes a member. Nobody whose link
+would not carry the rounds of its layers stands by; who comes and goes waits ever longer.
 
 A stage is gone when it has no part in training any more. With somebody to take its place, that is not waited for: a
-stage that has no stream to the coordinator, and whose neighbours say that their route is broken, is gone; so is one
-whose process was started again, because what it had not averaged yet is lost anyway.
+stage whose line to the coordinator broke, and that a neighbour on its route cannot reach, is gone; so is one whose
+process was started again, because what it had not averaged yet is lost anyway. Its place goes to nobody who is behind.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from dataclasses import replace
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
 from atoll.coordinator.state import asking, issuing, preparation
-from atoll.coordinator.state.fitness import Present
+from atoll.coordinator.state.fitness import JOINS_FORGOTTEN_SECONDS, Present
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
 from atoll.coordinator.state.pinning import span_of
 from atoll.coordinator.state.preparation import Coming
 from atoll.coordinator.state.rooms import room_of
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.snapshot import Draft, Joins, Policy, RunMemory, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
 _TOGETHER_SECONDS = 30.0  # for others to have their layers, too: each plan is a change for everybody
-_ROUND_TRIPS = 2.0  # an average comes as often as an update goes, at a standby's link
+_LONGEST_WAIT = 600.0  # of who comes and goes, before it stands by again
+_BLINK_SECONDS = 1.0  # of a broken line to the coordinator that say nothing
+_CURRENT = (mb.NODE_STATE_READY, mb.NODE_STATE_TRAINING)
 
 
 def take_over(draft: Draft, run_id: str, here: Present) -> bool:
     """Give the places of stages that are gone to those who stand by with the same layers. Whether any was given."""
-    state, plan = draft.state, draft.state.memory[run_id].plan
+    state, plan, now = draft.state, draft.state.memory[run_id].plan, draft.now.monotonic
     if plan is None or not plan.standbys:
         return False
-    free = {peer: plan.span(peer) for peer in plan.standbys if peer in here.fit}
+    free = {peer: plan.span(peer) for peer in plan.standbys if peer in here.fit and _is_current(state, run_id, peer)}
     routes, told = [], []
     for route in routes_of(plan):
         parts = []
         for part in route:
             span = range(part.first, part.last + 1)
             other = next((peer for peer, held in sorted(free.items()) if held == span), None)
-            if other is not None and _is_gone(state, plan, part.peer_id, here):
+            if other is not None and _is_gone(state, plan, part.peer_id, here, now):
                 del free[other]
                 told.append(f"{state.nodes[other].name} takes the place of {state.nodes[part.peer_id].name}")
                 parts.append(replace(part, peer_id=other))
@@ -51,7 +53,7 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
                 parts.append(part)
         routes.append(tuple(parts))
     if told:
-        standing = {peer: span for peer, span in _standing(plan).items() if peer in free}
+        standing = kept(state, run_id, routes, [*here.fit, *here.silent])
         _issue(draft, run_id, routes, standing, "; ".join(told))
     return bool(told)
 
@@ -71,28 +73,25 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     ready = {peer for peer, it in coming.items() if preparation.holds(state, peer, it.span)}
     late = {peer for peer, it in coming.items() if now - it.since >= _patience(state, run_id, it, policy)} - ready
     if late:
-        draft.remember(run_id, unprepared={**memory.unprepared, **dict.fromkeys(late, now)})
+        draft.remember(run_id, slow_standbys={**memory.slow_standbys, **dict.fromkeys(late, now)})
     coming = {peer: it for peer, it in coming.items() if peer not in late}
-    waited = min((coming[peer].since for peer in ready), default=now)
-    enough = policy.standby_seconds if len(ready) == len(coming) else policy.standby_seconds + _TOGETHER_SECONDS
+    waited = {peer for peer in ready if now - coming[peer].since >= _wait(memory, peer, policy, now)}
+    longest = max((now - coming[peer].since for peer in waited), default=0.0)
+    enough = waited and (len(waited) == len(coming) or longest >= policy.standby_seconds + _TOGETHER_SECONDS)
     stay = {peer: span for peer, span in standing.items() if wanted.get(peer) == span}
-    if (ready and now - waited >= enough) or stay.keys() != standing.keys():
-        came = {peer: coming.pop(peer).span for peer in sorted(ready)}
+    if enough or stay.keys() != standing.keys():
+        came = {peer: coming.pop(peer).span for peer in sorted(waited)}
         draft.remember(run_id, standbys=coming)
         _issue(draft, run_id, routes_of(plan), {**stay, **came}, _told(state, standing, {**stay, **came}))
     elif coming != memory.standbys:
         draft.remember(run_id, standbys=coming)
 
 
-def kept(plan: Plan | None, routes: Sequence[Route], here: Present) -> dict[str, range]:
-    """Who stands by under `plan` and can go on with that where these are the routes."""
-    spans, placed = _stage_spans(routes), {part.peer_id for route in routes for part in route}
-    there = {*here.fit, *here.silent}
-    return {
-        peer: span
-        for peer, span in (_standing(plan) if plan is not None else {}).items()
-        if span in spans and peer in there and peer not in placed
-    }
+def kept(state: State, run_id: str, routes: Sequence[Route], there: Collection[str]) -> dict[str, range]:
+    """Who of those who are there stands by, and can go on with that where these are the routes."""
+    plan = state.memory[run_id].plan
+    standing = _standing(plan) if plan is not None else {}
+    return _able(state, run_id, routes, there, standing)
 
 
 # --- who stands by -----------------------------------------------------------------------------------
@@ -104,19 +103,41 @@ def _standing(plan: Plan) -> dict[str, range]:
 
 def _wanted(state: State, run_id: str, plan: Plan, here: Present, now: float) -> dict[str, range]:
     """By peer id: who should stand by with which layers."""
-    model, routes = room_of(state, run_id), routes_of(plan)
-    if model is None:
-        return {}
-    found = {span: peer for peer, span in sorted(kept(plan, routes, here).items(), reverse=True)}
+    memory, routes = state.memory[run_id], routes_of(plan)
+    there = [*here.fit, *here.silent]
+    found = {span: peer for peer, span in sorted(kept(state, run_id, routes, there).items(), reverse=True)}
+    fetching = {
+        peer: it.span for peer, it in memory.standbys.items() if not asking.lately(memory.slow_standbys, peer, now)
+    }
+    for peer, span in sorted(_able(state, run_id, routes, here.fit, fetching).items()):
+        found.setdefault(span, peer)
     taken = {*found.values(), *plan.stages}
-    free = [peer for peer in here.fit if peer not in taken and _may(state, run_id, peer, now)]
     open_spans = [span for span in _stage_spans(routes) if span not in found]
+    free = [peer for peer in here.fit if peer not in taken and _may(state, run_id, peer, now)] if open_spans else []
+    weights = issuing.layer_weights(state.runs[run_id]) if free else []
     for span in sorted(open_spans, key=lambda it: (len(plan.holders(it)), -len(it), it.start)):
-        able = [peer for peer in free if _suits(state, run_id, plan, peer, span)]
+        able = [
+            peer
+            for peer in free
+            if _fits(state, run_id, peer, span)
+            and _keeps_up(state, run_id, peer, sum(weights[layer] for layer in span))
+        ]
         if able:
             found[span] = min(able, key=lambda peer: _preference(state, peer, span))
             free.remove(found[span])
     return {peer: span for span, peer in found.items()}
+
+
+def _able(
+    state: State, run_id: str, routes: Sequence[Route], there: Collection[str], spans: Mapping[str, range]
+) -> dict[str, range]:
+    """Of who holds or fetches these spans: who is there, has no place, and still has room for what is a stage's."""
+    stages, placed = _stage_spans(routes), {part.peer_id for route in routes for part in route}
+    return {
+        peer: span
+        for peer, span in spans.items()
+        if span in stages and peer in there and peer not in placed and _fits(state, run_id, peer, span)
+    }
 
 
 def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
@@ -124,29 +145,28 @@ def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
 
 
 def _may(state: State, run_id: str, peer: str, now: float) -> bool:
-    return is_known(asking.live_of(state, peer).profile) and not asking.is_unprepared(state.memory[run_id], peer, now)
+    slow = asking.lately(state.memory[run_id].slow_standbys, peer, now)
+    return is_known(asking.live_of(state, peer).profile) and not slow
 
 
-def _suits(state: State, run_id: str, plan: Plan, peer: str, span: range) -> bool:
-    """Whether a node has room for the span, is not pinned to another, and hears of its rounds in time."""
+def _fits(state: State, run_id: str, peer: str, span: range) -> bool:
+    """Whether a node has room for the span, as far as it told, and is not pinned to another."""
     model, pin = room_of(state, run_id), span_of(state.nodes[peer])
     fits = model is not None and model.fits(asking.live_of(state, peer).profile, span.start, span.stop - 1)
-    return fits and pin in (None, (span.start, span.stop - 1)) and _keeps_up(state, run_id, plan, peer, span)
+    return fits and pin in (None, (span.start, span.stop - 1))
 
 
-def _keeps_up(state: State, run_id: str, plan: Plan, peer: str, span: range) -> bool:
-    """Whether its link carries the span's updates in the time between its rounds, as far as both are known."""
-    memory = state.memory[run_id]
+def _keeps_up(state: State, run_id: str, peer: str, parameters: float) -> bool:
+    """Whether its link carries the averages of so many parameters between two of their rounds, where both are known.
+
+    Only what it sends was ever measured; homes receive faster.
+    """
+    model, figures = room_of(state, run_id), state.memory[run_id].figures
     uplink = issuing.links(state, [peer])[peer].uplink
-    figures = memory.figures
     rate = max(figures.measured_tokens_per_second, figures.predicted_tokens_per_second) if figures else 0.0
-    if not uplink or not rate:
+    if not uplink or not rate or model is None:
         return True
-    model = room_of(state, run_id)
-    assert model is not None
-    weights = issuing.layer_weights(state.runs[run_id])
-    sent = sum(weights[layer] for layer in span) * model.training.outer_bytes_per_parameter
-    return _ROUND_TRIPS * sent / uplink <= model.training.round_tokens / rate * (len(plan.cuts) + 1)
+    return parameters * model.training.outer_bytes_per_parameter / uplink <= model.training.round_tokens / rate
 
 
 def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
@@ -161,24 +181,35 @@ def _patience(state: State, run_id: str, coming: Coming, policy: Policy) -> floa
     return policy.prepare_seconds + fetched / preparation.SLOWEST_BYTES_PER_SECOND
 
 
+def _wait(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
+    """Seconds without a place before a node stands by: longer the more often it came into plans lately."""
+    joins = memory.joins.get(peer, Joins())
+    lately = joins.count if now - joins.at < JOINS_FORGOTTEN_SECONDS else 0
+    return min(_LONGEST_WAIT, policy.standby_seconds * 2.0 ** max(0, lately - 1))
+
+
 # --- who is gone -------------------------------------------------------------------------------------
 
 
-def _is_gone(state: State, plan: Plan, peer: str, here: Present) -> bool:
+def _is_gone(state: State, plan: Plan, peer: str, here: Present, now: float) -> bool:
     if peer not in here.members:
         return True
     live = state.live.get(peer)
     if peer not in here.silent or live is None:
         return False
-    if live.connected:
+    if live.connected or not live.profile.device:  # the latter: it was not heard of since the coordinator began
         return live.status.state == mb.NODE_STATE_JOINING
     route = next(route for route in plan.routes if peer in route)
-    neighbours = (state.live.get(other) for other in route if other != peer)
-    return any(
-        other.connected and other.seen > live.seen and other.status.route_broken
-        for other in neighbours
-        if other is not None and other.status.plan_version == plan.version
-    )
+    others = [state.live[other] for other in route if other != peer and other in state.live]
+    missed = any(other.connected and other.seen > live.seen and other.status.missing_stage == peer for other in others)
+    return missed and now - live.seen >= _BLINK_SECONDS
+
+
+def _is_current(state: State, run_id: str, peer: str) -> bool:
+    """Whether who stands by has the newest round of its layers, or nearly."""
+    status = asking.live_of(state, peer).status
+    recent = status.head_round + preparation.MOST_BEHIND >= state.runs[run_id].head_round
+    return recent and status.state in _CURRENT and not status.lost_layers
 
 
 # --- plans -------------------------------------------------------------------------------------------

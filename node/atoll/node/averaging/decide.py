@@ -263,11 +263,12 @@ def manifest_payload(
 def position_at(head: Head, plan: Plan, minimum_lease: int) -> DataPosition:
     """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says.
 
-    Where nobody who drives a route under `plan` holds any, all of them are given some: nothing would be trained else.
+    Where somebody who drives a route under `plan` holds none, all who hold few are given some: a route would stand
+    still else, until a round comes that may need its tokens.
     """
     if head.round > 0:
-        somebody = any(head.data.holdings.get(peer) for peer in plan.drivers)
-        return head.data if somebody else advance(head.data, plan.drivers, {}, minimum_lease)
+        everybody = all(head.data.holdings.get(peer) for peer in plan.drivers)
+        return head.data if everybody else advance(head.data, plan.drivers, {}, minimum_lease)
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
     held = sorted(piece for ranges in holdings.values() for piece in ranges)

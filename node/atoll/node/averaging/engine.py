@@ -249,8 +249,16 @@ class AveragingEngine:
             self._look("nothing was committed for long")
 
     def _step(self, event: rt.Event) -> None:
+        before = self._machine.plan
         for action in self._machine.step(event, self._clock.monotonic(), unix_ms(self._clock)):
             self._perform(action)
+        if self._me in self._machine.plan.drivers and self._me not in before.drivers:
+            self._orders.put_nowait(self._drive)
+
+    async def _drive(self) -> None:
+        """This node took the place of a driver, with the layers that it has: from now on it has samples."""
+        head = self.head
+        await self._trainer.rebase(ranges=self._ranges(head), committed_tokens=head.committed_tokens, moved=(0, 0))
 
     def _perform(self, action: rt.Action) -> None:
         match action:

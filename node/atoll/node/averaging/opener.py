@@ -40,6 +40,7 @@ from atoll.v1 import manifest_pb2
 
 TIE_SECONDS = 10.0  # for the coordinator's answer
 _FLOOR = 1.0  # seconds: no stage is given less, beside what it took before
+_LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: seconds, and of what the stage took
 
 
 class Stage(Enum):
@@ -188,7 +189,13 @@ class Opener:
     # --- how it goes on ----------------------------------------------------------------------------
 
     def _answered(self) -> None:
-        if self._waiting_for() or self.done:
+        if self.done or (waiting := self._waiting_for()) - self._standbys:
+            return
+        if waiting and self.stage is not Stage.VOTES:  # a little: who misses the end has to fetch what it missed
+            grace = max(_LEAST_GRACE, _GRACE * (self.now - self._stage_began))
+            self.deadline = min(self.deadline, self.now + grace)
+            return
+        if waiting:
             return
         silent = set(self.plan.members) - self._ready.keys() - self.declined.keys()
         if self.stage is Stage.READY and silent and not self._may_commit(self._ready):
@@ -292,7 +299,7 @@ class Opener:
         pace = self.paces.ready if self.stage is Stage.READY else self.paces.decision
         if self.stage is Stage.PARTS and self._start is not None:
             pace = self.paces.exchange(self._start.codec)
-        if self._waiting_for() or not far:
+        if self._waiting_for() - self._standbys or not far:
             pace.miss(took, failed=failed)
         else:
             pace.observe(took)
@@ -416,7 +423,7 @@ class Opener:
 
     def _abandon(self, reason: str) -> None:
         self.done = True
-        if self.now >= self.deadline and self._waiting_for():
+        if self.now >= self.deadline and self._waiting_for() - self._standbys:
             self._learn(failed=True)
         self.out.append(Report(self.round_id, None, reason, self.now - self._opened))
         abandon = dp.Abandon(round=self.round_id.to_proto(), reason=reason[:500])
@@ -445,6 +452,11 @@ class Opener:
     def _members(self) -> tuple[str, ...]:
         """Who takes part in the exchange, or may adopt."""
         return tuple(item.peer_id for item in self._start.contributions) if self._start else tuple(self._ready)
+
+    @property
+    def _standbys(self) -> frozenset[str]:
+        """Those who bring nothing and hold nobody up."""
+        return frozenset(self.plan.standbys)
 
     def _waiting_for(self) -> frozenset[str]:
         """Peers whose answer in this stage may still come and is worth waiting for."""

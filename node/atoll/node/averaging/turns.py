@@ -63,6 +63,7 @@ class Turns:
             self._said_newer.clear()
         self._head, self._plan = head, plan
         self._holders = plan.holders(self._policy.fragment_of(head.round + 1).layers)
+        self._trainers = self._holders & plan.stages
         self._heard: dict[str, _Heard] = {}
         self._reported = _NEVER
         self._due_since: float | None = None
@@ -137,7 +138,7 @@ class Turns:
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         everyone = electorate.members <= lately or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
-        due = self._policy.due_tokens(self._head.committed_tokens, len(lately & self._holders))
+        due = self._policy.due_tokens(self._head.committed_tokens, len(lately & self._trainers))
         return total > 0 and ((everyone and total >= due) or overdue or leaving)
 
     def must_wait(self, opener: str, now: float) -> bool:

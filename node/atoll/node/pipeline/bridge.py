@@ -46,7 +46,7 @@ class RouteBridge:
         clock: Clock,
         broke: Callable[[], None] = lambda: None,
     ) -> None:
-        """`broke` is called whenever an incarnation is over."""
+        """`broke` is called when another neighbour is missing than before."""
         self.incarnations = 0  # begun
         self.trouble: AtollError | None = None  # why the last one ended
         self._dispatcher, self._cable, self._route = dispatcher, cable, route
@@ -58,12 +58,14 @@ class RouteBridge:
         self._called = 0  # an incarnation that the stage before has begun and we have not
         self._last = 0
         self._changed = asyncio.Condition()
+        self._missing: int | None = None
         self._broke = broke
 
     @property
-    def works(self) -> bool:
-        """Whether an incarnation is under way and all stages after this one are part of it."""
-        return self._links is not None and (self._links.was_ready or self._place.last)
+    def missing(self) -> str:
+        """Peer id of the neighbour that was out of reach when the route broke; empty: none, or it works again."""
+        works = self._links is not None and (self._links.was_ready or self._place.last)
+        return "" if works or self._missing is None else self._route.peers[self._missing]
 
     @property
     def incarnation(self) -> int:
@@ -137,8 +139,10 @@ class RouteBridge:
                 self._changed.notify_all()
             await links.run()  # its tasks can be joined by those who were woken: nothing runs in between
         finally:
+            before, self._missing = self._missing, links.missing
             self._links, self._was_ready = None, links.was_ready
-            self._broke()
+            if self._missing not in (None, before):
+                self._broke()
 
     async def _next_number(self) -> int:
         if self._place.first:

@@ -44,6 +44,7 @@ class Links:
     def __init__(self, network: Network, route: RoutePlace, place: Place, channel: Channel, cable: Cable) -> None:
         self.number = channel.incarnation
         self.was_ready = False  # whether the stages after this one said so
+        self.missing: int | None = None  # the stage that was out of reach, if that is what broke it
         self._network, self._route, self._place, self._channel, self._cable = network, route, place, channel, cable
         self._tasks = asyncio.TaskGroup()
         self._outgoing: dict[int, asyncio.Queue[CableFrame]] = {}
@@ -73,13 +74,15 @@ class Links:
         if not self._broken.done():
             self._broken.set_result(error)
 
-    def _start(self, work: Coroutine[Any, Any, NoReturn]) -> asyncio.Task[NoReturn]:
-        """One of the tasks that live as long as the incarnation; its error ends it."""
+    def _start(self, work: Coroutine[Any, Any, NoReturn], stage: int) -> asyncio.Task[NoReturn]:
+        """One of the tasks that live as long as the incarnation, a neighbour's; its error ends it."""
 
         async def guarded() -> NoReturn:
             try:
                 await work
             except Exception as error:
+                if isinstance(error, Unreachable) and not self._broken.done():
+                    self.missing = stage
                 self.break_off(error if isinstance(error, AtollError) else FlushAborted(f"a stage crashed: {error!r}"))
                 raise
 
@@ -95,7 +98,7 @@ class Links:
         if sender in self._senders:
             raise PeerMisbehaved(f"stage {sender} opened a second stream")
         self._senders.add(sender)
-        carrying = self._start(self._carry(sender, stream, first))
+        carrying = self._start(self._carry(sender, stream, first), sender)
         try:
             await asyncio.wait({carrying})
         except asyncio.CancelledError:
@@ -138,12 +141,12 @@ class Links:
             return
         if frame.stage not in self._outgoing:
             self._outgoing[frame.stage] = asyncio.Queue(WINDOW_FRAMES)
-            self._start(self._deliver(frame.stage))
+            self._start(self._deliver(frame.stage), frame.stage)
         self._outgoing[frame.stage].put_nowait(frame)
 
     async def _deliver(self, receiver: int) -> NoReturn:
         stream = await self._network.open(self._route.peers[receiver], PROTOCOL, _OPEN_TIMEOUT)
-        watching = self._start(_watch(stream))
+        watching = self._start(_watch(stream), receiver)
         try:
             while True:
                 frame = await self._outgoing[receiver].get()
