@@ -69,6 +69,7 @@ class NodeConfig:
     power_watts: float = _limit(0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000))
     cpu_threads: int = _limit(0, "threads for training; 0 uses every core", between=(0, 4096))
     minimum_step_seconds: float = _limit(0.0, "paces training: no inner step is shorter", between=(0, 3600))
+    compute_share: float = _limit(1.0, "share of the time in which training computes", between=(0.01, 1.0))
     upload_mbit_per_second: float = _limit(0.0, "to peers; 0: no limit", between=(0, 1e6))
     download_mbit_per_second: float = _limit(0.0, "from peers; 0: no limit", between=(0, 1e6))
     monthly_gigabytes: float = _limit(0.0, "to and from peers in a calendar month; 0: no limit", between=(0, 1e6))

@@ -217,6 +217,7 @@ class Daemon:
             device=config.device,
             cpu_threads=config.cpu_threads or os.cpu_count() or 1,
             minimum_step_seconds=config.minimum_step_seconds,
+            compute_share=config.compute_share,
             vram_fraction=config.vram_fraction,
             memory_bytes=int(config.memory_megabytes * 1e6),
         )
@@ -356,7 +357,7 @@ class Daemon:
     def _describe(self, first: bool) -> mb.HeartbeatRequest:
         status = self._status
         request = mb.HeartbeatRequest(status=status.to_proto(*self._bytes_sent()))
-        facts = status.facts
+        facts, share = status.facts, self._manners.config.compute_share
         if facts is not None:
             request.corpus_digest = facts.corpus_digest
             request.profile.CopyFrom(
@@ -368,7 +369,9 @@ class Daemon:
                     host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
                     atoll_version=version("atoll"),
                     tokens_per_second=facts.tokens_per_second,
-                    layer_times=[mb.LayerTime(kind=kind, **times) for kind, times in _by_kind(facts.layer_times)],
+                    layer_times=[
+                        mb.LayerTime(kind=kind, **times) for kind, times in _by_kind(facts.layer_times, share)
+                    ],
                     price_per_hour=self._config.price_per_hour,
                     whole_model_bytes=facts.whole_model_bytes,
                 )
@@ -502,8 +505,9 @@ def _multiaddr(host: str, port: int) -> str:
     return f"/{kind}/{host}/tcp/{port}"
 
 
-def _by_kind(times: tuple[tuple[str, float, float], ...]) -> list[tuple[str, dict[str, float]]]:
+def _by_kind(times: tuple[tuple[str, float, float], ...], share: float) -> list[tuple[str, dict[str, float]]]:
+    """Of a device that computes for `share` of the time."""
     return [
-        (kind, {"forward_seconds_per_token": forward, "backward_seconds_per_token": backward})
+        (kind, {"forward_seconds_per_token": forward / share, "backward_seconds_per_token": backward / share})
         for kind, forward, backward in times
     ]

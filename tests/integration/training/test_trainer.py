@@ -56,8 +56,8 @@ def text(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def trainer_on(text: Path) -> AsyncIterator[Trainer]:
-    config = TrainerConfig(SPEC, str(text), device="cpu", minimum_step_seconds=STEP_SECONDS)
+async def trainer_on(text: Path, pace: float = STEP_SECONDS, share: float = 1.0) -> AsyncIterator[Trainer]:
+    config = TrainerConfig(SPEC, str(text), device="cpu", minimum_step_seconds=pace, compute_share=share)
     trainer = await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
     try:
         yield trainer
@@ -70,6 +70,19 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE.total_seconds()):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_a_trainer_with_a_share_of_the_time_leaves_the_rest_to_others(text: Path) -> None:
+    async with trainer_on(text, pace=0.0, share=0.2) as trainer:
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        await trainer.train()
+        await until(lambda: trainer.status.steps >= 5)
+        process = psutil.Process(trainer.pid)
+        began, before, steps = time.monotonic(), sum(process.cpu_times()[:2]), trainer.status.steps
+        await until(lambda: trainer.status.steps >= steps + 40)
+        computed, passed = sum(process.cpu_times()[:2]) - before, time.monotonic() - began
+        assert computed < 0.6 * passed  # without rests: more than 0.9 of it
 
 
 async def test_a_round_in_the_life_of_a_trainer(text: Path) -> None:

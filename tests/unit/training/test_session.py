@@ -196,7 +196,12 @@ def test_limits_change_between_two_steps(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         channel = run(
-            tmp_path, ms.Initialise(), ms.Load(((0, 100),), 0), ms.Limit(1, 0.0, 0.5), ms.Train(), ms.TakeSnapshot(0, 9)
+            tmp_path,
+            ms.Initialise(),
+            ms.Load(((0, 100),), 0),
+            ms.Limit(1, 0.0, 1.0, 0.5),
+            ms.Train(),
+            ms.TakeSnapshot(0, 9),
         )
         assert torch.get_num_threads() == 1
     finally:
@@ -212,6 +217,24 @@ def test_a_new_pace_holds_from_the_next_step(before: float, after: float) -> Non
     assert pace.wait_seconds(10.0) == pytest.approx(before)
     pace.begin(20.0)
     assert pace.wait_seconds(20.0) == pytest.approx(after)
+
+
+@given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=30), st.floats(0.01, 1.0), st.integers(1, 4))
+def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
+    pieces: list[float], share: float, in_step: int
+) -> None:
+    pace, now, computed = Pace(0.0, share), 0.0, 0.0
+    for number, seconds in enumerate(pieces):
+        between = number % in_step == 0
+        now += pace.wait_seconds(now) if between else pace.rest_seconds(now)
+        if between:
+            pace.begin(now)
+        pace.worked(now, now + seconds)
+        now, computed = now + seconds, computed + seconds
+        if number % in_step == in_step - 1:
+            pace.end(64, 1.0)
+    now += pace.rest_seconds(now)
+    assert computed / now == pytest.approx(share)
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=50), st.floats(0.0, 0.5))

@@ -47,6 +47,10 @@ Base = Annotated[
 Pace = Annotated[
     float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
 ]
+Share = Annotated[
+    float | None,
+    typer.Option("--compute-share", help="Compute for this share of the time and rest in between, 0.01 to 1."),
+]
 Vram = Annotated[float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory to use, 0.01 to 1.")]
 Memory = Annotated[
     float | None, typer.Option("--memory-megabytes", help="Main memory for training on a CPU; 0: no limit.")
@@ -78,6 +82,7 @@ def join(
     data: Data = None,
     base: Base = None,
     minimum_step_seconds: Pace = None,
+    compute_share: Share = None,
     vram_fraction: Vram = None,
     memory_megabytes: Memory = None,
     power_watts: Power = None,
@@ -104,6 +109,7 @@ def join(
         data=str(Path(data).absolute()) if data and Path(data).exists() else data,
         base=str(Path(base).expanduser().absolute()) if base else base,
         minimum_step_seconds=minimum_step_seconds,
+        compute_share=compute_share,
         vram_fraction=vram_fraction,
         memory_megabytes=memory_megabytes,
         power_watts=power_watts,

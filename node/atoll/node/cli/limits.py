@@ -51,6 +51,8 @@ def limits_text(config: NodeConfig) -> str:
     parts = [f"device {config.device}", f"{config.cpu_threads or os.cpu_count() or 1} CPU threads"]
     pace = config.minimum_step_seconds
     parts.append(f"at most one step every {pace:g} s" if pace else "full pace")
+    if config.compute_share < 1:
+        parts.append(f"{config.compute_share:.0%} of the time")
     if config.vram_fraction < 1:
         parts.append(f"{config.vram_fraction:.0%} of the GPU's memory")
     if config.memory_megabytes:

@@ -132,3 +132,11 @@ def working_precision(precision: str, device: torch.device) -> str:
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp16"
     return precision
+
+
+def finish(device: torch.device) -> None:
+    """Wait until everything that was asked of the device is computed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -68,10 +68,15 @@ class Loaded:
         elif self.loop is not None:
             check_fits(self.run.whole_bytes, facts)
 
-    def introduction(self, minimum_step_seconds: float) -> ms.Ready:
+    @property
+    def device(self) -> torch.device:
+        """That computes."""
+        return torch.device(self.facts.device)
+
+    def introduction(self, minimum_step_seconds: float, compute_share: float = 1.0) -> ms.Ready:
         """What the daemon is told first. Raises `ModelTooLarge` if measuring shows that it does not fit."""
         try:
-            tokens_per_second = self._tokens_per_second(minimum_step_seconds)
+            tokens_per_second = self._tokens_per_second(minimum_step_seconds, compute_share)
         except torch.OutOfMemoryError as error:
             raise too_large("ran out of memory in its first step", self.facts) from error
         whole = isinstance(self.loop, InnerLoop)
@@ -90,13 +95,13 @@ class Loaded:
             whole_model_bytes=self.run.whole_bytes,
         )
 
-    def _tokens_per_second(self, minimum_step_seconds: float) -> float:
+    def _tokens_per_second(self, minimum_step_seconds: float, compute_share: float) -> float:
         """Of what is held."""
         if isinstance(self.loop, InnerLoop):
-            return self.loop.probe(minimum_step_seconds)
+            return self.loop.probe(minimum_step_seconds, compute_share)
         if self.loop is None:
             return 0.0
-        seconds = self._seconds_per_token(self.loop.span)
+        seconds = self._seconds_per_token(self.loop.span) / compute_share
         return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12)
 
     def _seconds_per_token(self, span: Span) -> float:

@@ -129,7 +129,7 @@ class InnerLoop(Replica):
         with _Borrowed(self, flat_E) as logits_of:
             return tokenizer.decode(generate(logits_of, begin, tokens, self.corpus.sequence_length, seed, self.device))
 
-    def probe(self, minimum_step_seconds: float = 0.0) -> float:
+    def probe(self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0) -> float:
         """Tokens per second of a few real steps on scratch state, leaving no trace, at the pace that is set.
 
         Call before the first `load`: it starts from fresh weights and throws away the optimiser it used.
@@ -140,7 +140,8 @@ class InnerLoop(Replica):
         self.step()  # warm: kernels, allocator, compilation
         started = self.clock.monotonic()
         tokens = sum(self.step().tokens for _ in range(PROBE_STEPS))
-        seconds = max(self.clock.monotonic() - started, PROBE_STEPS * minimum_step_seconds, 1e-9)
+        computed = (self.clock.monotonic() - started) / compute_share
+        seconds = max(computed, PROBE_STEPS * minimum_step_seconds, 1e-9)
         self.stepper = None
         self.load(torch.zeros_like(scratch_E))
         self.progress = Progress()

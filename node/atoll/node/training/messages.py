@@ -24,6 +24,7 @@ class TrainerConfig:
     device: str = "auto"  # auto | cpu | cuda:0 | mps
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
+    compute_share: float = 1.0  # of the time; it rests in between
     vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
     memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
     span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
@@ -128,6 +129,7 @@ class Limit:
 
     cpu_threads: int
     minimum_step_seconds: float
+    compute_share: float
     vram_fraction: float
 
 

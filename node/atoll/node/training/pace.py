@@ -8,10 +8,12 @@ RECENT_STEPS = 32
 
 
 class Pace:
-    """Over the last steps."""
+    """Over the last steps. Between two pieces of work there is a rest, so that computing has its share of the time."""
 
-    def __init__(self, minimum_step_seconds: float) -> None:
+    def __init__(self, minimum_step_seconds: float, compute_share: float = 1.0) -> None:
         self.minimum_step_seconds = minimum_step_seconds
+        self.compute_share = compute_share
+        self._rested = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
         self._next = 0.0
         self._began = 0.0
@@ -20,6 +22,10 @@ class Pace:
         """A step begins."""
         self._began = now
         self._next = now + self.minimum_step_seconds
+
+    def worked(self, began: float, ended: float) -> None:
+        """A piece of a step, or all of it, took that time."""
+        self._rested = ended + (ended - began) * (1 / self.compute_share - 1)
 
     def end(self, tokens: int, loss: float) -> None:
         """It is done."""
@@ -31,13 +37,17 @@ class Pace:
 
     def wait_seconds(self, now: float) -> float:
         """Until the next step may begin."""
-        return max(0.0, self._next - now)
+        return max(self.rest_seconds(now), self._next - now)
+
+    def rest_seconds(self, now: float) -> float:
+        """Until anything may be computed."""
+        return max(0.0, self._rested - now)
 
     def step_seconds(self, now: float) -> float:
         """Mean time from the beginning of one recent step to that of the next."""
         if not self._steps:
             return 0.0
-        return max(now, self._next) / len(self._steps) - self._steps[0][0] / len(self._steps)
+        return max(now, self._next, self._rested) / len(self._steps) - self._steps[0][0] / len(self._steps)
 
     def tokens_per_step(self) -> float:
         return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))

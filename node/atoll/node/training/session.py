@@ -23,7 +23,7 @@ from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.training.device import choose_device, device_facts, limit_memory
+from atoll.node.training.device import choose_device, device_facts, finish, limit_memory
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
@@ -54,7 +54,7 @@ class Session:
         clock: Clock | None = None,
     ) -> None:
         self._channel, self._clock = channel, clock or SystemClock()
-        self._pace = Pace(config.minimum_step_seconds)
+        self._pace = Pace(config.minimum_step_seconds, config.compute_share)
         self._training = self._loaded = self._snapped = self._stopping = False
         self._pushed_at = 0.0
         self._orders: deque[ms.Envelope] = deque()
@@ -67,7 +67,7 @@ class Session:
         for descriptor in (anchor_fd, gradient_fd):
             size_for(descriptor, self._here.elements)
         self._anchor_E, self._gradient_E = (map_vector(fd, self._here.elements) for fd in (anchor_fd, gradient_fd))
-        self._channel.answer(0, self._here.introduction(config.minimum_step_seconds))
+        self._channel.answer(0, self._here.introduction(config.minimum_step_seconds, config.compute_share))
 
     def serve(self) -> None:
         """Until `Stop`."""
@@ -87,13 +87,18 @@ class Session:
     def _may_work(self) -> bool:
         if not self._training or self._loop is None or not self._loop.has_work:
             return False
-        return not self._loop.between_steps or not self._pace.wait_seconds(self._clock.monotonic())
+        return not self._wait_seconds(self._loop)
+
+    def _wait_seconds(self, loop: InnerLoop | StageLoop) -> float:
+        """Until there may be work."""
+        now = self._clock.monotonic()
+        return self._pace.wait_seconds(now) if loop.between_steps else self._pace.rest_seconds(now)
 
     def _next_event(self) -> ms.Envelope | RouteEvent | None:
         busy = self._may_work() or (self._orders and self._between_steps)
         wait = 0.0 if busy else PUSH_SECONDS
         if not busy and self._training and self._loop is not None and self._loop.has_work:
-            wait = min(wait, self._pace.wait_seconds(self._clock.monotonic()))
+            wait = min(wait, self._wait_seconds(self._loop))
         try:
             return self._channel.events.get(block=wait > 0, timeout=wait)
         except queue.Empty:
@@ -111,6 +116,9 @@ class Session:
         loop, began = self._require_model(), self._clock.monotonic()
         was_between = loop.between_steps
         result = loop.work()
+        if self._pace.compute_share < 1:
+            finish(self._here.device)
+            self._pace.worked(began, self._clock.monotonic())
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
         if result is not None:
@@ -139,8 +147,8 @@ class Session:
                 return ms.Text(
                     self._whole_model("generates text").generate(self._anchor_E, prompt.encode(), tokens, seed)
                 )
-            case ms.Limit(cpu_threads, minimum_step_seconds, vram_fraction):
-                self._limit(cpu_threads, minimum_step_seconds, vram_fraction)
+            case ms.Limit():
+                self._limit(order)
             case ms.EnterRoute(plan_version, route, stage, stages):
                 self._stage().enter_route(plan_version, route, stage, stages)
             case ms.WriteInitial(path):
@@ -195,13 +203,14 @@ class Session:
         self._snapped = True
         return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
 
-    def _limit(self, cpu_threads: int, minimum_step_seconds: float, vram_fraction: float) -> None:
-        facts = device_facts(torch.device(self._here.facts.device), vram_fraction, self._memory_bytes)
+    def _limit(self, limit: ms.Limit) -> None:
+        facts = device_facts(self._here.device, limit.vram_fraction, self._memory_bytes)
         self._here.check_fits(facts)
-        limit_memory(facts, vram_fraction)
+        limit_memory(facts, limit.vram_fraction)
         self._here.facts = facts
-        torch.set_num_threads(cpu_threads)
-        self._pace.minimum_step_seconds = minimum_step_seconds
+        torch.set_num_threads(limit.cpu_threads)
+        self._pace.minimum_step_seconds = limit.minimum_step_seconds
+        self._pace.compute_share = limit.compute_share
 
     # --- what an order needs ------------------------------------------------------------------------
 

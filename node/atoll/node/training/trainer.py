@@ -266,7 +266,8 @@ class Trainer:
 
     async def limit(self, config: TrainerConfig, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Threads, pace and memory as `config` says, from the next step on. Raises `ModelTooLarge`."""
-        await self._order(ms.Limit(config.cpu_threads, config.minimum_step_seconds, config.vram_fraction), timeout)
+        limit = ms.Limit(config.cpu_threads, config.minimum_step_seconds, config.compute_share, config.vram_fraction)
+        await self._order(limit, timeout)
 
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """The span is this stage from now on; run a `RouteBridge` over `cable` then. What it holds stays as it is.
