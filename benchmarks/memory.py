@@ -31,7 +31,7 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.span import Span
 from atoll.node.training.loading import stage_bytes
-from atoll.node.training.shape import layer_table, resolve_shape
+from atoll.node.training.run_model import RunModel, run_model
 from atoll.node.training.trainer import TrainerConfig
 from atoll.node.transport_memory import MemoryHub
 from benchmarks.common import Report
@@ -68,16 +68,16 @@ class Model:
     def planned_bytes(self, span: Span) -> float:
         """What the planner counts for a span."""
         spec = parse_run_spec(self.toml)
-        found = room(layer_table(spec, self._shape()).SerializeToString(), spec)
+        found = room(self._run().table.SerializeToString(), spec)
         assert found is not None
         return found.device_bytes(span.first, span.last)
 
     def refused_bytes(self, span: Span) -> int:
         """Above which its trainer refuses it."""
-        return stage_bytes(parse_run_spec(self.toml), self._shape(), span)
+        return stage_bytes(parse_run_spec(self.toml), self._run(), span)
 
-    def _shape(self):
-        return resolve_shape(parse_run_spec(self.toml).model, 256)
+    def _run(self) -> RunModel:
+        return run_model(parse_run_spec(self.toml), 256)
 
 
 def _decoder(dimension: int, layers: int, heads: int, hidden: int, vocabulary: int, tied: bool = False) -> str:

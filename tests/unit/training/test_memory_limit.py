@@ -1,38 +1,61 @@
-"""A limit on what training may allocate on a CPU, enforced by the kernel."""
+"""What a limit on main memory counts: tensors, not what torch loads when it is first used."""
 
 import subprocess
 import sys
-
-import pytest
-import torch
-
-from atoll.node.training.device import THREADS_BYTES, device_facts
+from pathlib import Path
 
 PROGRAM = """
-import sys, torch
-from atoll.node.training.device import limit_host_memory
-limit_host_memory(64 << 20)
-try:
-    torch.ones(int(sys.argv[1]) << 20, dtype=torch.uint8)
-except RuntimeError:
-    print("refused")
-else:
-    print("given")
+import json, queue, socket, sys
+from atoll.core.clock import SystemClock
+from atoll.node.pipeline.cable_end import CableEnd
+from atoll.node.training import loading
+from atoll.node.training.device import choose_device, device_facts
+from atoll.node.training.messages import TrainerConfig
+
+known = set()
+loading.limit_host_memory = lambda _: known.update(sys.modules)
+one, _ = socket.socketpair()
+times = (("embedding", 1e-6, 1e-6), ("block", 1e-6, 1e-6), ("head", 1e-6, 1e-6))  # of a trainer that is loaded again
+config = TrainerConfig({spec!r}, device="cpu", memory_bytes=10**10, span={span!r}, layer_times=times)
+facts = device_facts(choose_device("cpu"), 1.0, config.memory_bytes)
+here = loading.load(config, facts, CableEnd(one, queue.SimpleQueue().put), SystemClock())
+here.introduction(0.0)
+here.loop.close()
+print(json.dumps(sorted(set(sys.modules) - known)))
 """
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+SPEC = """
+version = 1
+[run]
+name = "t"
+stop_tokens = 100000
+[model]
+preset = "nano"
+dimension = 32
+layers = 2
+heads = 2
+kv_heads = 2
+hidden_dimension = 32
+[data]
+path = "{path}"
+sequence_length = 16
+validation_samples = 8
+[sync]
+round_tokens = 1000
+"""
 
 
-@pytest.mark.parametrize(("megabytes", "told"), [(16, "given"), (128, "refused")])
-def test_what_goes_beyond_the_limit_is_not_given(megabytes, told):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(megabytes)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == [told]
+def later_imports(tmp_path: Path, span: tuple[int, int] | None) -> str:
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
+    program = PROGRAM.format(spec=SPEC.format(path=tmp_path / "text.txt"), span=span)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
 
 
-def test_a_node_tells_what_is_left_for_the_model():
-    cpu = torch.device("cpu")
-    assert device_facts(cpu, memory_bytes=200 << 20).memory_bytes == (200 << 20) - THREADS_BYTES
-    assert device_facts(cpu, memory_bytes=1).memory_bytes == 0
-    assert device_facts(cpu, memory_bytes=1 << 60).memory_bytes == device_facts(cpu).memory_bytes
+def test_a_stage_imports_nothing_once_memory_is_limited(tmp_path: Path) -> None:
+    assert later_imports(tmp_path, (1, 2)) == "[]"
+
+
+def test_nor_does_a_trainer_of_the_whole_model(tmp_path: Path) -> None:
+    assert later_imports(tmp_path, None) == "[]"

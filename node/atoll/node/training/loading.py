@@ -142,7 +142,7 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     holds = _has_room(spec, run, span, facts)
     torch.set_num_threads(config.cpu_threads)
     times = config.layer_times or single_layer_times(spec, run, facts, clock)
-    _start_threads()
+    _warm_up()
     run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)
     log.get("trainer").info(
@@ -167,10 +167,14 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     return Loaded(spec, run, corpus, clock, facts, times, loop)
 
 
-def _start_threads() -> None:
-    """Torch's own, with their buffers: before any limit counts them."""
-    many_MM = torch.ones(512, 512)
-    torch.mm(many_MM, many_MM)
+def _warm_up() -> None:
+    """Torch's threads with their buffers, and the 60 MB of modules that its first optimiser imports.
+
+    Before any limit counts them.
+    """
+    many_MM = torch.ones(512, 512, requires_grad=True)
+    torch.mm(many_MM, many_MM).sum().backward()  # type: ignore[no-untyped-call]
+    torch.optim.AdamW([many_MM]).step()
 
 
 def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts) -> bool:
