@@ -65,6 +65,46 @@ async def test_a_checkpoint_travels_from_the_node_to_the_operators_disk(tmp_path
         assert sum(path.stat().st_size for path in home.data_dir.rglob("*") if path.is_file()) < 2 << 20
 
 
+async def test_parts_of_a_round_are_asked_for_together_and_come_together(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        target = tmp_path / "pulled"
+        whole = committed_checkpoint(
+            hash_of(genesis_report(nodes[0].identity)), [node.identity for node in nodes], 400_000
+        )
+        report = mb.RoundReport(round=whole.name, committed=True, manifest=whole.manifest, seconds=1)
+        await nodes[0].acknowledged(await nodes[0].say(rounds=[report]))
+        parts = [whole.part(0, 1), whole.part(2, 2)]
+        await hold(nodes[0], parts[0])
+        error = (await ctl(home, "pull", "--to", str(target))).exception
+        assert isinstance(error, NotFound)
+        assert "layer 2 of round 1" in str(error)
+        await hold(nodes[1], parts[1])
+        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(target), "--output", "json"))
+        orders = [await ordered(node) for node in nodes]  # before either has answered
+        for index in (1, 0):
+            await upload(nodes[index], parts[index].messages(orders[index].ticket, 1 << 20))
+        result = await pulling
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["checkpoint"]["parts"] == ["layers-0-1", "layers-2-2"]
+        for name, files in zip(("layers-0-1", "layers-2-2"), parts, strict=True):
+            assert {path.name: path.read_bytes() for path in (target / name).iterdir()} == files.files
+
+
+async def test_when_one_part_fails_the_others_are_told_and_nothing_is_left(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann, bob = nodes
+        whole = checkpoint(ann.identity, elements=400_000)
+        parts = [whole.part(0, 0), whole.part(1, 2)]
+        for node, files in zip(nodes, parts, strict=True):
+            await hold(node, files)
+        pulling = asyncio.create_task(refused(home, tmp_path / "pulled"))
+        orders = [await ordered(node) for node in nodes]
+        refusal = mb.CheckpointOpening(ticket=orders[1].ticket, round=5, refusal="dropped it")
+        await upload(bob, [mb.CheckpointUpload(opening=refusal)])
+        assert str(await pulling).endswith("does not send it: dropped it")
+        assert await refusal_of(ann, parts[0], orders[0].ticket) is grpc.StatusCode.NOT_FOUND
+
+
 async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
     data_dir = tmp_path / "c"
     async with training(data_dir, "ann", "bob") as (_, nodes):
