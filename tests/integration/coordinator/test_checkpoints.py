@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,8 +18,10 @@ from unit.coordinator.model_files import Files, checkpoint, committed_checkpoint
 from unit.coordinator.world import genesis_report, hash_of
 
 from atoll.coordinator.cli import main
-from atoll.coordinator.services.uploads import BETWEEN, Upload
+from atoll.coordinator.services.uploads import BETWEEN, PARTS_AT_ONCE, Upload, Uploads
+from atoll.coordinator.state.records import Checkpoint
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.identity import Identity
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 
@@ -239,6 +242,41 @@ async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> Non
         call.cancel()
         status = await asyncio.wait_for(uploading, SECONDS)
         assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)  # the latter where a write crossed it
+
+
+async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
+    """Without a network: nodes are what answers orders."""
+    count = PARTS_AT_ONCE + 3
+    files = checkpoint(Identity.generate())
+    wanted = [Checkpoint(f"peer-{part}", 5, "reef", b"h", 1, 0, 0, part, part) for part in range(count)]
+    named = {item.peer_id: SimpleNamespace(name=item.peer_id) for item in wanted}
+    asked = asyncio.Event()
+    uploads = Uploads(SimpleNamespace(notify=asked.set, state=SimpleNamespace(nodes=named)))  # type: ignore[arg-type]
+    passed: list[mb.CheckpointUpload] = []
+    checked: list[str] = []
+
+    async def write(message: mb.CheckpointUpload) -> None:
+        passed.append(message)
+
+    async def sent(ticket: bytes) -> AsyncIterator[mb.CheckpointUpload]:
+        for message in files.messages(ticket):
+            yield message
+
+    pulling = asyncio.create_task(uploads.pull(wanted, lambda item, _: checked.append(item.peer_id), write))
+    async with asyncio.timeout(SECONDS):
+        for _ in range(count):
+            while not (open_ := {name: orders[0] for name in named if (orders := uploads.orders(name))}):
+                asked.clear()
+                await asyncio.wait((asyncio.create_task(asked.wait()), pulling), return_when=asyncio.FIRST_COMPLETED)
+            assert len(open_) <= PARTS_AT_ONCE
+            name, order = open_.popitem()
+            await uploads.take(name, sent(order.ticket))
+        await pulling
+    assert sorted(checked) == sorted(named)
+    for part in range(count):
+        mine = [message for message in passed if message.part == part]
+        assert mine[0].opening.parts == count
+        assert [message.data for message in mine[1:]] == [message.data for message in files.messages()[1:]]
 
 
 async def test_whoever_is_slower_sets_the_pace() -> None:

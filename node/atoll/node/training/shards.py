@@ -121,7 +121,8 @@ def _begin(
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    os.posix_fallocate(descriptor, 0, len(header) + end)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, len(header) + end)
     _write_at(descriptor, header, 0)
     return {name: _Place(descriptor, len(header) + offset) for name, offset in offsets.items()}
 
