@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
 import torch
 
 from atoll.core import protocol
@@ -11,7 +16,8 @@ from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.averaging.outer import layer_states
-from atoll.node.state.checkpoint import CheckpointState
+from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
+from atoll.node.state.stored import StoredModel, open_checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import manifest_pb2
 
@@ -47,3 +53,10 @@ def of_vectors(
     votes = [sign_vote(member, payload, Ballot(1, 0)) for member in (ANN, BOB)]
     committed = manifest_pb2.CommittedManifest(payload=payload, signatures=votes, ballot_plan_version=1)
     return CheckpointState(Head(committed), layers, anchor_E, momentum_E)
+
+
+@contextmanager
+def stored(spec: RunSpec, state: CheckpointState) -> Iterator[StoredModel]:
+    """The state as a checkpoint on disk, while the block runs."""
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
+        yield open_checkpoint(CheckpointStore(Path(directory) / "it", spec, keep=1).write(state), held)

@@ -17,10 +17,9 @@ from support.reef import READY, Reef, nothing_left, reef
 from atoll.core.manifest import Head, changed_layers
 from atoll.node.lab.trouble import kill
 from atoll.node.state.checkpoint import read_checkpoint
-from atoll.node.state.joined import join
-from atoll.node.training.export import shape_of
 from atoll.node.training.flat import FlatLayout
 from atoll.node.training.model import Decoder
+from atoll.node.training.shape import resolve_shape
 
 SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four
 SPARE = "dan"
@@ -210,9 +209,9 @@ async def test_the_pipeline_demo_prints_what_it_promises(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(it["export"])
     kept = tmp_path / "kept"
     spans = [kept / stage["name"] / "runs/demo/checkpoints" for stage in min(it["routes"], key=len)]
-    whole = join([read_checkpoint(max(path for path in span.iterdir() if path.name.isdecimal())) for span in spans])
-    decoder = Decoder(shape_of(whole, whole.spec.model))
-    parameters = dict(FlatLayout.of(decoder).views(whole.anchor_E))
+    parts = [read_checkpoint(max(path for path in span.iterdir() if path.name.isdecimal())) for span in spans]
+    decoder = Decoder(resolve_shape(parts[0].spec.model, 256))
+    parameters = dict(FlatLayout.of(decoder).views(torch.cat([part.anchor_E for part in parts])))
     tokens_BT = torch.arange(64).view(1, 64)
     with torch.no_grad():
         ours = torch.func.functional_call(decoder, parameters, (tokens_BT,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import timedelta
 
 from atoll.core.errors import UsageError
@@ -28,6 +29,18 @@ def count_text(count: float) -> str:
             return f"{count:.0f}" if not unit else f"{count:.2f}{unit}"
         count /= 1000
     return f"{count:.2f} T"
+
+
+def layers_text(numbers: Iterable[int]) -> str:
+    """`{0, 1, 2, 5}` → "layers 0-2, 5"."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"layer{'' if one else 's'} " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def duration_text(seconds: float) -> str:

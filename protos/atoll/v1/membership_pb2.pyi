@@ -316,26 +316,30 @@ class CheckpointFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class CheckpointUpload(_message.Message):
-    __slots__ = ("opening", "data")
+    __slots__ = ("opening", "data", "part")
     OPENING_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     opening: CheckpointOpening
     data: bytes
-    def __init__(self, opening: _Optional[_Union[CheckpointOpening, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    part: int
+    def __init__(self, opening: _Optional[_Union[CheckpointOpening, _Mapping]] = ..., data: _Optional[bytes] = ..., part: _Optional[int] = ...) -> None: ...
 
 class CheckpointOpening(_message.Message):
-    __slots__ = ("ticket", "round", "manifest", "files", "refusal")
+    __slots__ = ("ticket", "round", "manifest", "files", "refusal", "parts")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     round: int
     manifest: _manifest_pb2.CommittedManifest
     files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
     refusal: str
-    def __init__(self, ticket: _Optional[bytes] = ..., round: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., refusal: _Optional[str] = ...) -> None: ...
+    parts: int
+    def __init__(self, ticket: _Optional[bytes] = ..., round: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., refusal: _Optional[str] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class CheckpointUploadResponse(_message.Message):
     __slots__ = ()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,8 +18,10 @@ from unit.coordinator.model_files import Files, checkpoint, committed_checkpoint
 from unit.coordinator.world import genesis_report, hash_of
 
 from atoll.coordinator.cli import main
-from atoll.coordinator.services.uploads import BETWEEN, Upload
+from atoll.coordinator.services.uploads import BETWEEN, PARTS_AT_ONCE, Upload, Uploads
+from atoll.coordinator.state.records import Checkpoint
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.identity import Identity
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 
@@ -63,6 +66,46 @@ async def test_a_checkpoint_travels_from_the_node_to_the_operators_disk(tmp_path
         assert json.loads(result.stdout)["checkpoint"]["round"] == 1
         assert {path.name: path.read_bytes() for path in target.iterdir()} == files.files
         assert sum(path.stat().st_size for path in home.data_dir.rglob("*") if path.is_file()) < 2 << 20
+
+
+async def test_parts_of_a_round_are_asked_for_together_and_come_together(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        target = tmp_path / "pulled"
+        whole = committed_checkpoint(
+            hash_of(genesis_report(nodes[0].identity)), [node.identity for node in nodes], 400_000
+        )
+        report = mb.RoundReport(round=whole.name, committed=True, manifest=whole.manifest, seconds=1)
+        await nodes[0].acknowledged(await nodes[0].say(rounds=[report]))
+        parts = [whole.part(0, 1), whole.part(2, 2)]
+        await hold(nodes[0], parts[0])
+        error = (await ctl(home, "pull", "--to", str(target))).exception
+        assert isinstance(error, NotFound)
+        assert "layer 2 of round 1" in str(error)
+        await hold(nodes[1], parts[1])
+        pulling = asyncio.create_task(ctl(home, "pull", "--to", str(target), "--output", "json"))
+        orders = [await ordered(node) for node in nodes]  # before either has answered
+        for index in (1, 0):
+            await upload(nodes[index], parts[index].messages(orders[index].ticket, 1 << 20))
+        result = await pulling
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["checkpoint"]["parts"] == ["layers-0-1", "layers-2-2"]
+        for name, files in zip(("layers-0-1", "layers-2-2"), parts, strict=True):
+            assert {path.name: path.read_bytes() for path in (target / name).iterdir()} == files.files
+
+
+async def test_when_one_part_fails_the_others_are_told_and_nothing_is_left(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        ann, bob = nodes
+        whole = checkpoint(ann.identity, elements=400_000)
+        parts = [whole.part(0, 0), whole.part(1, 2)]
+        for node, files in zip(nodes, parts, strict=True):
+            await hold(node, files)
+        pulling = asyncio.create_task(refused(home, tmp_path / "pulled"))
+        orders = [await ordered(node) for node in nodes]
+        refusal = mb.CheckpointOpening(ticket=orders[1].ticket, round=5, refusal="dropped it")
+        await upload(bob, [mb.CheckpointUpload(opening=refusal)])
+        assert str(await pulling).endswith("does not send it: dropped it")
+        assert await refusal_of(ann, parts[0], orders[0].ticket) is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
@@ -199,6 +242,41 @@ async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> Non
         call.cancel()
         status = await asyncio.wait_for(uploading, SECONDS)
         assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)  # the latter where a write crossed it
+
+
+async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
+    """Without a network: nodes are what answers orders."""
+    count = PARTS_AT_ONCE + 3
+    files = checkpoint(Identity.generate())
+    wanted = [Checkpoint(f"peer-{part}", 5, "reef", b"h", 1, 0, 0, part, part) for part in range(count)]
+    named = {item.peer_id: SimpleNamespace(name=item.peer_id) for item in wanted}
+    asked = asyncio.Event()
+    uploads = Uploads(SimpleNamespace(notify=asked.set, state=SimpleNamespace(nodes=named)))  # type: ignore[arg-type]
+    passed: list[mb.CheckpointUpload] = []
+    checked: list[str] = []
+
+    async def write(message: mb.CheckpointUpload) -> None:
+        passed.append(message)
+
+    async def sent(ticket: bytes) -> AsyncIterator[mb.CheckpointUpload]:
+        for message in files.messages(ticket):
+            yield message
+
+    pulling = asyncio.create_task(uploads.pull(wanted, lambda item, _: checked.append(item.peer_id), write))
+    async with asyncio.timeout(SECONDS):
+        for _ in range(count):
+            while not (open_ := {name: orders[0] for name in named if (orders := uploads.orders(name))}):
+                asked.clear()
+                await asyncio.wait((asyncio.create_task(asked.wait()), pulling), return_when=asyncio.FIRST_COMPLETED)
+            assert len(open_) <= PARTS_AT_ONCE
+            name, order = open_.popitem()
+            await uploads.take(name, sent(order.ticket))
+        await pulling
+    assert sorted(checked) == sorted(named)
+    for part in range(count):
+        mine = [message for message in passed if message.part == part]
+        assert mine[0].opening.parts == count
+        assert [message.data for message in mine[1:]] == [message.data for message in files.messages()[1:]]
 
 
 async def test_whoever_is_slower_sets_the_pace() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from unit.coordinator.world import LAYERS, RUN, spec_toml
 from atoll.core.errors import NotFound
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.control.upload import Uploads, upload
-from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
+from atoll.node.state.checkpoint import CheckpointState, CheckpointStore, read_checkpoint
+from atoll.node.state.joined import join
+from atoll.node.state.stored import checkpoints_in, open_checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
@@ -47,6 +51,29 @@ async def test_what_the_operator_gets_is_what_the_node_has(tmp_path, elements):
     assert {path.name: path.read_bytes() for path in (tmp_path / "pulled").iterdir()} == {
         path.name: path.read_bytes() for path in store.path(5).iterdir()
     }
+
+
+async def test_what_stages_have_is_a_model_that_can_be_read(tmp_path):
+    elements = 200_001
+    offsets = tuple(index * elements for index in range(len(NAMES) + 1))
+    layers, anchor_E = Layers(NAMES, offsets), torch.rand(offsets[-1])
+    whole = of_vectors(5, anchor_E, -anchor_E, layers, RUN)
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        stores = []
+        for node, numbers in zip(nodes, (slice(0, 1), slice(1, 3)), strict=True):
+            where = slice(offsets[numbers.start], offsets[numbers.stop])
+            part = CheckpointState(whole.head, layers.part(numbers), anchor_E[where], -anchor_E[where])
+            stores.append(CheckpointStore(tmp_path / node.name, SPEC, keep=1))
+            stores[-1].write(part)
+            await node.acknowledged(await node.say(checkpoints=stores[-1].held(), checkpoints_changed=True))
+        pulling = asyncio.create_task(ctl(home, "pull", "--unverified", "--to", str(tmp_path / "pulled")))
+        for node, store in zip(nodes, stores, strict=True):
+            await upload(node.stub, await ordered(node), store.path(5))
+        assert (await pulling).exit_code == 0
+    with ExitStack() as held:
+        model = join([open_checkpoint(path, held) for path in checkpoints_in(tmp_path / "pulled")])
+        found = [model.read(start, end) for start, end in pairwise(model.layers.offsets)]
+    assert torch.equal(torch.cat(found), anchor_E)
 
 
 @pytest.mark.parametrize("damage", ["gone", "manifest", "SHA256SUMS", "anchor.safetensors"])

@@ -12,7 +12,7 @@ from unit.coordinator.world import LAYERS, RUN, commit, round_report
 from atoll.core import protocol
 from atoll.core.identity import Identity
 from atoll.v1 import common_pb2 as pb
-from atoll.v1 import manifest_pb2
+from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -42,11 +42,21 @@ class Files:
     round: int
     manifest: manifest_pb2.CommittedManifest
     files: dict[str, bytes]
+    span: tuple[int, int] = (0, len(LAYERS) - 1)
 
     @property
     def name(self) -> pb.RoundId:
         """Of the round."""
         return manifest_pb2.Manifest.FromString(self.manifest.payload).round
+
+    def part(self, first: int, last: int) -> Files:
+        """Of a node that holds some of the layers."""
+        named = {
+            name: safetensors({layer: _values(data, layer) for layer in LAYERS[first : last + 1]})
+            for name, data in self.files.items()
+            if name.endswith(".safetensors")
+        }
+        return Files(self.round, self.manifest, {**self.files, **named}, (first, last))
 
     def opening(self, ticket: bytes = b"") -> mb.CheckpointOpening:
         """The first message."""
@@ -73,7 +83,15 @@ class Files:
             bytes=sum(map(len, self.files.values())),
             written_unix_ms=1_700_000_000_000,
             committed_tokens=1000,
+            layers=plan_pb2.Span(first=self.span[0], last=self.span[1]),
         )
+
+
+def _values(data: bytes, layer: str) -> bytes:
+    """Of one layer in a file."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    start, end = json.loads(data[8:begin])[layer]["data_offsets"]
+    return data[begin + start : begin + end]
 
 
 def checkpoint(signer: Identity, number: int = 5, elements: int = 300) -> Files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,119 @@ def test_no_header_does_worse_than_be_refused(tmp_path: Path, position: int, val
     digests = dict.fromkeys(LAYERS, bytes(32))
     with pytest.raises(CheckpointCorrupt):
         pulled.check_layers(path, digests)
+
+
+# --- checkpoints of nodes that hold some layers each --------------------------------------------------------
+
+
+def set_of(*parts: Files, announced: int | None = None) -> list[mb.CheckpointUpload]:
+    """As the coordinator passes them on: by turns."""
+    found = []
+    for number, files in enumerate(parts):
+        messages = files.messages(size=700)
+        messages[0].opening.parts = len(parts) if announced is None else announced
+        for message in messages:
+            message.part = number
+        found.append(messages)
+    return [message for turn in zip_longest(*found) for message in turn if message is not None]
+
+
+def halves() -> list[Files]:
+    whole = checkpoint(SIGNER)
+    return [whole.part(0, 0), whole.part(1, 2)]
+
+
+def test_parts_that_come_by_turns_lie_beside_one_another_by_their_layers(tmp_path: Path) -> None:
+    first, second = halves()
+    told: list[tuple[int, int]] = []
+    messages = iter(set_of(second, first))
+    pulled_ = pulled.receive(messages, tmp_path / "c", RUN, LAYERS, lambda *it: told.append(it))
+    assert pulled_.parts == ("layers-0-0", "layers-1-2")
+    for name, files in zip(pulled_.parts, (first, second), strict=True):
+        assert {path.name: path.read_bytes() for path in (tmp_path / "c" / name).iterdir()} == files.files
+    total = sum(len(data) for files in (first, second) for data in files.files.values())
+    assert told[-1] == (total, total)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def of_two_rounds() -> list[mb.CheckpointUpload]:
+    return set_of(checkpoint(SIGNER, 5).part(0, 0), checkpoint(SIGNER, 6).part(1, 2))
+
+
+def lacking() -> list[mb.CheckpointUpload]:
+    whole = checkpoint(SIGNER)
+    return set_of(whole.part(0, 0), whole.part(2, 2))
+
+
+def one_alone() -> list[mb.CheckpointUpload]:
+    return set_of(checkpoint(SIGNER).part(0, 1))
+
+
+def one_of_two() -> list[mb.CheckpointUpload]:
+    return set_of(halves()[0], announced=2)
+
+
+def too_many() -> list[mb.CheckpointUpload]:
+    return set_of(*halves(), announced=9)
+
+
+def one_more() -> list[mb.CheckpointUpload]:
+    return set_of(*halves(), halves()[0], announced=2)
+
+
+def cut_short() -> list[mb.CheckpointUpload]:
+    return set_of(*halves())[:-1]
+
+
+def too_long() -> list[mb.CheckpointUpload]:
+    messages = set_of(*halves())
+    return [*messages[:-1], mb.CheckpointUpload(data=b"x" * 701, part=1)]
+
+
+def past_its_end() -> list[mb.CheckpointUpload]:
+    messages = set_of(*halves())
+    return [*messages[:-1], mb.CheckpointUpload(data=b"x", part=0), messages[-1]]
+
+
+def a_gap_in_one() -> list[mb.CheckpointUpload]:
+    whole = checkpoint(SIGNER)
+    gap = whole.part(0, 2)
+    for name in ("anchor", "momentum"):
+        file = f"{name}.safetensors"
+        gap.files[file] = safetensors({LAYERS[0]: tensors(5)[LAYERS[0]], LAYERS[2]: tensors(5)[LAYERS[2]]})
+    return set_of(gap, whole.part(1, 2))
+
+
+def other_momentum() -> list[mb.CheckpointUpload]:
+    first, second = halves()
+    second.files["momentum.safetensors"] = first.files["momentum.safetensors"]
+    return set_of(first, second)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        of_two_rounds,
+        lacking,
+        one_alone,
+        one_of_two,
+        too_many,
+        one_more,
+        cut_short,
+        too_long,
+        past_its_end,
+        a_gap_in_one,
+        other_momentum,
+    ],
+)
+def test_a_set_that_is_not_whole_and_of_one_round_leaves_nothing(
+    tmp_path: Path, messages: Callable[[], list[mb.CheckpointUpload]]
+) -> None:
+    with pytest.raises(CheckpointCorrupt):
+        receive(messages(), tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_layers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match=r"does not hold layer 1$"):
+        receive(lacking(), tmp_path / "c")

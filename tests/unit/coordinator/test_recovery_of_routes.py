@@ -6,8 +6,8 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, hash_of, round_report
 
-from atoll.coordinator.state import admission, checkpoints, recovery
-from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound
+from atoll.coordinator.state import admission, recovery
+from atoll.core.errors import InvalidRequest, InvalidTransition
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
@@ -16,6 +16,10 @@ STAGES = ("ann", "bob")
 
 @pytest.fixture
 def pair() -> RoutedWorld:
+    return pair_of_stages()
+
+
+def pair_of_stages() -> RoutedWorld:
     """A route of two stages after twelve rounds."""
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
@@ -137,17 +141,6 @@ def test_where_no_round_is_whole_nothing_is_guessed_and_the_operator_is_told(pai
     assert pair.plan.version == 1
     with pytest.raises(InvalidTransition, match="nothing to go on from"):
         recovery.recover(pair.state, pair.now, RUN, force=True)
-
-
-def test_checkpoints_of_parts_are_shown_and_not_pulled(pair: RoutedWorld) -> None:
-    tell(pair, "ann", 8)
-    tell(pair, "bob", 8)
-    assert {(item.first_layer, item.last_layer) for item in checkpoints.held_in(pair.state, RUN)} == {(0, 5), (6, 11)}
-    parts = ", ".join(f"{name} {first}-{last}" for name, (first, last) in sorted(pair.spans().items()))
-    with pytest.raises(NotFound, match=f"some hold parts: {parts}"):
-        checkpoints.choose(pair.state, RUN, 0, "")
-    tell(pair, "bob", 7, span=(0, LAYERS - 1))
-    assert checkpoints.choose(pair.state, RUN, 0, "").round == 7
 
 
 def test_a_claim_of_the_newest_round_by_somebody_stops_no_recovery(pair: RoutedWorld) -> None:

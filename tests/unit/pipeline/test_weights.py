@@ -11,6 +11,7 @@ from support.families import FAMILIES, VOCABULARY, config_of, lora_of
 
 from atoll.core.errors import CheckpointCorrupt, ConfigError
 from atoll.node.pipeline import weights
+from atoll.node.pipeline.base_tensors import read_tensor
 from atoll.node.pipeline.huggingface import HuggingFace
 from atoll.node.pipeline.span import Span, equal_cuts
 from atoll.node.pipeline.span_model import SpanModel
@@ -57,13 +58,12 @@ def test_spans_of_a_directory_give_the_model_s_logits(tmp_path: Path, family: st
 def test_only_the_span_s_tensors_are_read(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, family)
     read: list[str] = []
-    plain = weights._read
 
-    def remember(directory: Path, file: str, name: str) -> torch.Tensor:
+    def remember(path: Path, name: str) -> torch.Tensor:
         read.append(name)
-        return plain(directory, file, name)
+        return read_tensor(path, name)
 
-    monkeypatch.setattr(weights, "_read", remember)
+    monkeypatch.setattr(weights, "read_tensor", remember)
     architecture = HuggingFace.of_directory(tmp_path)
     held = SpanModel(architecture.cut(Span(2, 2)), CPU)
     weights.load(architecture, tmp_path, held)

@@ -1,17 +1,29 @@
 """Checkpoints of spans make the whole model, or say what is missing."""
 
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reef import MODEL, SPEC
+from support.small_state import ANN, BOB, stored
 
+from atoll.core import protocol
 from atoll.core.errors import CheckpointCorrupt, NotFound
-from atoll.core.manifest import Head
+from atoll.core.manifest import Head, sign_vote
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
 from atoll.core.run_spec import parse_run_spec
+from atoll.core.units import layers_text
 from atoll.node.averaging.outer import layer_states
-from atoll.node.state.checkpoint import Checkpoint
+from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.joined import join
+from atoll.node.state.stored import StoredModel
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import manifest_pb2
 
@@ -21,37 +33,77 @@ SPEC_OF_RUN = parse_run_spec(SPEC.format(model=MODEL, nodes=1, tokens=1, corpus=
 
 
 def head(number: int = 3) -> Head:
-    manifest = manifest_pb2.Manifest(layers=layer_states(ANCHOR, MOMENTUM, OFFSETS, number))
-    manifest.round.number = number
-    return Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
+    layers = layer_states(ANCHOR, MOMENTUM, OFFSETS, number)
+    manifest = manifest_pb2.Manifest(
+        protocol=protocol.ours(), round=RoundId("reef", 1, 0, number, 0).to_proto(), layers=layers
+    )
+    payload = manifest.SerializeToString(deterministic=True)
+    votes = [sign_vote(member, payload, Ballot(1, 0)) for member in (ANN, BOB)]
+    return Head(manifest_pb2.CommittedManifest(payload=payload, signatures=votes, ballot_plan_version=1))
 
 
-def held(first: int, last: int, number: int = 3) -> Checkpoint:
+def held(first: int, last: int, number: int = 3) -> CheckpointState:
     start, end = OFFSETS[first], OFFSETS[last + 1]
     names = tuple(f"layer {layer}" for layer in range(first, last + 1))
     layers = Layers(names, tuple(offset - start for offset in OFFSETS[first : last + 2]), first)
-    return Checkpoint(SPEC_OF_RUN, head(number), layers, ANCHOR[start:end], MOMENTUM[start:end])
+    return CheckpointState(head(number), layers, ANCHOR[start:end], MOMENTUM[start:end])
 
 
+@contextmanager
+def on_disk(*states: CheckpointState) -> Iterator[list[StoredModel]]:
+    with ExitStack() as opened:
+        yield [opened.enter_context(stored(SPEC_OF_RUN, state)) for state in states]
+
+
+def anchor_of(model: StoredModel) -> torch.Tensor:
+    return torch.cat([model.read(start, end) for start, end in pairwise(model.layers.offsets)])
+
+
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted), min_size=1, max_size=6))
 def test_what_covers_all_layers_is_the_whole_model_and_nothing_else_is(spans):
     covered = {layer for first, last in spans for layer in range(first, last + 1)}
-    checkpoints = [held(first, last) for first, last in spans]
-    if covered == set(range(5)):
-        whole = join(checkpoints)
-        assert torch.equal(whole.anchor_E, ANCHOR)
-        assert torch.equal(whole.momentum_E, MOMENTUM)
-        assert whole.layers == held(0, 4).layers
-    else:
-        with pytest.raises(NotFound, match=f"layer {min(set(range(5)) - covered)} "):
-            join(checkpoints)
+    with on_disk(*(held(first, last) for first, last in spans)) as models:
+        if covered == set(range(5)):
+            whole = join(models)
+            assert torch.equal(anchor_of(whole), ANCHOR)
+            assert whole.layers == held(0, 4).layers
+        else:
+            missing = set(range(5)) - covered
+            with pytest.raises(NotFound, match=f"holds {layers_text(missing)} of round 3"):
+                join(models)
 
 
 def test_states_of_two_rounds_are_never_joined():
-    with pytest.raises(CheckpointCorrupt, match="not of one round"):
-        join([held(0, 2), held(3, 4, number=4)])
+    with (
+        on_disk(held(0, 2), held(3, 4, number=4)) as models,
+        pytest.raises(CheckpointCorrupt, match="not of one round"),
+    ):
+        join(models)
 
 
 def test_a_whole_model_needs_nobody_else():
-    whole = held(0, 4)
-    assert join([whole]) is whole
+    with on_disk(held(0, 4)) as (whole,):
+        assert join([whole]) == whole
+
+
+def test_a_part_of_a_layer_is_read_and_nothing_beyond_it():
+    with on_disk(held(1, 4)) as (some,):
+        assert torch.equal(some.read(2, 5), ANCHOR[5:8])
+        assert some.read(6, 6).numel() == 0
+        with pytest.raises(ValueError, match="not of one layer"):
+            some.read(0, 2)
+
+
+def test_what_is_cut_short_after_it_was_checked_is_not_read():
+    with on_disk(held(0, 4)) as (whole,):
+        os.truncate(whole.places[0].file.name, whole.places[4].offset)
+        assert torch.equal(whole.read(4, 9), ANCHOR[4:9])
+        with pytest.raises(CheckpointCorrupt, match="cut short"):
+            whole.read(9, 12)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_still_there():
+    with on_disk(held(0, 4)) as (whole,):
+        Path(whole.places[0].file.name).unlink()
+        assert torch.equal(anchor_of(whole), ANCHOR)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.small_state import of_vectors
+from support.small_state import of_vectors, stored
 from typer.testing import CliRunner
 
 from atoll.core.errors import (
@@ -21,7 +21,7 @@ from atoll.core.errors import (
 )
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.cli.main import app
-from atoll.node.state.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.export import export_huggingface
 from atoll.node.training.flat import FlatLayout
@@ -62,8 +62,12 @@ def trained(model: str, run: str = "reef", number: int = 7, tokenizer: str = "by
         for name, view_E in FlatLayout.of(decoder).views(anchor_E):
             view_E.copy_(named[name])
     layers = Layers.of(layer_table(spec, shape))
-    state = of_vectors(number, anchor_E, torch.zeros_like(anchor_E), layers, run)
-    return decoder.eval(), Checkpoint(spec, state.head, layers, state.anchor_E, state.momentum_E), state
+    return decoder.eval(), spec, of_vectors(number, anchor_E, torch.zeros_like(anchor_E), layers, run)
+
+
+def export(spec, state, target: Path, *how, **more) -> None:
+    with stored(spec, state) as model:
+        export_huggingface(model, target, *how, **more)
 
 
 def load(directory: Path):
@@ -74,8 +78,8 @@ def load(directory: Path):
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_transformers_gives_our_logits(tmp_path, model):
-    decoder, checkpoint, _ = trained(model)
-    export_huggingface(checkpoint, tmp_path / "out")
+    decoder, spec, state = trained(model)
+    export(spec, state, tmp_path / "out")
     loaded = load(tmp_path / "out")
     tokens_BT = torch.randint(0, 256, (2, 128), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -84,21 +88,21 @@ def test_transformers_gives_our_logits(tmp_path, model):
     assert theirs.dtype is torch.float32
     assert ours.abs().max() > 0.5
     assert (ours - theirs).abs().max() <= 1e-5
-    assert loaded.num_parameters() == checkpoint.layers.elements
+    assert loaded.num_parameters() == state.layers.elements
 
 
 def test_bf16_is_what_rounding_gives(tmp_path):
-    _, checkpoint, _ = trained(MODELS["grouped"])
-    export_huggingface(checkpoint, tmp_path / "out", "bf16")
+    _, spec, state = trained(MODELS["grouped"])
+    export(spec, state, tmp_path / "out", "bf16")
     loaded = load(tmp_path / "out")
     assert loaded.dtype is torch.bfloat16
-    embedding = checkpoint.anchor_E[: 256 * 96].view(256, 96)
+    embedding = state.anchor_E[: 256 * 96].view(256, 96)
     assert torch.equal(loaded.get_input_embeddings().weight, embedding.to(torch.bfloat16))
 
 
 def test_it_generates_and_stops_at_a_document_s_end(tmp_path):
-    _, checkpoint, _ = trained(MODELS["tied"])
-    export_huggingface(checkpoint, tmp_path / "out")
+    _, spec, state = trained(MODELS["tied"])
+    export(spec, state, tmp_path / "out")
     loaded = load(tmp_path / "out")
     assert loaded.generation_config.eos_token_id == 0
     made = loaded.generate(torch.tensor([[65, 66]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -108,8 +112,8 @@ def test_it_generates_and_stops_at_a_document_s_end(tmp_path):
 def test_the_byte_tokenizer_comes_along(tmp_path):
     from transformers import AutoTokenizer
 
-    _, checkpoint, _ = trained(MODELS["tied"])
-    export_huggingface(checkpoint, tmp_path / "out")
+    _, spec, state = trained(MODELS["tied"])
+    export(spec, state, tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
     everything = bytes(range(256)).decode("latin-1") + " Lagune, 礁, 🪸 \r\n\t two  spaces ."
     assert tokenizer.encode(everything, add_special_tokens=False) == list(everything.encode())
@@ -125,40 +129,39 @@ def test_a_run_s_hugging_face_tokenizer_comes_along(tmp_path):
     made = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(tmp_path / "tokenizer")
-    _, checkpoint, _ = trained(MODELS["tied"], tokenizer=str(tmp_path / "tokenizer"), vocabulary=3)
-    export_huggingface(checkpoint, tmp_path / "out")
+    _, spec, state = trained(MODELS["tied"], tokenizer=str(tmp_path / "tokenizer"), vocabulary=3)
+    export(spec, state, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("lagoon reef") == [2, 1]
     assert load(tmp_path / "out").config.vocab_size == 3
 
 
 def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
-    _, checkpoint, _ = trained(MODELS["tied"])
+    _, spec, state = trained(MODELS["tied"])
     (tmp_path / "out").mkdir()
     with pytest.raises(AlreadyExists):
-        export_huggingface(checkpoint, tmp_path / "out")
-    other = Checkpoint(spec_of("layers = 9"), *list(vars(checkpoint).values())[1:])
+        export(spec, state, tmp_path / "out")
     with pytest.raises(ConfigError):
-        export_huggingface(other, tmp_path / "two")
-    unknown = Checkpoint(spec_of(MODELS["tied"], str(tmp_path / "none")), *list(vars(checkpoint).values())[1:])
+        export(spec_of("layers = 9"), state, tmp_path / "two")
     with pytest.raises(ConfigError):
-        export_huggingface(unknown, tmp_path / "three")
+        export(spec_of(MODELS["tied"], str(tmp_path / "none")), state, tmp_path / "three")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_disk_that_is_full_or_refuses_is_said_and_nothing_half_is_left(tmp_path):
-    _, checkpoint, _ = trained(MODELS["tied"])
+    _, spec, state = trained(MODELS["tied"])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # what a full disk says, to safetensors too
-    try:
-        with pytest.raises(DataDirUnusable, match="cannot write") as refusal:
-            export_huggingface(checkpoint, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with stored(spec, state) as model:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # what a full disk says
+        try:
+            with pytest.raises(DataDirUnusable, match="cannot write") as refusal:
+                export_huggingface(model, tmp_path / "out")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "--to" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(DataDirUnusable):
-        export_huggingface(checkpoint, tmp_path / "file" / "out")
+        export(spec, state, tmp_path / "file" / "out")
 
 
 def test_everything_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
@@ -170,8 +173,8 @@ def test_everything_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", remember)
-    _, checkpoint, _ = trained(MODELS["tied"])
-    export_huggingface(checkpoint, tmp_path / "out")
+    _, spec, state = trained(MODELS["tied"])
+    export(spec, state, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} < synced
 
 
@@ -184,8 +187,8 @@ def atoll(*arguments: object):
 
 def node_with(data_dir: Path, run: str, *rounds: int) -> CheckpointStore:
     for number in rounds:
-        _, checkpoint, state = trained(MODELS["tied"], run, number)
-        store = CheckpointStore(data_dir / "runs" / run / "checkpoints", checkpoint.spec, keep=9)
+        _, spec, state = trained(MODELS["tied"], run, number)
+        store = CheckpointStore(data_dir / "runs" / run / "checkpoints", spec, keep=9)
         store.write(state)
     return store
 

@@ -18,13 +18,12 @@ from support.hf_runs import (
     spec_text,
     text_of,
 )
-from support.small_state import of_vectors
+from support.small_state import of_vectors, stored
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ModelTooLarge, UsageError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.span import Span
-from atoll.node.state.checkpoint import Checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.device import DeviceFacts, device_facts
@@ -89,9 +88,8 @@ def test_the_loop_has_the_bits_of_a_plain_loop_and_exports_what_it_trained(
 
     layers = Layers.of(loop.run.table)
     state = of_vectors(7, loop.weights_E, torch.zeros_like(loop.weights_E), layers, "t")
-    checkpoint = Checkpoint(spec, state.head, layers, state.anchor_E, state.momentum_E)
     tokens_BT = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
+    with torch.no_grad(), stored(spec, state) as checkpoint:
         ours = plain.model.eval()(tokens_BT).logits
         if kind == "lora":
             from peft import PeftModel

@@ -51,7 +51,8 @@ def list_checkpoints(
 def pull(
     to: Annotated[Path, typer.Option(metavar="DIR", help="a new directory for it")],
     round_number: Annotated[
-        int, typer.Option("--round", min=0, max=MAX_NUMBER, help="0: the newest that a connected node holds")
+        int,
+        typer.Option("--round", min=0, max=MAX_NUMBER, help="0: the newest that connected nodes have all layers of"),
     ] = 0,
     node: Annotated[str, typer.Option(metavar="NODE", help="from this one; default: any that holds it")] = "",
     unverified: Annotated[
@@ -62,6 +63,8 @@ def pull(
     credentials: CredentialsOption = None,
 ) -> None:
     """Bring a checkpoint here, through the coordinator. It is checked, layer by layer, before it is there.
+
+    Where no node holds all layers, a directory of checkpoints of one round comes; `atoll export` takes it as it is.
 
     [bold]Examples[/bold]
 
@@ -78,12 +81,16 @@ def pull(
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         layers = [layer.name for layer in view.layers.layers]
         with contextlib.closing(client.stream(client.stub.PullCheckpoint, request)) as messages:
-            head = pulled.receive(messages, target, view.run_id, layers, Progress())
+            found = pulled.receive(messages, target, view.run_id, layers, Progress())
+    head = found.head
     if output is Output.JSON:
         facts = {"run_id": view.run_id, "round": head.round, "committed_tokens": head.committed_tokens}
-        print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), "path": str(target)}})
+        where = {"path": str(target), "parts": list(found.parts)}
+        print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), **where}})
         return
     say(f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: every layer is true")
+    if found.parts:
+        say(f"from nodes that hold some layers each: {', '.join(found.parts)}")
     if unverified:
         say("with --unverified, nobody vouches for it but those who signed its manifest")
     print(target)

@@ -1,9 +1,10 @@
-"""A checkpoint that arrives message by message, written so that it is there whole and true, or not at all.
+"""Checkpoints that arrive message by message, written so that they are there whole and true, or not at all.
 
 Files go under a temporary name beside the target. Sizes and SHA-256 must be those announced, every layer's digest the
 manifest's, and the manifest must carry votes, all of them genuine; then all is synced and renamed. Whether the votes
 are enough is the coordinator's to know, which knows who decides: it passes nothing on else (`state/checkpoints.py`).
-Needs neither torch nor safetensors.
+Where nodes hold some layers each, their checkpoints come at the same time, and a directory of directories is made of
+them, of one round and with all layers. Needs neither torch nor safetensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +24,7 @@ from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, CheckpointCorrupt
 from atoll.core.files import unusable, write_synced
 from atoll.core.manifest import Head, read_head
+from atoll.core.units import layers_text
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -29,6 +33,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_HEADER_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 _FP32_BYTES = 4
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What is there now."""
+
+    head: Head
+    parts: tuple[str, ...]  # directories in the target; none where it is itself a checkpoint of all layers
 
 
 def receive(
@@ -37,7 +50,7 @@ def receive(
     run_id: str,
     layers: Sequence[str],
     progress: Callable[[int, int], None],
-) -> Head:
+) -> Pulled:
     """Write what `messages` bring to the directory `target`; `progress` is told bytes so far and in all.
 
     `layers` are the names in the layer table. Raises `AlreadyExists`, `CheckpointCorrupt`, `DataDirUnusable`, and
@@ -48,7 +61,7 @@ def receive(
     try:
         temporary.mkdir(parents=True, mode=0o755)
         try:
-            head = _fill(temporary, messages, run_id, layers, progress)
+            pulled = _fill(temporary, messages, run_id, layers, progress)
             OS_DISK.sync_directory(temporary)
             OS_DISK.rename(temporary, target)
             OS_DISK.sync_directory(target.parent)
@@ -57,7 +70,7 @@ def receive(
             raise
     except OSError as error:
         raise unusable(target, error) from error
-    return head
+    return pulled
 
 
 def refuse_existing(target: Path) -> None:
@@ -76,49 +89,165 @@ def _fill(
     run_id: str,
     layers: Sequence[str],
     progress: Callable[[int, int], None],
-) -> Head:
-    opening = next(messages, mb.CheckpointUpload()).opening
-    files = {item.name: item for item in opening.files}
-    if not files or len(files) != len(opening.files) or not all(_NAME.fullmatch(name) for name in files):
-        raise CheckpointCorrupt("the node sent no files, or some with names that cannot be")
-    head = read_head(opening.manifest, run_id)
-    if not head.signers:
-        raise CheckpointCorrupt(f"nobody voted for the manifest of round {head.round} that the node sent")
-    if head.round != opening.round:
-        raise CheckpointCorrupt(f"the node sent the manifest of round {head.round} for round {opening.round}")
-    stream = _Bytes(messages, sum(item.bytes for item in files.values()), progress)
-    for item in files.values():
-        digest = hashlib.sha256()
-        write_synced(directory / item.name, stream.take(item.bytes, digest.update))
+) -> Pulled:
+    first = next(messages, mb.CheckpointUpload())
+    count = max(1, first.opening.parts)
+    if count > len(layers):
+        raise CheckpointCorrupt(f"{count} checkpoints were announced of a model of {len(layers)} layers")
+    arriving: dict[int, _Arrival] = {}
+    with ExitStack() as held:
+        message: mb.CheckpointUpload | None = first
+        while message is not None:
+            if message.HasField("opening"):
+                if message.part in arriving or message.part >= count:
+                    raise CheckpointCorrupt("another checkpoint came than was announced")
+                place = directory if count == 1 else directory / str(message.part)
+                arriving[message.part] = held.enter_context(closing(_Arrival(place, message.opening, run_id)))
+            elif message.part not in arriving or not message.data:
+                raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
+            else:
+                arriving[message.part].take(message.data)
+                announced = sum(each.bytes for each in arriving.values())
+                progress(sum(each.done for each in arriving.values()), announced * count // len(arriving))
+            whole = len(arriving) == count and all(each.whole for each in arriving.values())
+            message = None if whole else next(messages, None)
+    if len(arriving) < count or not all(each.whole for each in arriving.values()):
+        raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
+    return _settle(directory, list(arriving.values()), layers)
+
+
+def _settle(directory: Path, arrived: Sequence[_Arrival], layers: Sequence[str]) -> Pulled:
+    """Check what came against its manifest, and name it by its layers."""
+    head, names, known = arrived[0].head, list[str](), set[int]()
+    for each in arrived:
+        if each.head.hash != head.hash:
+            raise CheckpointCorrupt(f"what came is of two states: rounds {head.round} and {each.head.round}")
+        held = each.check(layers)
+        known.update(held)
+        if len(arrived) > 1:
+            names.append(f"layers-{held.start}-{held.stop - 1}")
+            OS_DISK.sync_directory(each.directory)
+            OS_DISK.rename(each.directory, directory / names[-1])
+    if missing := set(range(len(layers))) - known:
+        raise CheckpointCorrupt(f"what came does not hold {layers_text(missing)}")
+    return Pulled(head, tuple(sorted(names, key=lambda name: int(name.split("-")[1]))))
+
+
+class _Arrival:
+    """One checkpoint that comes."""
+
+    def __init__(self, directory: Path, opening: mb.CheckpointOpening, run_id: str) -> None:
+        """Raises `CheckpointCorrupt`, `OSError`."""
+        files = {item.name: item for item in opening.files}
+        if not files or len(files) != len(opening.files) or not all(_NAME.fullmatch(name) for name in files):
+            raise CheckpointCorrupt("the node sent no files, or some with names that cannot be")
+        self.head = read_head(opening.manifest, run_id)
+        if not self.head.signers:
+            raise CheckpointCorrupt(f"nobody voted for the manifest of round {self.head.round} that the node sent")
+        if self.head.round != opening.round:
+            raise CheckpointCorrupt(f"the node sent the manifest of round {self.head.round} for round {opening.round}")
+        self.directory = directory
+        self.bytes, self.done = sum(item.bytes for item in files.values()), 0
+        self._manifest, self._manifest_sent = opening.manifest, MANIFEST in files
+        directory.mkdir(exist_ok=True)
+        self._writing = _write(directory, list(files.values()))
+        self.whole = False
+        self._go_on(None)
+
+    def take(self, data: bytes) -> None:
+        """The next bytes of its files. Raises `CheckpointCorrupt`, `OSError`."""
+        self.done += len(data)
+        if self.whole or self.done > self.bytes:
+            raise CheckpointCorrupt("the node sent more than it announced")
+        self._go_on(data)
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._writing.close()
+
+    def check(self, layers: Sequence[str]) -> range:
+        """The layers that it holds, all of them true. Raises `CheckpointCorrupt`, `OSError`."""
+        _place_manifest(self.directory, self._manifest, sent=self._manifest_sent)
+        states = self.head.manifest.layers
+        if len(states) != len(layers):
+            raise CheckpointCorrupt(f"the manifest has {len(states)} layers, the run {len(layers)}")
+        held = held_layers(self.directory / "anchor.safetensors", layers)
+        for kind in ("anchor", "momentum"):
+            digests = {layers[number]: getattr(states[number], f"{kind}_digest") for number in held}
+            check_layers(self.directory / f"{kind}.safetensors", digests)
+        return held
+
+    def _go_on(self, data: bytes | None) -> None:
+        try:
+            self._writing.send(data)
+        except StopIteration:
+            self.whole = True
+
+
+def _write(directory: Path, files: Sequence[mb.CheckpointFile]) -> Generator[None, bytes | None, None]:
+    """Is sent the bytes of all files, and cuts them anew where files end. Raises `CheckpointCorrupt`, `OSError`."""
+    rest = memoryview(b"")
+    for item in files:
+        digest, left = hashlib.sha256(), item.bytes
+        file = OS_DISK.create(directory / item.name)
+        try:
+            while left:
+                if not rest:
+                    rest = memoryview((yield) or b"")
+                    continue
+                piece, rest = rest[:left], rest[left:]
+                file.write(piece)
+                digest.update(piece)
+                left -= len(piece)
+            file.sync()
+        finally:
+            file.close()
         if digest.digest() != item.sha256:
             raise CheckpointCorrupt(f"{item.name} does not have the SHA-256 that the node announced")
-    _place_manifest(directory, opening.manifest, sent=MANIFEST in files)
-    for kind in ("anchor", "momentum"):
-        digests = [getattr(state, f"{kind}_digest") for state in head.manifest.layers]
-        if len(digests) != len(layers):
-            raise CheckpointCorrupt(f"the manifest has {len(digests)} layers, the run {len(layers)}")
-        check_layers(directory / f"{kind}.safetensors", dict(zip(layers, digests, strict=True)))
-    return head
+
+
+def held_layers(path: Path, layers: Sequence[str]) -> range:
+    """The consecutive layers that a safetensors file says it holds. Raises `CheckpointCorrupt`, `OSError`."""
+    with _opened(path) as file:
+        names = set(_header(file, path)[0])
+    numbers = [number for number, name in enumerate(layers) if name in names]
+    if not numbers or len(numbers) != len(names) or numbers[-1] - numbers[0] + 1 != len(numbers):
+        raise CheckpointCorrupt(f"{path.name} does not hold the run's layers")
+    return range(numbers[0], numbers[-1] + 1)
 
 
 def check_layers(path: Path, digests: Mapping[str, bytes]) -> None:
     """Raise `CheckpointCorrupt` unless a safetensors file holds exactly these fp32 layers with these SHA-256."""
+    with _opened(path) as file:
+        header, data = _header(file, path)
+        if header.keys() != digests.keys():
+            raise CheckpointCorrupt(f"{path.name} does not hold the run's layers")
+        for name, digest in digests.items():
+            try:
+                found = _digest(file, data, header[name])
+            except _MALFORMED as error:
+                raise CheckpointCorrupt(f"{path.name} has a header that does not parse") from error
+            if found != digest:
+                raise CheckpointCorrupt(f"layer {name} in {path.name} is not what the manifest says")
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointCorrupt(f"{path.name} is no safetensors file")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            if header.keys() != digests.keys():
-                raise CheckpointCorrupt(f"{path.name} does not hold the run's layers")
-            for name, digest in digests.items():
-                if _digest(file, 8 + length, header[name]) != digest:
-                    raise CheckpointCorrupt(f"layer {name} in {path.name} is not what the manifest says")
+        return path.open("rb")
     except FileNotFoundError as error:
         raise CheckpointCorrupt(f"the node sent no {path.name}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+
+
+def _header(file: BinaryIO, path: Path) -> tuple[Mapping[str, Any], int]:
+    """Entries by name, and where tensors begin. Raises `CheckpointCorrupt`, `OSError`."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(path.stat().st_size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointCorrupt(f"{path.name} is no safetensors file")
+    try:
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return dict(header), 8 + length
+    except _MALFORMED as error:
         raise CheckpointCorrupt(f"{path.name} has a header that does not parse") from error
 
 
@@ -145,31 +274,3 @@ def _place_manifest(directory: Path, manifest: manifest_pb2.CommittedManifest, *
         write_synced(path, manifest.SerializeToString(deterministic=True))
     elif manifest_pb2.CommittedManifest.FromString(path.read_bytes()).payload != manifest.payload:
         raise CheckpointCorrupt("the node sent two manifests that differ")
-
-
-class _Bytes:
-    """The bytes of all files, cut anew at the ends of files."""
-
-    def __init__(
-        self, messages: Iterator[mb.CheckpointUpload], total: int, progress: Callable[[int, int], None]
-    ) -> None:
-        self._messages = messages
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._rest = memoryview(b"")
-
-    def take(self, count: int, also: Callable[[memoryview], object]) -> Iterator[memoryview]:
-        """The next `count` bytes in pieces, each shown to `also`. Raises `CheckpointCorrupt` when there are fewer."""
-        while count:
-            if not self._rest:
-                message = next(self._messages, None)
-                if message is None or not message.data:
-                    raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
-                self._rest = memoryview(message.data)
-            piece, self._rest = self._rest[:count], self._rest[count:]
-            count -= len(piece)
-            self._done += len(piece)
-            also(piece)
-            yield piece
-            self._progress(self._done, self._total)

@@ -23,14 +23,13 @@ from atoll.coordinator.state import (
     recovery,
     views,
 )
-from atoll.coordinator.state.records import Node, Run
+from atoll.coordinator.state.records import Checkpoint, Node, Run
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
 from atoll.core.tokens import hash_secret, new_token
 from atoll.v1 import admin_pb2 as wire
-from atoll.v1 import admin_pb2_grpc
+from atoll.v1 import admin_pb2_grpc, manifest_pb2
 from atoll.v1 import common_pb2 as pb
-from atoll.v1 import membership_pb2 as mb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
@@ -236,17 +235,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return wire.ListCheckpointsResponse(checkpoints=[views.checkpoint_view(state, item) for item in found])
 
     async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]
-        """Files of one, as the node sends them."""
+        """Files of one, or of several with all layers together, as the nodes send them."""
         lenient, state = request.unverified, self._controller.state
         wanted = checkpoints.choose(state, request.run_id, request.round, request.node, unverified=lenient)
-        with self._uploads.ordered(wanted) as upload:
-            first = await self._uploads.opened(upload)
-            manifest = first.opening.manifest
-            checkpoints.check_manifest(self._controller.state, wanted, manifest, unverified=lenient)
-            message: mb.CheckpointUpload | None = first
-            while message is not None:
-                await context.write(message)
-                message = await upload.get()
+
+        def check(item: Checkpoint, manifest: manifest_pb2.CommittedManifest) -> None:
+            checkpoints.check_manifest(self._controller.state, item, manifest, unverified=lenient)
+
+        await self._uploads.pull(wanted, check, context.write)
 
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()

@@ -1,8 +1,10 @@
-"""Checkpoints on their way from a node to an operator: passed on message by message, never kept here.
+"""Checkpoints on their way from nodes to an operator: passed on message by message, never kept here.
 
-An operator's pull opens an `Upload`; the node's next heartbeat answer carries the order with its ticket; the node
-answers with a call of its own, and the two calls meet here. A few messages lie between them at most, so whoever is
-slower sets the pace. Every wait has a deadline, and whichever side ends first, the other is told why.
+An operator's pull opens an `Upload` for every checkpoint of a set; the node's next heartbeat answer carries the order
+with its ticket; the node answers with a call of its own, and the two calls meet here. Nodes keep the files open from
+then on, so all are asked at the same time: one that waited for its turn could have dropped its checkpoint. A few
+messages lie between them at most, so whoever is slower sets the pace. Every wait has a deadline, and whichever side
+ends first, the other is told why.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import asyncio
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.state import checkpoints
 from atoll.coordinator.state.records import Checkpoint
 from atoll.coordinator.text import clean
-from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable, first_error
+from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-MAX_AT_ONCE = 8
+MAX_AT_ONCE = 8  # pulls
+PARTS_AT_ONCE = 8  # uploads of one pull; a set of more begins the next when one is done
 MAX_FILES = 16
 MAX_MESSAGE_BYTES = 1 << 20
 OPENING_SECONDS = 30.0  # from the order to the node's answer
@@ -98,6 +102,7 @@ class Uploads:
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._open: dict[bytes, Upload] = {}
+        self._pulls = 0
 
     def orders(self, peer_id: str) -> list[mb.UploadOrder]:
         """What a node shall send and did not begin to."""
@@ -107,11 +112,46 @@ class Uploads:
             if upload.peer_id == peer_id and not upload.claimed
         ]
 
-    @contextmanager
-    def ordered(self, wanted: Checkpoint) -> Iterator[Upload]:
-        """Ask the node; at the end it is told that nobody waits any more. Raises `Busy`."""
-        if len(self._open) >= MAX_AT_ONCE:
+    async def pull(
+        self,
+        wanted: Sequence[Checkpoint],
+        check: Callable[[Checkpoint, manifest_pb2.CommittedManifest], None],
+        write: Callable[[mb.CheckpointUpload], Awaitable[None]],
+    ) -> None:
+        """Pass all of them on, a message of each in turn. `check` raises for a manifest that must not be passed on.
+
+        Raises `Busy`, what `opened` raises, and what ends an upload.
+        """
+        if self._pulls >= MAX_AT_ONCE:
             raise Busy(f"{MAX_AT_ONCE} checkpoints are being pulled already", "try again when one is done")
+        places, writing = asyncio.Semaphore(PARTS_AT_ONCE), asyncio.Lock()
+
+        async def fetch(part: int, item: Checkpoint) -> None:
+            async with places:
+                with self._ordered(item) as upload:
+                    first = await self.opened(upload)
+                    check(item, first.opening.manifest)
+                    first.opening.parts = len(wanted)
+                    message: mb.CheckpointUpload | None = first
+                    while message is not None:
+                        message.part = part
+                        async with writing:
+                            await write(message)
+                        message = await upload.get()
+
+        self._pulls += 1
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for part, item in enumerate(wanted):
+                    tasks.create_task(fetch(part, item))
+        except ExceptionGroup as group:
+            raise first_error(group) from group
+        finally:
+            self._pulls -= 1
+
+    @contextmanager
+    def _ordered(self, wanted: Checkpoint) -> Iterator[Upload]:
+        """Ask the node; at the end it is told that nobody waits any more."""
         upload = Upload(wanted.peer_id, wanted.round)
         self._open[upload.ticket] = upload
         self._controller.notify()

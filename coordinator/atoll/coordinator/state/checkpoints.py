@@ -1,17 +1,20 @@
 """Which node holds which checkpoint, as the nodes tell it. Pure.
 
 The files stay where they are. Here is what `atollctl checkpoint list` shows, and who is asked when the operator pulls
-one: a connected node that says it holds it. What a node says it holds is a claim; offered is what is known to have
-committed, unless the operator asks for anything.
+a round: connected nodes that say they hold it, as few as have all layers. What a node says it holds is a claim; offered
+is what is known to have committed, unless the operator asks for anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from atoll.coordinator.state import find
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import Draft, State, electorate_after
-from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, Unreachable
+from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.manifest import parse_head, require_quorum, verify_votes
+from atoll.core.units import layers_text
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -66,52 +69,73 @@ def is_committed(state: State, item: Checkpoint) -> bool:
     return commit is not None and commit.manifest_hash == item.manifest_hash
 
 
-def is_whole(state: State, item: Checkpoint) -> bool:
-    """Whether it holds all layers of the run's model."""
-    return item.layers == range(layer_count(state, item.run_id))
-
-
 def layer_count(state: State, run_id: str) -> int:
     """Of the run's model; 0 before genesis."""
     return len(plan_pb2.LayerTable.FromString(state.runs[run_id].layers).layers)
 
 
-def choose(state: State, run_id: str, round_number: int, node: str, *, unverified: bool = False) -> Checkpoint:
-    """The one to pull: of that round (0: the newest) and node (empty: any), from a connected node.
+def choose(
+    state: State, run_id: str, round_number: int, node: str, *, unverified: bool = False
+) -> tuple[Checkpoint, ...]:
+    """Those to pull, together all layers after that round (0: the newest), from connected nodes, in layer order.
 
-    `unverified`: also rounds that are not known to have committed, as between a backup and its restore.
-    Raises `NotFound`, `Ambiguous`, and `Unreachable` when only nodes that are away hold it.
+    `node` (empty: any) names the only one to ask. `unverified`: also rounds that are not known to have committed, as
+    between a backup and its restore. Raises `NotFound`, `Ambiguous`, and `Unreachable` when nodes that are away are
+    needed for it.
     """
     run = find.run(state, run_id)
     peer_id = find.node(state, node).peer_id if node else ""
-    wanted = [
+    told = [
         item for item in held_in(state, run.run_id) if round_number in (0, item.round) and peer_id in ("", item.peer_id)
     ]
     which = f"of round {round_number} " if round_number else ""
-    known = [item for item in wanted if unverified or is_committed(state, item)]
-    if wanted and not known:
+    known = [item for item in told if unverified or is_committed(state, item)]
+    if told and not known:
         raise NotFound(
             f"nodes say that they hold a checkpoint {which}that is not known to have committed",
             "tell it from a forged one yourself, by several nodes that hold it, and add --unverified",
         )
-    wanted = known
-    if not wanted:
+    if not known:
         raise NotFound(f"no node of run {run.run_id!r} said that it holds a checkpoint {which}there", _LOOK)
-    parts = [item for item in wanted if not is_whole(state, item)]
-    wanted = [item for item in wanted if item not in parts]
-    if not wanted:
-        names = ", ".join(
-            f"{state.nodes[item.peer_id].name} {item.first_layer}-{item.last_layer}" for item in parts[:8]
-        )
-        raise NotFound(
-            f"no node holds a checkpoint {which}of all layers there; some hold parts: {names}",
-            "put them together where they lie: `atoll export --checkpoint DIR --checkpoint DIR`",
-        )
-    here = [item for item in wanted if connected(state, item.peer_id)]
-    if not here:
-        names = ", ".join(state.nodes[item.peer_id].name for item in wanted[:5])
-        raise Unreachable(f"the nodes that hold a checkpoint {which}are not connected: {names}", _LOOK)
-    return here[0]
+    count = layer_count(state, run.run_id)
+    states: dict[tuple[int, bytes], list[Checkpoint]] = {}
+    for item in known:
+        states.setdefault((item.round, item.manifest_hash), []).append(item)
+    for held in states.values():
+        if found := cover([item for item in held if connected(state, item.peer_id)], count):
+            return found
+    raise _why_none(state, list(states.values()), count)
+
+
+def cover(held: Sequence[Checkpoint], count: int) -> tuple[Checkpoint, ...]:
+    """As few as have all of `count` layers, in their order; nothing when layers are missing."""
+    chosen: list[Checkpoint] = []
+    reached = 0
+    while reached < count:
+        further = [item for item in held if reached in item.layers]
+        if not further:
+            return ()
+        chosen.append(max(further, key=lambda item: item.last_layer))
+        reached = chosen[-1].last_layer + 1
+    return tuple(chosen)
+
+
+def _why_none(state: State, states: Sequence[Sequence[Checkpoint]], count: int) -> AtollError:
+    """Of the round that lacks the fewest layers, the newest of these."""
+    for held in states:
+        if any(not connected(state, item.peer_id) for item in cover(held, count)):
+            away = sorted({state.nodes[item.peer_id].name for item in held if not connected(state, item.peer_id)})
+            names = ", ".join(away[:5])
+            return Unreachable(f"nodes that hold layers of round {held[0].round} are not connected: {names}", _LOOK)
+    missing, held = min(
+        ((set(range(count)).difference(*(item.layers for item in held)), held) for held in states),
+        key=lambda it: len(it[0]),
+    )
+    names = ", ".join(f"{state.nodes[item.peer_id].name} {item.first_layer}-{item.last_layer}" for item in held[:8])
+    return NotFound(
+        f"no node holds a checkpoint of {layers_text(missing)} of round {held[0].round}; there are: {names}",
+        "wait for the next checkpoints, or name another --round or --node: see `atollctl checkpoint list`",
+    )
 
 
 def check_manifest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ from atoll.node.cli.options import DataDir, directory
 from atoll.node.cli.scratch import torch_cache
 
 if TYPE_CHECKING:
-    from atoll.node.state.checkpoint import Checkpoint
+    from atoll.node.state.stored import StoredModel
 
 
 class Format(StrEnum):
@@ -38,7 +39,7 @@ def export(
         list[Path] | None,
         typer.Option(
             "--checkpoint",
-            help="A checkpoint's directory, as `atollctl checkpoint pull` writes it. Several, where nodes hold spans.",
+            help="What `atollctl checkpoint pull` wrote, or a checkpoint's directory; several, where nodes hold spans.",
         ),
     ] = None,
     round_number: Annotated[
@@ -46,6 +47,9 @@ def export(
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="The run, where this node has several.")] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="How numbers are stored.")] = Dtype.FP32,
+    shard_gigabytes: Annotated[
+        float, typer.Option("--shard-gigabytes", min=1e-6, help="The most that a file of weights holds.")
+    ] = 50.0,
     base: Annotated[
         Path | None,
         typer.Option("--base", help="Of adapters: the base's directory. Writes the whole model, adapters merged."),
@@ -56,11 +60,15 @@ def export(
     """Write a checkpoint as a directory that other programs load. The node may be training meanwhile."""
     if checkpoint and (round_number is not None or run is not None):
         raise UsageError("--checkpoint names a checkpoint; --round and --run choose among this node's")
-    found = _join(checkpoint) if checkpoint else _choose(_directory_of(directory(data_dir), run), round_number)
-    from atoll.node.training.export import export_huggingface  # takes seconds: torch
+    with ExitStack() as held:
+        if checkpoint:
+            found = _join(checkpoint, held)
+        else:
+            found = _choose(_directory_of(directory(data_dir), run), round_number, held)
+        from atoll.node.training.export import export_huggingface  # takes seconds: torch
 
-    with torch_cache():
-        export_huggingface(found, to, dtype, base)
+        with torch_cache():
+            export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
         print_json({"export": {"directory": str(to), "format": format_.value, "dtype": dtype.value, **facts}})
@@ -82,29 +90,26 @@ def _directory_of(data_dir: Path, run: str | None) -> Path:
     return found[0]
 
 
-def _choose(checkpoints: Path, round_number: int | None) -> Checkpoint:
+def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> StoredModel:
     """That of the round, or the newest that is whole. Nothing is set aside: that is for the daemon."""
+    from atoll.node.state.stored import open_checkpoint
+
     names = sorted((path.name for path in checkpoints.iterdir() if path.name.isdecimal()), key=int, reverse=True)
     if round_number is not None:
         if f"{round_number:09d}" not in names:
-            held = ", ".join(str(int(name)) for name in names) or "none"
-            raise NotFound(f"no checkpoint of round {round_number} is held here", f"held: {held}")
-        return _read(checkpoints / f"{round_number:09d}")
+            present = ", ".join(str(int(name)) for name in names) or "none"
+            raise NotFound(f"no checkpoint of round {round_number} is held here", f"held: {present}")
+        return open_checkpoint(checkpoints / f"{round_number:09d}", held)
     for name in names:
         try:
-            return _read(checkpoints / name)
+            return open_checkpoint(checkpoints / name, held)
         except CheckpointCorrupt as error:
             say(f"warning: {error}")
     raise NotFound(f"no whole checkpoint in {checkpoints}", "the node writes one soon after its next round")
 
 
-def _join(paths: list[Path]) -> Checkpoint:
+def _join(paths: list[Path], held: ExitStack) -> StoredModel:
     from atoll.node.state.joined import join
+    from atoll.node.state.stored import checkpoints_in, open_checkpoint
 
-    return join([_read(path) for path in paths])
-
-
-def _read(path: Path) -> Checkpoint:
-    from atoll.node.state.checkpoint import read_checkpoint
-
-    return read_checkpoint(path)
+    return join([open_checkpoint(found, held) for path in paths for found in checkpoints_in(path)])

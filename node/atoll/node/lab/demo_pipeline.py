@@ -2,8 +2,8 @@
 
 Left alone the coordinator would cut routes by memory and measured speed, and on one machine find that a second route is
 not worth its rounds. So the nodes are pinned to two routes that are cut at different layers; each layer is averaged
-among its holders. A stage is killed while it trains and comes back. In the end the model is put together from the
-checkpoints of one route and exported.
+among its holders. A stage is killed while it trains and comes back. In the end the operator pulls checkpoints that have
+all layers, from as few nodes as do, and the model is exported from them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SEQUENCE_LENGTH = 128
 STATE_BYTES_PER_PARAMETER = 4 * 9
 _KILL_AT = 0.35  # of the tokens
 _ENROL_TIMEOUT = timedelta(seconds=90)
+_TOLD_TIMEOUT = timedelta(seconds=60)
 
 SPEC = """\
 version = 1
@@ -188,8 +189,8 @@ async def _collect(swarm: LocalSwarm, view: DemoView, flushes_aborted: int) -> P
     routes = await _routes(swarm)
     spans = {name: Path(status["anchor"]).parent for name, status in statuses.items()}
     exported = swarm.root / "model"
-    parts = [word for stage in min(routes, key=len) for word in ("--checkpoint", str(spans[stage["name"]]))]
-    await swarm.command("atoll", "export", *parts, "--to", str(exported))
+    pulled = await _pull(swarm, run["head_round"], len(run["layers"]["layers"]))
+    await swarm.command("atoll", "export", "--checkpoint", str(pulled), "--to", str(exported))
     return PipelineResult(
         nodes=len(MEMORY_MEGABYTES),
         routes=routes,
@@ -209,6 +210,23 @@ async def _collect(swarm: LocalSwarm, view: DemoView, flushes_aborted: int) -> P
         export=str(exported),
         seconds=round(time.monotonic() - view.started, 1),
     )
+
+
+async def _pull(swarm: LocalSwarm, round_number: int, layers: int) -> Path:
+    """The last checkpoints, as soon as nodes have told of them."""
+
+    async def told() -> set[int]:
+        listed = json.loads(await swarm.ctl("checkpoint", "list", "--output", "json"))["checkpoints"]
+        held = [item["checkpoint"] for item in listed if item["committed"] and item["connected"]]
+        spans = [item["layers"] for item in held if item["round"] == round_number]
+        return {layer for span in spans for layer in range(span["first"], span["last"] + 1)}
+
+    async with asyncio.timeout(_TOLD_TIMEOUT.total_seconds()):
+        while len(await told()) < layers:  # noqa: ASYNC110 - other processes decide it
+            await asyncio.sleep(0.5)
+    target = swarm.root / "pulled"
+    await swarm.ctl("checkpoint", "pull", "--round", str(round_number), "--to", str(target))
+    return target
 
 
 def counted_twice(history: Mapping[int, Head]) -> int:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
 from atoll.core.model_spec import INDEX, WHOLE
+from atoll.node.pipeline.base_tensors import names_in, read_tensor
 from atoll.node.pipeline.huggingface import HuggingFace
 from atoll.node.pipeline.span_model import SpanModel
 
@@ -81,9 +81,9 @@ class _Sources:
         """Parameters by name. Raises `CheckpointCorrupt`."""
         if self._converter is None:
             file, name, _ = self._tensors[-1]
-            return {target: _read(directory, file, name)}
+            return {target: read_tensor(directory / file, name)}
         for file, name, pattern in self._tensors:
-            self._converter.add_tensor(target, name, pattern, partial(_read, directory, file, name))
+            self._converter.add_tensor(target, name, pattern, partial(read_tensor, directory / file, name))
         try:
             made = self._converter.convert(target, model=self._model, config=self._model.config)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -119,13 +119,12 @@ def files_of(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     try:
         if not index.exists():
-            with safe_open(directory / WHOLE, framework="pt") as file:
-                return dict.fromkeys(file.keys(), WHOLE)
+            return dict.fromkeys(names_in(directory / WHOLE), WHOLE)
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise CheckpointCorrupt(f"{index} is too large to be an index")
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return dict(_checked(weight_map, index))
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, CheckpointCorrupt, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
             f"{directory} holds no safetensors that can be read: {error}", f"it needs {WHOLE} or {INDEX}"
         ) from error
@@ -136,12 +135,3 @@ def _checked(weight_map: Mapping[object, object], index: Path) -> Iterator[tuple
         if not isinstance(name, str) or not isinstance(file, str) or Path(file).name != file:
             raise CheckpointCorrupt(f"{index}: {name!r} lies in {file!r}, which is no file beside it")
         yield name, file
-
-
-def _read(directory: Path, file: str, name: str) -> Tensor:
-    try:
-        with safe_open(directory / file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-    except (OSError, SafetensorError) as error:
-        raise CheckpointCorrupt(f"{directory / file}: {name} cannot be read: {error}") from error

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import os
 import re
 import secrets
 import threading
@@ -31,7 +32,7 @@ from atoll.core.manifest import Head, read_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.averaging.outer import holds
 from atoll.node.state import tensor_file
-from atoll.node.state.tensor_file import Facts, Layers, TensorFile
+from atoll.node.state.tensor_file import Facts, Layers, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -245,12 +246,37 @@ class CheckpointStore:
 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """A checkpoint, every byte of it checked. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
-    try:
-        sums = read_sums(directory)
-        spec = parse_run_spec(_small(directory, SPEC, sums).decode(), str(directory / SPEC))
-        committed = manifest_pb2.CommittedManifest.FromString(_small(directory, MANIFEST, sums))
-        head = read_head(committed, spec.run.name)
+    with damage_told(directory):
+        frame = read_frame(directory)
         anchor, momentum = (tensor_file.read(directory / name) for name in (ANCHOR, MOMENTUM))
+    require_files(directory, frame, anchor, momentum)
+    if not _is_true(frame.head, anchor.layers, anchor.vector_E, momentum.vector_E):
+        raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
+    return Checkpoint(frame.spec, frame.head, anchor.layers, anchor.vector_E, momentum.vector_E)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a checkpoint says beside its vectors."""
+
+    spec: RunSpec
+    head: Head
+    sums: Mapping[str, str]  # hex SHA-256 by file name
+
+
+def read_frame(directory: Path) -> Frame:
+    """Checked by its sums, votes by their signatures. Raises what `damage_told` turns into errors of ours."""
+    sums = read_sums(directory)
+    spec = parse_run_spec(_small(directory, SPEC, sums).decode(), str(directory / SPEC))
+    committed = manifest_pb2.CommittedManifest.FromString(_small(directory, MANIFEST, sums))
+    return Frame(spec, read_head(committed, spec.run.name), sums)
+
+
+@contextlib.contextmanager
+def damage_told(directory: Path) -> Iterator[None]:
+    """What goes wrong in the block, as `CheckpointCorrupt` or `DataDirUnusable`."""
+    try:
+        yield
     except OSError as error:
         if error.errno in _DAMAGE:
             raise CheckpointCorrupt(f"{directory} is not whole: {error.strerror or error}") from error
@@ -259,10 +285,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise
     except (AtollError, DecodeError, UnicodeDecodeError) as error:
         raise CheckpointCorrupt(f"{directory}: {error}") from error
-    if (anchor.sha256, momentum.sha256) != (sums[ANCHOR], sums[MOMENTUM]):
-        raise CheckpointCorrupt(f"{directory}: the vectors do not match their sums")
-    _require_true(directory, head, anchor, momentum)
-    return Checkpoint(spec, head, anchor.layers, anchor.vector_E, momentum.vector_E)
 
 
 def read_sums(directory: Path) -> dict[str, str]:
@@ -279,12 +301,15 @@ def read_sums(directory: Path) -> dict[str, str]:
     return sums
 
 
-def _require_true(directory: Path, head: Head, anchor: TensorFile, momentum: TensorFile) -> None:
-    facts = _facts(head, anchor.layers)
+def require_files(
+    directory: Path, frame: Frame, anchor: TensorFile | ScannedFile, momentum: TensorFile | ScannedFile
+) -> None:
+    """Raise `CheckpointCorrupt` unless both files match their sums and are of the same layers in the same round."""
+    if (anchor.sha256, momentum.sha256) != (frame.sums[ANCHOR], frame.sums[MOMENTUM]):
+        raise CheckpointCorrupt(f"{directory}: the vectors do not match their sums")
+    facts = _facts(frame.head, anchor.layers)
     if anchor.facts != facts or momentum.facts != facts or anchor.layers != momentum.layers:
         raise CheckpointCorrupt(f"{directory}: the vectors are not of the manifest's round")
-    if not _is_true(head, anchor.layers, anchor.vector_E, momentum.vector_E):
-        raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
 
 
 def _is_true(head: Head, layers: Layers, anchor_E: Tensor, momentum_E: Tensor) -> bool:
@@ -330,7 +355,8 @@ def _small(directory: Path, name: str, sums: Mapping[str, str]) -> bytes:
 
 def _bounded(path: Path) -> bytes:
     with path.open("rb") as file:
-        data = file.read(_MAX_SMALL_FILE_BYTES + 1)
+        most = min(_MAX_SMALL_FILE_BYTES, os.fstat(file.fileno()).st_size)  # a read sets aside what it may bring
+        data = file.read(most + 1)
     if len(data) > _MAX_SMALL_FILE_BYTES:
         raise CheckpointCorrupt(f"{path} is too large to be one of ours")
     return data

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,10 +78,21 @@ class TensorFile:
     sha256: str  # hex, of the file
 
 
+@dataclass(frozen=True)
+class ScannedFile:
+    """What a file holds, but for the numbers."""
+
+    facts: Facts
+    layers: Layers
+    digests: tuple[bytes, ...]  # SHA-256 of every layer's bytes
+    sha256: str  # hex, of the file
+    data_offset: int  # bytes before the first layer's
+
+
 def chunks(layers: Layers, facts: Facts, vector_E: Tensor) -> Iterator[Bytes]:
     """The bytes of the file, in pieces of at most `CHUNK_BYTES`."""
     yield _header(layers, facts)
-    data = _bytes_of(vector_E)
+    data = bytes_of(vector_E)
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
@@ -88,23 +100,32 @@ def chunks(layers: Layers, facts: Facts, vector_E: Tensor) -> Iterator[Bytes]:
 def read(path: Path) -> TensorFile:
     """The whole file. Raises `CheckpointCorrupt` unless `chunks` could have written it, and `OSError`."""
     with path.open("rb") as file:
-        raw = _read_header(file, path)
-        try:
-            layers, facts = _parse(raw)
-            canonical = _header(layers, facts)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
-        if canonical[8:] != raw:
-            raise CheckpointCorrupt(f"{path}: the header is not one of ours")
-        if path.stat().st_size != len(canonical) + _FP32_BYTES * layers.elements:
-            raise CheckpointCorrupt(f"{path} has another size than its header says")
+        layers, facts, header = _begin(file, path)
         vector_E = torch.empty(layers.elements)
-        target = _bytes_of(vector_E)
+        target = bytes_of(vector_E)
         if file.readinto(target) != len(target):
             raise CheckpointCorrupt(f"{path} ends too early")
-    hasher = hashlib.sha256(canonical)
+    hasher = hashlib.sha256(header)
     hasher.update(target)
     return TensorFile(facts, layers, vector_E, hasher.hexdigest())
+
+
+def scan(file: BinaryIO, path: Path) -> ScannedFile:
+    """As `read`, with a piece of the file in memory at a time. Raises `CheckpointCorrupt` and `OSError`."""
+    layers, facts, header = _begin(file, path)
+    whole, digests = hashlib.sha256(header), []
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for start, end in pairwise(layers.offsets):
+        left, digest = _FP32_BYTES * (end - start), hashlib.sha256()
+        while left:
+            count = file.readinto(buffer[: min(left, CHUNK_BYTES)])  # type: ignore[attr-defined]  # of every real file
+            if not count:
+                raise CheckpointCorrupt(f"{path} ends too early")
+            whole.update(buffer[:count])
+            digest.update(buffer[:count])
+            left -= count
+        digests.append(digest.digest())
+    return ScannedFile(facts, layers, tuple(digests), whole.hexdigest(), len(header))
 
 
 def read_layers(path: Path) -> Layers:
@@ -114,6 +135,21 @@ def read_layers(path: Path) -> Layers:
             return _parse(_read_header(file, path))[0]
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
+
+
+def _begin(file: BinaryIO, path: Path) -> tuple[Layers, Facts, bytes]:
+    """What the header says, and all bytes before the first layer's. Raises `CheckpointCorrupt`, `OSError`."""
+    raw = _read_header(file, path)
+    try:
+        layers, facts = _parse(raw)
+        canonical = _header(layers, facts)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
+    if canonical[8:] != raw:
+        raise CheckpointCorrupt(f"{path}: the header is not one of ours")
+    if os.fstat(file.fileno()).st_size != len(canonical) + _FP32_BYTES * layers.elements:
+        raise CheckpointCorrupt(f"{path} has another size than its header says")
+    return layers, facts, canonical
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
@@ -145,5 +181,6 @@ def _header(layers: Layers, facts: Facts) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(vector_E: Tensor) -> memoryview:
+def bytes_of(vector_E: Tensor) -> memoryview:
+    """Of a contiguous tensor on the host, as they lie in memory."""
     return vector_E.numpy().data.cast("B") if vector_E.numel() else memoryview(bytearray())

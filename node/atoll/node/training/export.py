@@ -13,25 +13,23 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable, UsageError
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
-from atoll.node.state.checkpoint import Checkpoint
+from atoll.node.state.stored import StoredModel
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.flat import FlatLayout
 from atoll.node.training.model import NORM_EPSILON, Decoder
 from atoll.node.training.shape import ModelShape, layer_table, resolve_shape
+from atoll.node.training.shards import Form, Part, stored_part, write
 from atoll.node.training.tokenizer import Tokenizer, load_tokenizer
 
+DEFAULT_SHARD_BYTES = 50e9  # that of `transformers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _BLOCK_NAMES = {
@@ -47,52 +45,53 @@ _BLOCK_NAMES = {
 }
 
 
-def export_huggingface(checkpoint: Checkpoint, target: Path, dtype: str = "fp32", base: Path | None = None) -> None:
-    """Write `target`: config.json, generation_config.json, model.safetensors, the tokenizer's files.
+def export_huggingface(
+    model: StoredModel,
+    target: Path,
+    dtype: str = "fp32",
+    base: Path | None = None,
+    shard_bytes: float = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write `target`: config.json, generation_config.json, model.safetensors or shards of it, the tokenizer's files.
 
     Of a run of adapters: adapter_config.json and adapter_model.safetensors; with `base`, the directory of its
-    pretrained weights, the whole model with the adapters merged. Raises `AlreadyExists`, `ConfigError` when the
-    checkpoint is of another model than its spec says or the tokenizer cannot be loaded, `UsageError` for a base that
-    is not asked for, `BaseUnusable`, and `DataDirUnusable`.
+    pretrained weights, the whole model with the adapters merged. One parameter is in memory at a time; where
+    adapters are merged, one layer. Raises `AlreadyExists`, `ConfigError` when the checkpoint is of another model
+    than its spec says or the tokenizer cannot be loaded, `UsageError` for a base that is not asked for,
+    `BaseUnusable`, `CheckpointCorrupt` and `DataDirUnusable`.
     """
     if target.exists():
         raise AlreadyExists(f"{target} exists", "name a directory that does not: nothing is overwritten")
-    _check_whole(checkpoint)
-    tokenizer = load_tokenizer(checkpoint.spec.data.tokenizer)
+    _check_whole(model)
+    tokenizer = load_tokenizer(model.spec.data.tokenizer)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    form = Form(temporary, DTYPES[dtype], shard_bytes)
     try:
         temporary.mkdir(parents=True)
-        section = checkpoint.spec.model
+        section = model.spec.model
         if isinstance(section, HuggingFaceModel):
             from atoll.node.training.export_run import write_run  # transformers: seconds
 
-            write_run(checkpoint, section, temporary, DTYPES[dtype], tokenizer, _origin(checkpoint), base)
+            write_run(model, section, form, tokenizer, _origin(model), base)
         elif base is not None:
             raise UsageError("--base merges adapters into their base; this run trained the whole model")
         else:
-            _write_built_in(checkpoint, section, temporary, tokenizer, dtype)
+            shape = shape_of(model, section)
+            write(form, _parts(model, shape))
+            _write_json(temporary / "config.json", _config(model, shape, tokenizer, dtype))
+            _write_json(temporary / "generation_config.json", _generation(tokenizer))
         tokenizer.save(temporary)
         _sync(temporary)
         OS_DISK.rename(temporary, target)
         OS_DISK.sync_directory(target.absolute().parent)
-    except (OSError, SafetensorError) as error:  # the latter also for a full disk
-        why = (error.strerror if isinstance(error, OSError) else None) or error
+    except OSError as error:
         raise DataDirUnusable(
-            f"cannot write {target}: {why}", "free some space there, or name another directory with --to"
+            f"cannot write {target}: {error.strerror or error}",
+            "free some space there, or name another directory with --to",
         ) from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(temporary)
-
-
-def _write_built_in(
-    checkpoint: Checkpoint, section: ModelSection, directory: Path, tokenizer: Tokenizer, dtype: str
-) -> None:
-    shape = shape_of(checkpoint, section)
-    weights = {name: piece.to(DTYPES[dtype]) for name, piece in renamed(checkpoint.anchor_E, shape)}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", _config(checkpoint, shape, tokenizer, dtype))
-    _write_json(directory / "generation_config.json", _generation(tokenizer))
 
 
 def _sync(directory: Path) -> None:
@@ -106,9 +105,9 @@ def _sync(directory: Path) -> None:
     OS_DISK.sync_directory(directory)
 
 
-def _check_whole(checkpoint: Checkpoint) -> None:
+def _check_whole(model: StoredModel) -> None:
     """Raise `ConfigError` unless all layers are in it."""
-    held, layers = checkpoint.layers.numbers, len(checkpoint.head.manifest.layers)
+    held, layers = model.layers.numbers, len(model.head.manifest.layers)
     if held != slice(0, layers):
         raise ConfigError(
             f"the checkpoint holds layers {held.start}–{held.stop - 1} of {layers}",
@@ -116,22 +115,21 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         )
 
 
-def shape_of(checkpoint: Checkpoint, section: ModelSection) -> ModelShape:
+def shape_of(model: StoredModel, section: ModelSection) -> ModelShape:
     """The model's numbers, the vocabulary as it was trained. Raises `ConfigError` unless spec and layers agree."""
     shape = resolve_shape(section, 1)
-    vocabulary, rest = divmod(checkpoint.layers.offsets[1], shape.dimension) if checkpoint.layers.names else (0, 0)
+    vocabulary, rest = divmod(model.layers.offsets[1], shape.dimension) if model.layers.names else (0, 0)
     shape = replace(shape, vocabulary=vocabulary)
-    if rest or Layers.of(layer_table(checkpoint.spec, shape)) != checkpoint.layers:
+    if rest or Layers.of(layer_table(model.spec, shape)) != model.layers:
         raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
     return shape
 
 
-def renamed(anchor_E: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under Llama's name, as a view of `anchor_E`."""
+def _parts(model: StoredModel, shape: ModelShape) -> list[Part]:
+    """Every parameter under Llama's name."""
     with torch.device("meta"):
         layout = FlatLayout.of(Decoder(shape))
-    for name, piece in layout.views(anchor_E):
-        yield _llama_name(name, shape.layers), piece
+    return [stored_part(model, slot, _llama_name(slot.name, shape.layers)) for slot in layout.slots]
 
 
 def _llama_name(name: str, blocks: int) -> str:
@@ -145,7 +143,7 @@ def _llama_name(name: str, blocks: int) -> str:
     return f"model.layers.{layer - 1}.{_BLOCK_NAMES[parameter]}"
 
 
-def _config(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer, dtype: str) -> dict[str, object]:
+def _config(model: StoredModel, shape: ModelShape, tokenizer: Tokenizer, dtype: str) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -162,18 +160,18 @@ def _config(checkpoint: Checkpoint, shape: ModelShape, tokenizer: Tokenizer, dty
         "tie_word_embeddings": shape.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
-        "max_position_embeddings": checkpoint.spec.data.sequence_length,
+        "max_position_embeddings": model.spec.data.sequence_length,
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
         **_generation(tokenizer),
-        "atoll": _origin(checkpoint),
+        "atoll": _origin(model),
     }
 
 
-def _origin(checkpoint: Checkpoint) -> dict[str, object]:
+def _origin(model: StoredModel) -> dict[str, object]:
     """Where a model comes from."""
-    head = checkpoint.head
+    head = model.head
     return {
-        "run": checkpoint.spec.run.name,
+        "run": model.spec.run.name,
         "round": head.round,
         "manifest": head.hash.hex(),
         "committed_tokens": head.committed_tokens,

@@ -1,19 +1,20 @@
-"""The way out of a Hugging Face decoder: by `transformers` and `peft` themselves, in the form they publish models in.
+"""The way out of a Hugging Face decoder: under the names that its family publishes models with.
 
 A run of adapters becomes a directory for `peft`; with its base at hand, a whole model with the adapters merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.core.errors import ConfigError, UsageError
+from atoll.core.errors import ConfigError, UnsupportedModel, UsageError
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.node.pipeline import weights
 from atoll.node.pipeline.base_files import BaseFiles
@@ -22,95 +23,165 @@ from atoll.node.pipeline.huggingface import HuggingFace
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import SpanModel, layout_of
 from atoll.node.pipeline.table import layer_table
-from atoll.node.state.checkpoint import Checkpoint
+from atoll.node.state.stored import StoredModel
 from atoll.node.state.tensor_file import Layers
+from atoll.node.training.flat import FlatLayout
 from atoll.node.training.huggingface_run import architecture_of
+from atoll.node.training.shards import Form, Part, Shape, stored_part, write
 from atoll.node.training.tokenizer import Tokenizer
+
+Publish = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def write_run(
-    checkpoint: Checkpoint,
+    model: StoredModel,
     section: HuggingFaceModel,
-    directory: Path,
-    dtype: torch.dtype,
+    form: Form,
     tokenizer: Tokenizer,
     facts: Mapping[str, object],
     base: Path | None,
 ) -> None:
     """Into an empty directory, without the tokenizer.
 
-    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`, `BaseUnusable`.
+    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`, `BaseUnusable`,
+    `CheckpointCorrupt`, `OSError`.
     """
-    sequence_length = checkpoint.spec.data.sequence_length
+    sequence_length = model.spec.data.sequence_length
     architecture = architecture_of(section, tokenizer.vocabulary, sequence_length)
-    table = layer_table(architecture, sequence_length, checkpoint.spec.model_hash())
-    if Layers.of(table) != checkpoint.layers:
+    table = layer_table(architecture, sequence_length, model.spec.model_hash())
+    if Layers.of(table) != model.layers:
         raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
     if base is not None and not architecture.adapted:
         raise UsageError("--base merges adapters into their base; this run trained the whole model")
-    cut = architecture.cut(Span(0, architecture.layers - 1))
-    named = dict(layout_of(cut).views(checkpoint.anchor_E))
+    layout = layout_of(architecture.cut(Span(0, architecture.layers - 1)))
     if architecture.adapted and base is None:
-        _write_adapter(section, named, directory, dtype)
+        _write_adapter(section, model, layout, form)
         return
+    empty = _empty_model(architecture)
     if base is not None:
         assert section.base is not None
-        named = _merged(architecture, SpanModel(cut, torch.device("cpu")), BaseFiles(section.base, base), named)
-    _write_model(architecture, named, directory, dtype, tokenizer, facts)
+        groups = _merged(architecture, model, layout, BaseFiles(section.base, base))
+    else:
+        groups = [
+            [stored_part(model, slot, slot.name) for slot in layout.slots if slot.layer == layer]
+            for layer in range(architecture.layers)
+        ]
+    write(form, _published(empty, groups))
+    _write_configuration(empty, form, tokenizer, facts)
 
 
-def _write_adapter(section: HuggingFaceModel, named: Mapping[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
+def _write_adapter(section: HuggingFaceModel, model: StoredModel, layout: FlatLayout, form: Form) -> None:
     """As `peft` loads it on top of the base: the name of the adapter is not part of a tensor's."""
     assert section.adapter is not None
     assert section.base is not None
     config: Any = lora_configuration(section.adapter)
     config.base_model_name_or_path = section.base.name or None
     config.inference_mode = True
-    config.save_pretrained(directory)
-    plain = {f"base_model.model.{name.replace('.default.', '.')}": each for name, each in named.items()}
-    values = {name: each.to(dtype).contiguous() for name, each in plain.items()}
-    save_file(values, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(form.directory)
+    parts = [
+        stored_part(model, slot, f"base_model.model.{slot.name.replace('.default.', '.')}") for slot in layout.slots
+    ]
+    write(Form(form.directory, form.dtype), parts, "adapter_model")  # peft reads one file
 
 
-def _merged(
-    architecture: HuggingFace, model: SpanModel, base: BaseFiles, adapters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The base's parameters with what the adapters add (Hu et al. 2021, section 4.1)."""
-    from peft.tuners.lora import LoraLayer
+def _merged(architecture: HuggingFace, model: StoredModel, layout: FlatLayout, base: BaseFiles) -> list[list[Part]]:
+    """The base's parameters with what the adapters add (Hu et al. 2021, section 4.1), a part a layer."""
+    whole = architecture.cut(Span(0, architecture.layers - 1))
+    borrower = architecture.tie.borrower if architecture.tie is not None else None
+    slots = {slot.name: slot for slot in layout.slots}
 
-    weights.load(architecture, base.directory, model, base.check)
-    for name, view in model.trained.views(model.weights_E):
-        view.copy_(adapters[name])
-    for module in model.cut.module.modules():
-        if isinstance(module, LoraLayer):
-            module.merge()
-    named = model.cut.module.named_parameters()
-    merged = {name.replace(".base_layer.", "."): each.detach() for name, each in named if "lora_" not in name}
-    if architecture.tie is not None:
-        del merged[architecture.tie.borrower]
-    return merged
+    def merge(layer: int) -> dict[str, Tensor]:
+        from peft.tuners.lora import LoraLayer
+
+        gc.collect()  # modules of the layer before refer to one another in circles
+        span = SpanModel(architecture.cut(Span(layer, layer)), torch.device("cpu"))
+        weights.load(architecture, base.directory, span, base.check)
+        for name, view in span.trained.views(span.weights_E):
+            view.copy_(model.read(slots[name].offset, slots[name].offset + slots[name].elements).view(view.shape))
+        for module in span.cut.module.modules():
+            if isinstance(module, LoraLayer):
+                module.merge()
+        named = dict(span.cut.module.named_parameters())
+        return {_plain(name): each.detach() for name, each in named.items() if _is_base(name, borrower)}
+
+    groups = []
+    for layer, named in enumerate(whole.parameters):
+        shapes = {_plain(name): tuple(each.shape) for name, each in named.items() if _is_base(name, borrower)}
+        groups.append([Part(shapes, partial(merge, layer))])
+    return groups
 
 
-def _write_model(
-    architecture: HuggingFace,
-    named: Mapping[str, Tensor],
-    directory: Path,
-    dtype: torch.dtype,
-    tokenizer: Tokenizer,
-    facts: Mapping[str, object],
-) -> None:
+def _is_base(name: str, borrower: str | None) -> bool:
+    return "lora_" not in name and _plain(name) != borrower
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def _empty_model(architecture: HuggingFace) -> Any:
+    """Of the family's class, on the meta device."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config: Any = architecture.config
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    model.load_state_dict({name: each.to(dtype) for name, each in named.items()}, strict=False, assign=True)
-    model.tie_weights()
+        return auto.from_config(architecture.config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _published(empty: Any, groups: Iterable[list[Part]]) -> list[Part]:
+    """Parts with the tensors that the family publishes; `groups` are those of a layer each.
+
+    Experts that lie in one tensor here lie one by one there: `transformers` itself takes them apart. A parameter at a
+    time where that is possible, else a layer.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def publish(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(revert_weight_conversion(empty, tensors))
+
+    groups, found, announced = list(groups), list[Part](), dict[str, Shape]()
+    for parts in groups:
+        single, together = [_converted(part, publish) for part in parts], _converted(_together(parts), publish)
+        apart = {name: shape for part in single for name, shape in part.shapes.items()}
+        found += single if apart == together.shapes else [together]
+        announced |= together.shapes
+    if announced != _converted(_together([part for parts in groups for part in parts]), publish).shapes:
+        raise UnsupportedModel(
+            f"{empty.config.model_type} publishes tensors that are made of several layers",
+            "train it, and keep its checkpoints: this version cannot export it",
+        )
+    return found
+
+
+def _together(parts: list[Part]) -> Part:
+    def make() -> dict[str, Tensor]:
+        return {name: tensor for part in parts for name, tensor in part.make().items()}
+
+    return Part({name: shape for part in parts for name, shape in part.shapes.items()}, make)
+
+
+def _converted(part: Part, publish: Publish) -> Part:
+    """Its shapes are found on the meta device."""
+
+    def make() -> dict[str, Tensor]:
+        return publish(part.make())
+
+    with torch.device("meta"):
+        empty = {name: torch.empty(shape) for name, shape in part.shapes.items()}
+    return Part(_shapes(publish(empty)), make)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(each.shape) for name, each in tensors.items()}
+
+
+def _write_configuration(empty: Any, form: Form, tokenizer: Tokenizer, facts: Mapping[str, object]) -> None:
+    """The files beside the weights, as `save_pretrained` of a whole model leaves them."""
     end = tokenizer.separator[0] if tokenizer.separator else None
-    for holder in (model.config, model.generation_config):
+    for holder in (empty.config, empty.generation_config):
         holder.bos_token_id, holder.eos_token_id, holder.pad_token_id = None, end, None
-    model.config.use_cache, model.config.dtype, model.config.atoll = True, dtype, dict(facts)
-    model.save_pretrained(directory)
+    config = empty.config
+    config.use_cache, config.atoll = True, dict(facts)
+    config.dtype, config.architectures = str(form.dtype).removeprefix("torch."), [type(empty).__name__]
+    config.save_pretrained(form.directory)
+    empty.generation_config.save_pretrained(form.directory)

@@ -1,0 +1,93 @@
+"""Tensors out of a safetensors file, one at a time.
+
+The format's own library maps the whole file for torch, privately, which counts as memory of the process where that is
+limited. Here a tensor takes its own bytes and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointCorrupt
+
+_MAX_HEADER_BYTES = 100 << 20  # that of the format's library
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+def names_in(path: Path) -> list[str]:
+    """Of all tensors in a file. Raises `CheckpointCorrupt`."""
+    try:
+        with path.open("rb") as file:
+            entries, _ = _header(file, path)
+            return list(entries)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor, in memory of its own. Raises `CheckpointCorrupt`."""
+    try:
+        with path.open("rb") as file:
+            entries, data_offset = _header(file, path)
+            if name not in entries:
+                raise CheckpointCorrupt(f"{path} has no tensor {name}")
+            return _read(file, path, name, entries[name], data_offset)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path}: {name} cannot be read: {error.strerror}") from error
+
+
+def _header(file: BinaryIO, path: Path) -> tuple[Mapping[str, Any], int]:
+    """Entries by name, and where data begins. Raises `OSError`, `CheckpointCorrupt`."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointCorrupt(f"{path} is no safetensors file")
+    try:
+        entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        return dict(entries), 8 + length
+    except _MALFORMED as error:
+        raise CheckpointCorrupt(f"{path} is no safetensors file") from error
+
+
+def _read(file: BinaryIO, path: Path, name: str, entry: Any, data_offset: int) -> Tensor:
+    try:
+        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or not all(type(number) is int for number in (*shape, start, end)):
+            raise ValueError("its shape and its place are no numbers")
+        count = end - start
+        fits = 0 <= start <= end <= os.fstat(file.fileno()).st_size - data_offset
+        if not fits or min(shape, default=0) < 0 or count != dtype.itemsize * torch.Size(shape).numel():
+            raise ValueError("its shape and its place do not fit")
+    except _MALFORMED as error:
+        raise CheckpointCorrupt(f"{path}: {name} cannot be read: {error}") from error
+    bytes_B = torch.empty(count, dtype=torch.uint8)
+    file.seek(data_offset + start)
+    target = bytes_B.numpy().data
+    while target:
+        got = file.readinto(target)  # type: ignore[attr-defined]  # of every real file
+        if not got:
+            raise CheckpointCorrupt(f"{path} ends too early")
+        target = target[got:]
+    return bytes_B.view(dtype).view(shape)

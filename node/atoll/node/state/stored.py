@@ -1,0 +1,99 @@
+"""A model that stays on disk: checkpoints that were checked, of which any part can be read.
+
+Checking takes a piece of a file in memory at a time. The files are kept open from then on, so a node that trains may
+drop a checkpoint meanwhile.
+
+Shape suffix: E elements that were asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointCorrupt
+from atoll.core.manifest import Head
+from atoll.core.run_spec import RunSpec
+from atoll.node.state import tensor_file
+from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, SUMS, damage_told, read_frame, require_files
+from atoll.node.state.tensor_file import Layers, bytes_of
+from atoll.v1 import manifest_pb2
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's anchor begins."""
+
+    file: BinaryIO
+    offset: int  # bytes
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The anchor of consecutive layers after one round."""
+
+    spec: RunSpec
+    head: Head
+    layers: Layers
+    places: tuple[Place, ...]  # by layer
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Elements `start … end - 1` of the flat vector, within one layer, as fp32 [E] of their own.
+
+        Raises `CheckpointCorrupt` when the file has become shorter or unreadable since it was checked.
+        """
+        layer = bisect_right(self.layers.offsets, start) - 1
+        vector_E = torch.empty(end - start)
+        if start == end:
+            return vector_E
+        if end > self.layers.offsets[layer + 1]:
+            raise ValueError(f"elements {start} to {end} are not of one layer")
+        place, left = self.places[layer], bytes_of(vector_E)
+        offset = place.offset + _FP32_BYTES * (start - self.layers.offsets[layer])
+        while left:
+            try:
+                count = os.preadv(place.file.fileno(), [left], offset)
+            except OSError as error:
+                raise CheckpointCorrupt(f"{place.file.name} cannot be read: {error.strerror}") from error
+            if not count:
+                raise CheckpointCorrupt(f"{place.file.name} was cut short while it was read")
+            left, offset = left[count:], offset + count
+        return vector_E
+
+
+def open_checkpoint(directory: Path, held: ExitStack) -> StoredModel:
+    """A checkpoint, every byte of it checked; `held` closes it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+    with damage_told(directory):
+        frame = read_frame(directory)
+        file = held.enter_context((directory / ANCHOR).open("rb", buffering=0))
+        anchor = tensor_file.scan(file, directory / ANCHOR)
+        with (directory / MOMENTUM).open("rb", buffering=0) as other:
+            momentum = tensor_file.scan(other, directory / MOMENTUM)
+    require_files(directory, frame, anchor, momentum)
+    layers, states = anchor.layers, frame.head.manifest.layers[anchor.layers.numbers]
+    pairs = zip(anchor.digests, momentum.digests, strict=True)
+    found = [
+        manifest_pb2.LayerState(layer=layer, round=state.round, anchor_digest=ours, momentum_digest=moved)
+        for layer, (state, (ours, moved)) in enumerate(zip(states, pairs, strict=False), layers.first)
+    ]
+    if found != list(states) or len(found) != len(layers.names):
+        raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
+    places = [Place(file, anchor.data_offset + _FP32_BYTES * offset) for offset in layers.offsets[:-1]]
+    return StoredModel(frame.spec, frame.head, layers, tuple(places))
+
+
+def checkpoints_in(directory: Path) -> Sequence[Path]:
+    """The directory if it is a checkpoint or nothing that we know; the checkpoints in it, if it holds such."""
+    if (directory / SUMS).exists() or not directory.is_dir():
+        return [directory]
+    return sorted(path.parent for path in directory.glob(f"*/{SUMS}")) or [directory]

@@ -1,0 +1,152 @@
+"""Safetensors files that are written tensor by tensor, in any order, with one of them in memory at a time.
+
+Shapes are known before values, so every file gets its header and its room at once, and a tensor goes to its place when
+it is made. Names, sizes and the index are those of `transformers`; within a file tensors lie in the order of their
+names, so that it has the bytes that the format's own library would write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import AtollError
+from atoll.node.state.stored import StoredModel
+from atoll.node.training.flat import Slot
+
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_ALIGNMENT = 8
+_PIECE_ELEMENTS = 1 << 20
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that are made together, fp32 on the host."""
+
+    shapes: Mapping[str, Shape]
+    make: Callable[[], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    descriptor: int
+    offset: int  # bytes
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where files go, and how."""
+
+    directory: Path
+    dtype: torch.dtype
+    shard_bytes: float = math.inf
+
+
+def stored_part(model: StoredModel, slot: Slot, name: str) -> Part:
+    """A parameter as it was trained, under another name."""
+
+    def make() -> dict[str, Tensor]:
+        return {name: model.read(slot.offset, slot.offset + slot.elements).view(slot.shape)}
+
+    return Part({name: slot.shape}, make)
+
+
+def write(form: Form, parts: Sequence[Part], stem: str = "model") -> None:
+    """`stem.safetensors`, or shards of at most `shard_bytes` (or one tensor) and their index.
+
+    Nothing is synced. Raises `OSError`, before anything is made when there is no room, `AtollError` when a part makes
+    other tensors than it announced, and what making raises.
+    """
+    shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+    directory, dtype = form.directory, form.dtype
+    sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
+    shards = _split(sizes, form.shard_bytes)
+    with ExitStack() as held:
+        places: dict[str, _Place] = {}
+        for number, names in enumerate(shards, 1):
+            path = directory / _file_name(stem, number, len(shards))
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            held.callback(os.close, descriptor)
+            places |= _begin(descriptor, names, shapes, sizes, dtype)
+        for part in parts:
+            made = part.make()
+            if {name: tuple(each.shape) for name, each in made.items()} != dict(part.shapes):
+                raise AtollError(f"the model's tensors are not as announced: {', '.join(sorted(part.shapes))[:200]}")
+            while made:
+                name, tensor = made.popitem()
+                _put(places.pop(name), tensor, dtype)
+    if places:
+        raise AtollError(f"tensors were announced and never made: {', '.join(sorted(places))[:200]}")
+    if len(shards) > 1:
+        _write_index(directory / f"{stem}.safetensors.index.json", stem, shards, shapes, sizes)
+
+
+def _split(sizes: Mapping[str, int], shard_bytes: float) -> list[list[str]]:
+    """Names by shard, in the order given. A tensor that is too large has one of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _file_name(stem: str, number: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _begin(
+    descriptor: int, names: Iterable[str], shapes: Mapping[str, Shape], sizes: Mapping[str, int], dtype: torch.dtype
+) -> dict[str, _Place]:
+    """Header and room; where each tensor goes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in sorted(names):
+        where = [end, end + sizes[name]]
+        entries[name] = {"dtype": _KINDS[dtype], "shape": list(shapes[name]), "data_offsets": where}
+        offsets[name], end = where
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, len(header) + end)
+    _write_at(descriptor, header, 0)
+    return {name: _Place(descriptor, len(header) + offset) for name, offset in offsets.items()}
+
+
+def _put(place: _Place, tensor: Tensor, dtype: torch.dtype) -> None:
+    offset = place.offset
+    flat_E = tensor.contiguous().view(-1)
+    for start in range(0, len(flat_E), _PIECE_ELEMENTS):
+        data = flat_E[start : start + _PIECE_ELEMENTS].to(dtype).view(torch.uint8).numpy().data
+        _write_at(place.descriptor, data, offset)
+        offset += len(data)
+
+
+def _write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(descriptor, left, offset)
+        left, offset = left[count:], offset + count
+
+
+def _write_index(
+    path: Path, stem: str, shards: Sequence[Sequence[str]], shapes: Mapping[str, Shape], sizes: Mapping[str, int]
+) -> None:
+    elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+    files = {name: _file_name(stem, number, len(shards)) for number, names in enumerate(shards, 1) for name in names}
+    document = {"metadata": {"total_parameters": elements, "total_size": sum(sizes.values())}, "weight_map": files}
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,99 @@
+"""Single tensors out of files that somebody else wrote, or spoiled."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+
+from atoll.core.errors import CheckpointCorrupt
+from atoll.node.pipeline.base_tensors import names_in, read_tensor
+
+TENSORS = {
+    "matrix": torch.arange(12.0).view(3, 4),
+    "half": torch.arange(5, dtype=torch.bfloat16),
+    "small": torch.tensor(2.5, dtype=torch.float16),
+    "none": torch.zeros(0, 3),
+    "numbers": torch.tensor([[1, -2]]),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "it.safetensors", {"format": "pt"})
+    return tmp_path / "it.safetensors"
+
+
+def header_of(data: bytes) -> dict[str, dict[str, object]]:
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def with_header(data: bytes, header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def test_what_the_format_s_library_wrote_is_read(path: Path) -> None:
+    assert sorted(names_in(path)) == sorted(TENSORS)
+    for name, values in TENSORS.items():
+        found = read_tensor(path, name)
+        assert found.dtype is values.dtype
+        assert torch.equal(found, values)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"data_offsets": [0, 44]},
+        {"data_offsets": [48, 0]},
+        {"data_offsets": [-48, 0]},
+        {"data_offsets": [1 << 40, (1 << 40) + 48]},
+        {"data_offsets": [0, 48, 0]},
+        {"data_offsets": None},
+        {"shape": [3, 5]},
+        {"shape": [-3, -4]},
+        {"shape": "34"},
+        {"shape": [1 << 62, 4]},
+        {"dtype": "F128"},
+        {"dtype": ["F32"]},
+    ],
+    ids=str,
+)
+def test_an_entry_that_cannot_be_is_refused(changed: dict[str, object], path: Path) -> None:
+    data = path.read_bytes()
+    header = header_of(data)
+    header["matrix"].update(changed)
+    path.write_bytes(with_header(data, header))
+    with pytest.raises(CheckpointCorrupt, match="matrix"):
+        read_tensor(path, "matrix")
+    assert torch.equal(read_tensor(path, "numbers"), TENSORS["numbers"])
+
+
+def test_what_is_not_there_is_said(path: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match="no tensor other"):
+        read_tensor(path, "other")
+    for missing in (names_in, lambda path: read_tensor(path, "matrix")):
+        with pytest.raises(CheckpointCorrupt, match="cannot be read"):
+            missing(path.with_name("nothing"))
+    for header in ([], "text", 3):
+        path.write_bytes(with_header(b"\0" * 8, header))
+        with pytest.raises(CheckpointCorrupt, match="no safetensors"):
+            names_in(path)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_no_bytes_do_more_than_be_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    good = save({"matrix": TENSORS["matrix"]})
+    place = data.draw(st.integers(0, len(good) - 1))
+    spoiled = data.draw(
+        st.sampled_from((good[:place], good[:place] + bytes([data.draw(st.integers(0, 255))]) + good[place + 1 :]))
+    )
+    path = tmp_path_factory.getbasetemp() / "spoiled"
+    path.write_bytes(spoiled)
+    with contextlib.suppress(CheckpointCorrupt):
+        assert read_tensor(path, "matrix").shape.numel() <= len(good)
