@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.node.direct.incoming import PIECE_BYTES, SPARE_BYTES, YOUNG, Incoming, bytes_to_wait_for
@@ -68,6 +68,7 @@ def numbered(count: int) -> bytes:
     return bytes(i * 7 % 251 for i in range(count))
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     reads=st.lists(st.sampled_from([1, 16, 5000, SPARE_BYTES, SPARE_BYTES + 1, LARGE]), min_size=1, max_size=8),
     pieces=st.lists(st.integers(1, 40_000), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 5000),
