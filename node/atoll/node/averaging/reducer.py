@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 from atoll.core import log
@@ -142,6 +143,10 @@ class Reducer:
             inlet.close()
         for finished in self._finished:
             finished.set()
+
+    def forget_contribution(self) -> None:
+        """After `run`: our own values are not needed any more."""
+        self._contribution_E = torch.empty(0)
 
     async def converse(self, stream: Stream) -> None:
         """Take one member's parts and give it the averages, until it closes the stream. Raises `PeerMisbehaved`."""

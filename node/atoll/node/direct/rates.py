@@ -88,11 +88,16 @@ class Uplink:
         return Uplink(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
 
     def _begin(self, rate: float) -> Uplink:
-        """After a window of the start: two in a row that did not get through, nor grew, are what the link carries."""
+        """After a window of the start: two in a row that did not get through, nor grew, are what the link carries.
+
+        Or what a busy machine gave in these windows: so the next one asks for more at once.
+        """
         if rate >= GOT_THROUGH * self.first:
             return Uplink(first=START_STEP * self.first)
-        still = bool(self.recent) and rate <= self.recent[-1] * START_GROWTH
-        return replace(self, recent=(*self.recent, rate)[-2:], started=still)
+        recent = (*self.recent, rate)[-2:]
+        if len(recent) == 2 and rate <= recent[0] * START_GROWTH:
+            return Uplink(recent, True, probe=0)
+        return replace(self, recent=recent)
 
     def _at_least(self, rate: float) -> Uplink:
         """With `rate` in the place of the lowest window."""
