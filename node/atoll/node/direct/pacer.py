@@ -96,7 +96,7 @@ class Pacer:
 
     def _look(self) -> bool:
         """Read all figures; whether anybody sends."""
-        sends = False
+        sends = changes = False
         for connection, one in self._watched.items():
             now = tcp.info(connection.sock)
             if now is None or now.min_rtt_seconds < NEAR_SECONDS:
@@ -107,11 +107,12 @@ class Pacer:
             one.delivered += now.delivered_since(before)
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
-            starts = now.unsent_bytes > 0 and not one.sends
-            one.sends |= starts
-            sends |= now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
-            if starts:
-                self._share()
+            moves = now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
+            sends |= moves
+            before_that, one.sends = one.sends, now.unsent_bytes > 0 or (one.sends and moves)
+            changes |= one.sends != before_that  # who has sent all leaves its share to the others at once
+        if changes:
+            self._share()
         return sends
 
     def _judge(self, seconds: float) -> None:
@@ -127,7 +128,7 @@ class Pacer:
         for connection, figures in sent.items():
             one = self._watched[connection]
             one.path = one.path.observe(seconds, figures, one.given if known else math.inf)
-            one.sends = one.behind > 0
+            one.sends &= one.behind > 0
             one.delivered = one.behind = one.held = 0
         self._share()
 
