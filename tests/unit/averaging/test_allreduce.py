@@ -1,6 +1,8 @@
 """The butterfly: equal bits on every member, whatever the codec loses; what is no part touches no sum."""
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -217,3 +219,22 @@ async def test_streams_of_a_round_that_is_not_running_are_refused():
     with pytest.raises(RoundAbandoned, match="not running"):
         await stream.receive(TIMEOUT)
     await swarm.close()
+
+
+def test_what_we_contributed_is_let_go_at_the_end_without_the_garbage_collector():
+    """Tracebacks of ended streams make cycles that would keep a vector of the model's size for long."""
+
+    async def scene() -> None:
+        swarm = Swarm({"a": 1, "b": 1, "c": 1}, "fp32", screening=True)
+        await swarm.run()
+        contribution = weakref.ref(swarm.vectors.pop("a"))
+        gc.disable()
+        try:
+            swarm.servers["a"].end(ROUND)
+            await asyncio.sleep(0)
+            assert contribution() is None
+        finally:
+            gc.enable()
+        await swarm.close()
+
+    run_virtually(scene())

@@ -2,13 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import PartInvalid
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.averaging.codecs import CODECS, PIECE
 
 # largest error relative to the largest magnitude in a block of 128
 TOLERANCE = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8": 0.55 / 127, "int4": 0.55 / 7, "int2": 0.87}
@@ -101,3 +102,67 @@ def test_int2_costs_a_fifteenth():
 
 def test_int4_costs_an_eighth():
     assert 4 * 1_000_000 / CODECS["int4"].encoded_bytes(1_000_000) > 7.7
+
+
+def plainly(name: str, body: bytes, elements: int) -> np.ndarray:
+    """What the layout says that the bytes are, number by number."""
+    if name in ("fp32", "fp16"):
+        return np.frombuffer(body, "<f4" if name == "fp32" else "<f2").astype(np.float32)
+    if name == "bf16":
+        return (np.frombuffer(body, "<u2").astype(np.uint32) << 16).view(np.float32)
+    blocks = -(-elements // 128)
+    scales = (np.frombuffer(body[: 2 * blocks], "<u2").astype(np.uint32) << 16).view(np.float32)
+    packed = np.frombuffer(body[2 * blocks :], np.uint8)
+    if name == "int8":
+        levels = packed.view(np.int8).astype(np.float32)
+    elif name == "int4":
+        levels = np.stack([packed & 15, packed >> 4], axis=1).astype(np.float32).ravel() - np.float32(8)
+    else:
+        four = np.array([-1.510, -0.4528, 0.4528, 1.510], np.float32)
+        levels = four[np.stack([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1).ravel()]
+    return (levels.reshape(blocks, 128) * scales[:, None]).ravel()[:elements]
+
+
+@given(names, st.integers(1, 1000) | st.sampled_from([PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 300]), st.data())
+def test_decoding_gives_the_bits_that_the_layout_says(name, elements, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    body = bytearray(rng.bytes(CODECS[name].encoded_bytes(elements)))  # any codes, also those that nobody sends
+    if name in ("int8", "int4", "int2"):
+        blocks = -(-elements // 128)
+        scales = (rng.standard_normal(blocks) * 10.0 ** rng.integers(-30, 30)).astype(np.float32)
+        body[: 2 * blocks] = (scales.view(np.uint32) >> 16).astype("<u2").tobytes()
+    expected = plainly(name, bytes(body), elements)
+    if not np.isfinite(expected).all():
+        with pytest.raises(PartInvalid):
+            CODECS[name].decode(body, elements)
+        return
+    decoded = CODECS[name].decode(body, elements)
+    assert decoded.numpy().tobytes() == expected.tobytes()
+
+
+@given(names, st.integers(1, 3 * PIECE), st.integers(0, 2))
+def test_pieces_are_what_the_whole_is(name, elements, piece):
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    codec = CODECS[name]
+    body = codec.encode(values)
+    first = piece * PIECE
+    if first < elements:
+        some = torch.empty(min(PIECE, elements - first))
+        codec.open(body, elements).into(first, some)
+        assert torch.equal(some, codec.decode(body, elements)[first : first + len(some)])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("scale", [0x7F80, 0xFF80, 0x7FC1, 0x7F7F, 0xFF7F])  # infinities, no number, the largest
+def test_a_scale_that_makes_values_infinite_is_refused(name, scale):
+    body = bytearray(CODECS[name].encode(torch.ones(300)))
+    body[2:4] = scale.to_bytes(2, "little")
+    with pytest.raises(PartInvalid):
+        CODECS[name].open(body, 300)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_huge_scale_with_small_codes_is_finite_and_taken(name):
+    body = bytearray(CODECS[name].encode(torch.zeros(300)))
+    body[2:4] = (0x7F7F).to_bytes(2, "little")
+    assert torch.isfinite(CODECS[name].decode(body, 300)).all()

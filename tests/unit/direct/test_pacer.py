@@ -81,6 +81,16 @@ async def test_one_slow_peer_says_nothing_about_our_uplink(wires: list[Wire], re
     assert all(wire.paced >= 4e6 for wire in wires[1:])  # they may begin as before
 
 
+async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: list[Wire]) -> None:
+    made = await started(wires)
+    assert all(wire.paced < 4.7e6 for wire in wires)  # a third of the link, and of a probe of it
+    wires[0].backlog, wires[0].rate = False, 0.0
+    for wire in wires:
+        wire.pass_time(SECONDS / LOOKS)
+    made._look()
+    assert all(wire.paced >= 5.6e6 for wire in wires[1:])
+
+
 async def test_the_only_peer_does(wires: list[Wire]) -> None:
     made = await started([wires[0], Wire("ann", 8e6)])
     for one in made._watched:

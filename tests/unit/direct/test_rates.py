@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.direct.rates import MEMORY_WINDOWS, MIN_RATE, PROBES, Path, Sent, Uplink, shares
+from atoll.node.direct.rates import (
+    MEMORY_WINDOWS,
+    MIN_RATE,
+    PROBES,
+    START_RATE,
+    START_STEP,
+    Path,
+    Sent,
+    Uplink,
+    shares,
+)
 
 SECONDS = 0.32
 rates = st.floats(1e6, 1e9)
@@ -31,7 +41,10 @@ class Link:
         wanted = [min(given[i], path) for i, path in enumerate(self.paths)]
         passes = self._split(wanted)
         sent = [Sent(int(rate * SECONDS * self.noise()), backlogged=True) for rate in passes]
-        known = [path.observe(SECONDS, one, given[i]) for i, (path, one) in enumerate(zip(known, sent, strict=True))]
+        if state.started:
+            known = [
+                path.observe(SECONDS, one, given[i]) for i, (path, one) in enumerate(zip(known, sent, strict=True))
+            ]
         return state.observe(SECONDS, sent), known, sum(passes)
 
     def _split(self, wanted: list[float]) -> list[float]:
@@ -120,11 +133,32 @@ def test_what_applications_ask_for_never_lowers_it(sent: list[tuple[int, bool]])
         known = state.rate
 
 
-def test_nobody_is_paced_before_anything_is_known() -> None:
+def test_a_start_asks_for_more_only_after_it_got_through() -> None:
     state = Uplink()
-    assert state.budget == math.inf
-    state = state.observe(SECONDS, [Sent(0, backlogged=True)] * 2)
-    assert shares(state.budget, {"a": math.inf}) == {"a": math.inf}
+    assert (state.budget, state.rate) == (START_RATE, math.inf)
+    state = state.observe(SECONDS, [Sent(0, backlogged=False)])
+    assert state.budget == START_RATE
+    state = state.observe(SECONDS, [Sent(int(START_RATE * SECONDS), backlogged=True)])
+    assert state.budget == START_STEP * START_RATE
+    assert state.observe(SECONDS, [Sent(1000, backlogged=True)]).budget == START_STEP * START_RATE
+
+
+def test_connections_that_only_begin_to_grow_are_not_taken_for_the_link() -> None:
+    """TCP doubles what it sends in every round trip; so slow a beginning is not what the link carries."""
+    state = Uplink()
+    for share in (0.05, 0.1, 0.2, 0.4):
+        state = state.observe(SECONDS, [Sent(int(share * START_RATE * SECONDS), backlogged=True)])
+    assert not state.started
+
+
+@given(st.floats(2e6, 1e9))
+def test_a_start_asks_for_more_than_the_link_carries_for_two_windows_at_most(uplink: float) -> None:
+    state, over = Uplink(), 0
+    while not state.started:
+        over += state.budget > 1.3 * uplink
+        state = state.observe(SECONDS, [Sent(int(min(uplink, state.budget) * SECONDS), backlogged=True)])
+    assert over <= 2
+    assert state.rate == pytest.approx(uplink, rel=0.01)
 
 
 @given(rates, st.lists(st.one_of(rates, st.just(math.inf)), min_size=1, max_size=12))

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
@@ -101,6 +102,8 @@ class Exchange:
         self._closing: set[asyncio.Task[None]] = set()
         self._streams: list[Stream] = []  # open ones
         self._bytes_sent = 0  # on closed ones
+        self._is_over = False  # `run` has returned
+        self._has_ended = False
 
     @property
     def bytes_sent(self) -> int:
@@ -129,6 +132,8 @@ class Exchange:
         finally:
             if self._reducer is not None:
                 self._reducer.close()
+            self._is_over = True
+            self._forget_contribution()
         ours = self._reducer
         partial, verdicts = (tuple(sorted(ours.partial)), ours.verdicts) if ours is not None else ((), ())
         return PartsHeld(self._average.digests, partial, verdicts, dict(self.faults))
@@ -155,6 +160,15 @@ class Exchange:
         for task in self._serving:
             task.cancel()
         self._average.release()
+        self._has_ended = True
+        self._forget_contribution()
+
+    def _forget_contribution(self) -> None:
+        """Once nobody reads it any more: tracebacks of ended streams would keep it."""
+        if self._is_over and self._has_ended:
+            self._contribution_E = torch.empty(0)
+            if self._reducer is not None:
+                self._reducer.forget_contribution()
 
     # --- others' streams -----------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from atoll.core.errors import PartInvalid
 from atoll.core.frames import Buffer, Frame, FrameKind
-from atoll.node.averaging.codecs import BY_NUMBER, Codec
+from atoll.node.averaging.codecs import BY_NUMBER, PIECE, Codec, Opened
 from atoll.node.averaging.partition import Part, ReduceRange, shares
 from atoll.v1 import dataplane_pb2 as dp
 
 Take = Callable[[int, Tensor], object]
-"""Called with a part's first element and its values, fp32, and again when they change: from threads, for one part after
-the other or side by side, but never twice at once for the same."""
+"""Called with a first element and the values from there on, fp32, which are the caller's again afterwards: for all of a
+part piece by piece, and again when they change. From threads, for one part after the other or side by side, but never
+twice at once for the same."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -41,7 +42,7 @@ class Average:
         self._parts = [part for share in self.shares for part in share.parts]
         self._take = take
         self._executor = executor
-        self._bodies: list[bytes | None] = [None] * len(self._parts)
+        self._bodies: list[Buffer | None] = [None] * len(self._parts)
         self._digests = [b""] * len(self._parts)
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class Average:
         """SHA-256 of each part's encoded bytes; empty for what is missing."""
         return tuple(self._digests)
 
-    def body(self, index: int) -> bytes | None:
+    def body(self, index: int) -> Buffer | None:
         """A part's encoded bytes, if they are here."""
         return self._bodies[index]
 
@@ -74,9 +75,19 @@ class Average:
         if (header.index, header.elements, header.codec) != due:
             raise PartInvalid(f"{peer} sent part {header.index} with {header.elements} elements out of turn")
 
-    async def decode(self, body: Buffer, part: Part) -> Tensor:
-        """Somebody's values for a part, fp32. Raises `PartInvalid`."""
-        return await self.compute(self.codec.decode, body, part.elements)
+    def open(self, body: Buffer, part: Part) -> Opened:
+        """Somebody's values for a part. Raises `PartInvalid`."""
+        return self.codec.open(body, part.elements)
+
+    async def make(self, index: int, work: Callable[[], tuple[bytes, T]]) -> T:
+        """Take the bytes of a part that `work` makes, in the executor. Raises `PartInvalid`, and what it raises."""
+
+        def made() -> tuple[Buffer, bytes, T]:
+            body, rest = work()
+            return *self._apply(self._parts[index], body, None), rest
+
+        self._bodies[index], self._digests[index], rest = await self.compute(made)
+        return rest
 
     async def put(self, index: int, body: Buffer, digest: bytes | None = None) -> None:
         """Take a part's encoded bytes. Raises `PartInvalid` if they do not decode, or do not have that digest."""
@@ -108,12 +119,16 @@ class Average:
                     await asyncio.wait([future])
             raise
 
-    def _apply(self, part: Part, body: Buffer, digest: bytes | None) -> tuple[bytes, bytes]:
+    def _apply(self, part: Part, body: Buffer, digest: bytes | None) -> tuple[Buffer, bytes]:
         found = hashlib.sha256(body).digest()
         if digest is not None and found != digest:
             raise PartInvalid("the bytes of a part do not have the digest that was settled")
-        self._take(part.start, self.codec.decode(body, part.elements))
-        return bytes(body), found
+        opened, take, values_C = self.open(body, part), self._take, torch.empty(min(PIECE, part.elements))
+        for first in range(0, part.elements, PIECE):
+            some_C = values_C[: part.elements - first]
+            opened.into(first, some_C)
+            take(part.start + first, some_C)
+        return body, found
 
     def _clear(self, cleared: list[Part]) -> None:
         for part in cleared:

@@ -10,15 +10,17 @@ nibble first, int2 four, lowest bits first. A last block that is not full is pad
 units of the block's root mean square: of such values an error of 0.34 of their norm stays, and 0.88 of their length.
 There is no zero: in a block with other values zeros become small ones, up and down in turn.
 
-`decode` is also the ingress check: a body of the wrong size, or one that holds a value that is not finite,
-raises `PartInvalid` before it can touch a sum.
+`open` is the ingress check: a body of the wrong size, or one that holds a value that is not finite, raises
+`PartInvalid` before it can touch a sum. Of blocks that follows from their scales alone. What was opened is decoded
+piece by piece where it is needed, each so short that it and what is in between stay in the processor's cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +30,8 @@ from atoll.core.frames import Buffer
 from atoll.v1 import common_pb2 as pb
 
 BLOCK = 128
+PIECE = 2**17  # elements that are coded at a time: whole blocks
 _SCALE_BYTES = 2
-_CACHED_BLOCKS = 2**11  # coded at a time, so that what is in between stays in the cache
 _INT2_LEVELS = torch.tensor([-1.510, -0.4528, 0.4528, 1.510])  # of codes 0 to 3
 _INT2_FOURS = torch.stack([_INT2_LEVELS[(torch.arange(256) >> shift) & 3] for shift in (0, 2, 4, 6)], dim=1)  # by byte
 _INT2_BETWEEN = 0.9816  # the two levels of a sign
@@ -37,36 +39,94 @@ _INT2_MIDDLE = torch.tensor([-1e-45, 0.0]).repeat(BLOCK // 2)  # what is more is
 _INT2_LARGEST = 2.0**127  # scale that times the largest level is finite
 
 
-@dataclass(frozen=True)
-class Codec:
-    """A named pair of functions with a size formula."""
+Fields = tuple[Tensor, ...]
 
-    name: str
-    number: pb.Codec
-    encoded_bytes: Callable[[int], int]  # of n elements
-    _encode: Callable[[Tensor], bytes]
-    _decode: Callable[[Tensor, int], Tensor]
+
+class Codec(ABC):
+    """A named way to turn fp32 values into bytes and back, with a size formula."""
+
+    def __init__(self, name: str, number: pb.Codec) -> None:
+        self.name = name
+        self.number = number
 
     def encode(self, values_E: Tensor) -> bytes:
         """Bytes of a 1-D fp32 tensor. Raises `PartInvalid` if a value is not finite."""
-        if not is_finite(values_E):
-            raise PartInvalid("this node's own update holds values that are not finite; it was not sent")
-        return self._encode(values_E)
+        encoded = Encoded(self, values_E.numel())
+        for first in range(0, values_E.numel(), PIECE):
+            encoded.put(first, values_E[first : first + PIECE])
+        return encoded.body()
 
-    def decode(self, body: Buffer, elements: int) -> Tensor:
-        """The 1-D fp32 tensor that every member gets from these bytes. Raises `PartInvalid`."""
+    def open(self, body: Buffer, elements: int) -> Opened:
+        """Somebody's bytes, checked: what the peer's size and values have to be. Raises `PartInvalid`."""
         expected = self.encoded_bytes(elements)
         if len(body) != expected:
             raise PartInvalid(
                 f"a part of {elements} elements in {self.name} has {expected} bytes, this one {len(body)}"
             )
-        if elements == 0:
-            return torch.empty(0)
-        raw = torch.frombuffer(body if isinstance(body, bytearray) else bytearray(body), dtype=torch.uint8)
-        values_E = self._decode(raw, elements)
-        if not is_finite(values_E):
+        opened = Opened(self, self._fields(_raw(body), elements), elements)
+        if not self._is_finite(opened):
             raise PartInvalid(f"a part in {self.name} holds values that are not finite")
+        return opened
+
+    def decode(self, body: Buffer, elements: int) -> Tensor:
+        """The 1-D fp32 tensor that every member gets from these bytes. Raises `PartInvalid`."""
+        opened, values_E = self.open(body, elements), torch.empty(elements)
+        for first in range(0, elements, PIECE):
+            opened.into(first, values_E[first : first + PIECE])
         return values_E
+
+    @abstractmethod
+    def encoded_bytes(self, elements: int) -> int:
+        """Of so many elements."""
+
+    @abstractmethod
+    def _fields(self, raw: Tensor, elements: int) -> Fields:
+        """What the bytes consist of, as views of them."""
+
+    @abstractmethod
+    def _put(self, fields: Fields, first: int, values_C: Tensor) -> bool:
+        """Encode values from element `first` on. Whether they are finite."""
+
+    @abstractmethod
+    def _get(self, fields: Fields, first: int, values_C: Tensor) -> None:
+        """Decode as many elements as `values_C` has, from `first` on."""
+
+    @abstractmethod
+    def _is_finite(self, opened: Opened) -> bool:
+        """Whether all values that were encoded are; their number is right."""
+
+
+class Encoded:
+    """Bytes of a part that is encoded piece by piece, none longer than `PIECE`, from elements at whole pieces on."""
+
+    def __init__(self, codec: Codec, elements: int) -> None:
+        self._codec = codec
+        self._raw = torch.empty(codec.encoded_bytes(elements), dtype=torch.uint8)
+        self._fields = codec._fields(self._raw, elements)
+        self._finite = True
+
+    def put(self, first: int, values_C: Tensor) -> None:
+        """The fp32 values from element `first` on."""
+        self._finite &= self._codec._put(self._fields, first, values_C)
+
+    def body(self) -> bytes:
+        """What was put. Raises `PartInvalid` if a value was not finite."""
+        if not self._finite:
+            raise PartInvalid("this node's own update holds values that are not finite; it was not sent")
+        return self._raw.numpy().tobytes()
+
+
+class Opened:
+    """A part's bytes that were checked, and that nobody changes any more."""
+
+    def __init__(self, codec: Codec, fields: Fields, elements: int) -> None:
+        self.codec = codec
+        self.fields = fields
+        self.elements = elements
+
+    def into(self, first: int, values_C: Tensor) -> None:
+        """Write the values from element `first` on, at a whole block, into fp32 [C], up to `PIECE` of them."""
+        self.codec._get(self.fields, first, values_C)
 
 
 def is_finite(values_E: Tensor) -> bool:
@@ -77,117 +137,180 @@ def is_finite(values_E: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _raw(body: Buffer) -> Tensor:
+    """As uint8; without a copy where the buffer may be written to, as torch wants it."""
+    if not body:
+        return torch.empty(0, dtype=torch.uint8)
+    writable = isinstance(body, bytearray) or (isinstance(body, memoryview) and not body.readonly)
+    return torch.frombuffer(body if writable else bytearray(body), dtype=torch.uint8)
 
 
-def _encode_half(dtype: torch.dtype) -> Callable[[Tensor], bytes]:
-    limit = torch.finfo(dtype).max
-    return lambda values_E: _bytes_of(values_E.clamp(-limit, limit).to(dtype))
+class _Scratch(threading.local):
+    """What is in between, of one thread: memory that is in its cache and was not fetched from the system just now."""
+
+    def __init__(self) -> None:
+        self.values = torch.empty(PIECE)  # fp32
+        self.pairs = torch.empty(PIECE // 2, dtype=torch.int16)
+        self.others = torch.empty(PIECE // 2, dtype=torch.int16)
 
 
-def _decode_as(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor]:
-    return lambda raw, elements: raw.view(dtype)[:elements].to(torch.float32)
+_scratch = _Scratch()
+
+
+class _Cast(Codec):
+    """Every value as another floating-point number, the nearest that is finite."""
+
+    def __init__(self, name: str, number: pb.Codec, dtype: torch.dtype) -> None:
+        super().__init__(name, number)
+        self._dtype = dtype
+        self._limit = torch.finfo(dtype).max
+
+    def encoded_bytes(self, elements: int) -> int:
+        return self._dtype.itemsize * elements
+
+    def _fields(self, raw: Tensor, elements: int) -> Fields:
+        return (raw.view(self._dtype),)
+
+    def _put(self, fields: Fields, first: int, values_C: Tensor) -> bool:
+        low, high = (float(end) for end in torch.aminmax(values_C))
+        if max(-low, high) > self._limit:
+            values_C = torch.clamp(values_C, -self._limit, self._limit, out=_scratch.values[: len(values_C)])
+        fields[0][first : first + len(values_C)] = values_C
+        return math.isfinite(low) and math.isfinite(high)
+
+    def _get(self, fields: Fields, first: int, values_C: Tensor) -> None:
+        values_C.copy_(fields[0][first : first + len(values_C)])
+
+    def _is_finite(self, opened: Opened) -> bool:
+        return is_finite(opened.fields[0])
+
+
+class _Blockwise(Codec):
+    """Blocks with a scale each: all scales, then all codes."""
+
+    _code_bytes: ClassVar[int]  # of a block
+    _largest: ClassVar[float]  # code or level
+
+    def encoded_bytes(self, elements: int) -> int:
+        return _blocks(elements) * (_SCALE_BYTES + self._code_bytes)
+
+    @abstractmethod
+    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+        """From fp32 [blocks, BLOCK], of which so many elements are no padding. Whether they are finite."""
+
+    @abstractmethod
+    def _levels(self, packed: Tensor, values: Tensor) -> None:
+        """The codes as fp32 [blocks, BLOCK], not scaled yet."""
+
+    def _fields(self, raw: Tensor, elements: int) -> Fields:
+        """Scales (bf16) and codes (uint8), a row each block."""
+        scale_bytes = _blocks(elements) * _SCALE_BYTES
+        return raw[:scale_bytes].view(torch.bfloat16), raw[scale_bytes:].view(-1, self._code_bytes)
+
+    def _put(self, fields: Fields, first: int, values_C: Tensor) -> bool:
+        scales, packed = (field[first // BLOCK : _blocks(first + len(values_C))] for field in fields)
+        padding = -len(values_C) % BLOCK
+        values = torch.nn.functional.pad(values_C, (0, padding)) if padding else values_C
+        return self._code(values.view(-1, BLOCK), len(values_C), scales, packed)
+
+    def _get(self, fields: Fields, first: int, values_C: Tensor) -> None:
+        scales, packed = (field[first // BLOCK : _blocks(first + len(values_C))] for field in fields)
+        whole = len(values_C) % BLOCK == 0
+        values = (values_C if whole else _scratch.values[: len(scales) * BLOCK]).view(-1, BLOCK)
+        self._levels(packed, values)
+        values.mul_(scales.to(torch.float32).unsqueeze(1))
+        if not whole:
+            values_C.copy_(values.view(-1)[: len(values_C)])
+
+    def _is_finite(self, opened: Opened) -> bool:
+        if not opened.elements:
+            return True
+        low, high = (float(end) for end in torch.aminmax(opened.fields[0]))
+        largest = max(-low, high)
+        if not math.isfinite(low + high) or largest <= torch.finfo(torch.float32).max / self._largest:
+            return math.isfinite(low + high)
+        values_C = torch.empty(PIECE)  # nobody honest comes here
+        return all(is_finite(self._some(opened, first, values_C)) for first in range(0, opened.elements, PIECE))
+
+    def _some(self, opened: Opened, first: int, values_C: Tensor) -> Tensor:
+        some_C = values_C[: opened.elements - first]
+        opened.into(first, some_C)
+        return some_C
 
 
 def _blocks(elements: int) -> int:
     return -(-elements // BLOCK)
 
 
-def _in_blocks(values_E: Tensor) -> Tensor:
-    blocks = _blocks(values_E.numel())
-    return torch.nn.functional.pad(values_E, (0, blocks * BLOCK - values_E.numel())).view(blocks, BLOCK)
-
-
-def _in_pieces(code_bytes: int, code: Callable[[Tensor, int, Tensor, Tensor], None]) -> Callable[[Tensor], bytes]:
-    """`code` turns fp32 [blocks, BLOCK], of which so many elements are no padding, into scales and packed codes."""
-
-    def encode(values_E: Tensor) -> bytes:
-        blocks = _blocks(values_E.numel())
-        encoded = torch.empty(blocks * (_SCALE_BYTES + code_bytes), dtype=torch.uint8)
-        scales = encoded[: blocks * _SCALE_BYTES].view(torch.bfloat16)
-        packed = encoded[blocks * _SCALE_BYTES :].view(blocks, code_bytes)
-        for start in range(0, blocks, _CACHED_BLOCKS):
-            end = start + _CACHED_BLOCKS
-            piece_E = values_E[start * BLOCK : end * BLOCK]
-            code(_in_blocks(piece_E), piece_E.numel(), scales[start:end], packed[start:end])
-        return _bytes_of(encoded)
-
-    return encode
-
-
-def _quantise(values: Tensor, levels: int, scales: Tensor) -> Tensor:
-    """Whole numbers in [-levels, levels] as fp32 [blocks, BLOCK]; sets the scales."""
-    scales.copy_(values.abs().amax(dim=1).div_(levels))
+def _quantise(values: Tensor, levels: int, scales: Tensor) -> tuple[Tensor, bool]:
+    """Whole numbers in [-levels, levels] as fp32 [blocks, BLOCK] in scratch; whether all was finite. Sets scales."""
+    whole = _scratch.values[: values.numel()].view(-1, BLOCK)
+    scales.copy_(torch.abs(values, out=whole).amax(dim=1).div_(levels))
     divisor = scales.to(torch.float32)
-    divisor[divisor == 0] = 1.0  # then all values are zero, or round to it
-    return torch.div(values, divisor.unsqueeze(1)).round_().clamp_(-levels, levels)
+    finite = math.isfinite(divisor.amax())
+    divisor.masked_fill_(divisor == 0, 1.0)  # then all values are zero, or round to it
+    return torch.div(values, divisor.unsqueeze(1), out=whole).round_().clamp_(-levels, levels), finite
 
 
-def _code_int8(values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> None:
-    packed.view(torch.int8).copy_(_quantise(values, 127, scales))
+class _Int8(_Blockwise):
+    _code_bytes = BLOCK
+    _largest = 128.0
+
+    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+        whole, finite = _quantise(values, 127, scales)
+        packed.view(torch.int8).copy_(whole)
+        return finite
+
+    def _levels(self, packed: Tensor, values: Tensor) -> None:
+        values.copy_(packed.view(torch.int8))
 
 
-def _decode_int8(raw: Tensor, elements: int) -> Tensor:
-    blocks = _blocks(elements)
-    scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
-    codes = raw[blocks * _SCALE_BYTES :].view(torch.int8).view(blocks, BLOCK).to(torch.float32)
-    return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
+class _Int4(_Blockwise):
+    _code_bytes = BLOCK // 2
+    _largest = 8.0
+
+    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+        whole, finite = _quantise(values, 7, scales)
+        pairs, high = (kept[: whole.numel() // 2] for kept in (_scratch.pairs, _scratch.others))
+        pairs.view(torch.int8).copy_(whole.add_(8.0).view(-1))  # none negative; to uint8 takes five times as long
+        packed.view(-1).copy_(pairs.bitwise_or_(torch.bitwise_right_shift(pairs, 4, out=high)))  # the low byte of each
+        return finite
+
+    def _levels(self, packed: Tensor, values: Tensor) -> None:
+        pairs, high = (kept[: packed.numel()] for kept in (_scratch.pairs, _scratch.others))
+        pairs.copy_(packed.view(-1))
+        pairs.bitwise_or_(torch.bitwise_left_shift(pairs, 4, out=high)).bitwise_and_(0x0F0F)  # a nibble a byte
+        values.view(-1).copy_(pairs.view(torch.int8).sub_(8))
 
 
-def _code_int4(values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> None:
-    pairs = _quantise(values, 7, scales).add_(8.0).to(torch.uint8).view(torch.int16)
-    packed.copy_(pairs | (pairs >> 4))  # the low byte of each
+class _Int2(_Blockwise):
+    _code_bytes = BLOCK // 4
+    _largest = 2.0
+
+    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+        filled = (elements - torch.arange(0, elements, BLOCK)).clamp(max=BLOCK)
+        norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
+        scales.copy_((norms / filled.sqrt()).clamp_(max=_INT2_LARGEST))
+        limit = scales.to(torch.float32).unsqueeze(1) * _INT2_BETWEEN
+        codes = (values > -limit).view(torch.uint8)
+        codes += (values > _INT2_MIDDLE).view(torch.uint8)
+        codes += (values >= limit).view(torch.uint8)
+        fours = codes.view(torch.int32)
+        fours |= fours >> 6
+        packed.copy_(fours | (fours >> 12))  # the low byte of each
+        return math.isfinite(norms.amax())
+
+    def _levels(self, packed: Tensor, values: Tensor) -> None:
+        torch.index_select(_INT2_FOURS, 0, packed.view(-1).to(torch.int32), out=values.view(-1, 4))
 
 
-def _decode_int4(raw: Tensor, elements: int) -> Tensor:
-    blocks = _blocks(elements)
-    scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
-    packed = raw[blocks * _SCALE_BYTES :]
-    nibbles = torch.stack((packed & 0x0F, packed >> 4), dim=1).view(blocks, BLOCK)
-    codes = torch.sub(nibbles.to(torch.float32), 8.0)
-    return torch.mul(codes, scales.unsqueeze(1)).view(-1)[:elements]
-
-
-def _code_int2(values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> None:
-    filled = (elements - torch.arange(0, elements, BLOCK)).clamp(max=BLOCK)
-    norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
-    scales.copy_((norms / filled.sqrt()).clamp_(max=_INT2_LARGEST))
-    limit = scales.to(torch.float32).unsqueeze(1) * _INT2_BETWEEN
-    codes = (values > -limit).view(torch.uint8)
-    codes += (values > _INT2_MIDDLE).view(torch.uint8)
-    codes += (values >= limit).view(torch.uint8)
-    fours = codes.view(torch.int32)
-    fours |= fours >> 6
-    packed.copy_(fours | (fours >> 12))  # the low byte of each
-
-
-def _decode_int2(raw: Tensor, elements: int) -> Tensor:
-    blocks = _blocks(elements)
-    scales = raw[: blocks * _SCALE_BYTES].view(torch.bfloat16).to(torch.float32)
-    packed = raw[blocks * _SCALE_BYTES :].to(torch.int32)
-    levels = _INT2_FOURS.index_select(0, packed).view(blocks, BLOCK)
-    return levels.mul_(scales.unsqueeze(1)).view(-1)[:elements]
-
-
-def _blockwise(
-    name: str,
-    number: pb.Codec,
-    code_bytes: int,
-    code: Callable[[Tensor, int, Tensor, Tensor], None],
-    decode: Callable[[Tensor, int], Tensor],
-) -> Codec:
-    block_bytes = _SCALE_BYTES + code_bytes
-    return Codec(name, number, lambda n: _blocks(n) * block_bytes, _in_pieces(code_bytes, code), decode)
-
-
-_ALL = (
-    Codec("fp32", pb.CODEC_FP32, lambda n: 4 * n, _bytes_of, _decode_as(torch.float32)),
-    Codec("bf16", pb.CODEC_BF16, lambda n: 2 * n, _encode_half(torch.bfloat16), _decode_as(torch.bfloat16)),
-    Codec("fp16", pb.CODEC_FP16, lambda n: 2 * n, _encode_half(torch.float16), _decode_as(torch.float16)),
-    _blockwise("int8", pb.CODEC_INT8, BLOCK, _code_int8, _decode_int8),
-    _blockwise("int4", pb.CODEC_INT4, BLOCK // 2, _code_int4, _decode_int4),
-    _blockwise("int2", pb.CODEC_INT2, BLOCK // 4, _code_int2, _decode_int2),
+_ALL: tuple[Codec, ...] = (
+    _Cast("fp32", pb.CODEC_FP32, torch.float32),
+    _Cast("bf16", pb.CODEC_BF16, torch.bfloat16),
+    _Cast("fp16", pb.CODEC_FP16, torch.float16),
+    _Int8("int8", pb.CODEC_INT8),
+    _Int4("int4", pb.CODEC_INT4),
+    _Int2("int2", pb.CODEC_INT2),
 )
 CODECS = {codec.name: codec for codec in _ALL}
 BY_NUMBER = {codec.number: codec for codec in _ALL}

@@ -107,13 +107,38 @@ def digest(values_E: Tensor) -> bytes:
     return hashlib.sha256(values_E.contiguous().numpy().data.cast("B")).digest()
 
 
+def shares_of(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:
+    """wᵢ·fᵢ / Σ wᵢ of each member in a mean; members of weight or factor 0 have 0, and are in neither sum."""
+    counts = [weight > 0 and factor > 0 for weight, factor in zip(weights, factors, strict=True)]
+    total = float(sum(weight for weight, there in zip(weights, counts, strict=True) if there))
+    return tuple(
+        float(weight) / total * factor if there else 0.0
+        for weight, factor, there in zip(weights, factors, counts, strict=True)
+    )
+
+
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], factors: Sequence[float] = ()) -> Tensor:
-    """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; members of weight or factor 0 are in neither sum."""
-    scaled = zip(values, weights, factors or (1.0,) * len(values), strict=True)
-    counted = [(value, weight, factor) for value, weight, factor in scaled if weight > 0 and factor > 0]
-    total = float(sum(weight for _, weight, _ in counted))
-    first, weight, factor = counted[0]
-    sum_E = torch.mul(first, float(weight) / total * factor)
-    for value, weight, factor in counted[1:]:
-        torch.add(sum_E, torch.mul(value, float(weight) / total * factor), out=sum_E)
-    return sum_E
+    """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; at least one must count."""
+    mean = RunningSum(torch.empty_like(values[0]), torch.empty_like(values[0]))
+    for value, share in zip(values, shares_of(weights, factors or (1.0,) * len(values)), strict=True):
+        if share > 0:
+            mean.add(value, share)
+    return mean.sum_C
+
+
+class RunningSum:
+    """Σ sᵢ·xᵢ in the order in which they come, each product and each sum rounded to fp32 on its own."""
+
+    def __init__(self, sum_C: Tensor, product_C: Tensor) -> None:
+        """In memory of the caller's; what is in it does not count."""
+        self.sum_C = sum_C
+        self._product_C = product_C
+        self._empty = True
+
+    def add(self, value_C: Tensor, share: float) -> None:
+        """One more."""
+        if self._empty:
+            torch.mul(value_C, share, out=self.sum_C)
+        else:
+            torch.add(self.sum_C, torch.mul(value_C, share, out=self._product_C), out=self.sum_C)
+        self._empty = False

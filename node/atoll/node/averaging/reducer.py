@@ -16,20 +16,21 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 from atoll.core import log
 from atoll.core.errors import DeadlineExceeded, PartInvalid, Unreachable, first_error
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.averaging.average import Average
-from atoll.node.averaging.outer import weighted_mean
+from atoll.node.averaging.codecs import Opened
 from atoll.node.averaging.partition import Part, Share
 from atoll.node.averaging.patience import SLICES, happens, next_frame
-from atoll.node.averaging.screening import inner_products, judge
+from atoll.node.averaging.sums import Source, encoded_mean, factors_of, plain
 from atoll.node.transport import Stream
 from atoll.v1 import manifest_pb2
 
-_READ_AHEAD = 2  # parts of a contributor that wait decoded while earlier ones are summed
+_READ_AHEAD = 2  # parts of a contributor that wait while earlier ones are summed
 _HALF_TIME = 0.5
 _UNTIL_ENDED = timedelta(days=1)  # the end of the exchange cancels the wait
 
@@ -37,7 +38,7 @@ _log = log.get("exchange")
 
 
 class Inlet:
-    """Decoded parts of one contributor, in order, until it has given all or is given up."""
+    """Parts of one contributor, checked and in order, until it has given all or is given up."""
 
     def __init__(self, peer: str, parts: int) -> None:
         self.peer = peer
@@ -45,24 +46,24 @@ class Inlet:
         self.heard = asyncio.Event()  # a first frame came, or none is expected any more
         self._due = parts
         self._room = asyncio.Semaphore(_READ_AHEAD)
-        self._waiting: asyncio.Queue[Tensor | None] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Opened | None] = asyncio.Queue()
         self._dry = False
 
-    async def put(self, values_E: Tensor) -> None:
+    async def put(self, given: Opened) -> None:
         """Add the next part; waits while earlier ones are not summed."""
         await self._room.acquire()
         if self.open:
             self._due -= 1
-            self._waiting.put_nowait(values_E)
+            self._waiting.put_nowait(given)
 
-    async def next(self) -> Tensor | None:
+    async def next(self) -> Opened | None:
         """The next part; None once the contributor is given up."""
         if self._dry:
             return None
-        values_E = await self._waiting.get()
-        self._dry = values_E is None
+        given = await self._waiting.get()
+        self._dry = given is None
         self._room.release()
-        return values_E
+        return given
 
     @property
     def full(self) -> bool:
@@ -143,6 +144,10 @@ class Reducer:
         for finished in self._finished:
             finished.set()
 
+    def forget_contribution(self) -> None:
+        """After `run`: our own values are not needed any more."""
+        self._contribution_E = torch.empty(0)
+
     async def converse(self, stream: Stream) -> None:
         """Take one member's parts and give it the averages, until it closes the stream. Raises `PeerMisbehaved`."""
         inlet = self._inlets.get(stream.peer_id)
@@ -175,7 +180,7 @@ class Reducer:
             inlet.heard.set()
             self._average.check(frame, self._share.first + part.index, inlet.peer, named=part.index)
             if inlet.open:
-                await inlet.put(await self._average.decode(frame.body, part))
+                await inlet.put(self._average.open(frame.body, part))
         await next_frame(stream, _UNTIL_ENDED)
         raise PartInvalid(f"{stream.peer_id} sent more parts than are due")
 
@@ -202,18 +207,18 @@ class Reducer:
 
     # --- sums ----------------------------------------------------------------------------------------
 
-    async def _collect(self, part: Part, half_time: float) -> dict[str, Tensor]:
+    async def _collect(self, part: Part, half_time: float) -> dict[str, Source]:
         """Values of this part from everybody who gives them."""
-        values: dict[str, Tensor] = {}
+        values: dict[str, Source] = {}
         for peer, inlet in self._inlets.items():
-            given_E = await self._given(inlet, half_time)
-            if given_E is not None:
-                values[peer] = given_E
+            given = await self._given(inlet, half_time)
+            if given is not None:
+                values[peer] = given.into
         if self._weights[self._me]:
-            values[self._me] = self._contribution_E[part.start : part.end]
+            values[self._me] = plain(self._contribution_E[part.start : part.end])
         return values
 
-    async def _given(self, inlet: Inlet, half_time: float) -> Tensor | None:
+    async def _given(self, inlet: Inlet, half_time: float) -> Opened | None:
         loop = asyncio.get_running_loop()
         grace = (self._stall / SLICES).total_seconds()
         while True:
@@ -225,13 +230,12 @@ class Reducer:
                 if others and 2 * sum(other.full for other in others) >= len(others):
                     self._give_up(inlet, "it holds the others up")
 
-    async def _make(self, part: Part, values: Mapping[str, Tensor]) -> None:
+    async def _make(self, part: Part, values: Mapping[str, Source]) -> None:
         if not values:
             return
         try:
-            factors = await self._average.compute(self._judge, values)
-            body = await self._average.compute(self._mean, values, factors)
-            await self._average.put(self._share.first + part.index, body)
+            index = self._share.first + part.index
+            factors = await self._average.make(index, lambda: self._averaged(part.elements, values))
             self.partial |= self._inlets.keys() - values.keys()
             self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
             self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)
@@ -239,18 +243,12 @@ class Reducer:
             # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
             _log.warning("part without an average", part=part.index, reason=str(error))
 
-    def _judge(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """What of each contribution enters the sum, in the order of the members."""
-        present = [peer for peer in self._weights if peer in values]
-        if self._change is None:
-            return dict.fromkeys(present, 1.0)
-        given = [values[peer] for peer in present]
-        work = [self._weights[peer] for peer in present]
-        factors = judge(inner_products(given), work, given[0].numel(), self._change)
-        return dict(zip(present, factors, strict=True))
-
-    def _mean(self, values: Mapping[str, Tensor], factors: Mapping[str, float]) -> bytes:
-        """Sum in the order of the members; encode once: everybody gets these bytes."""
-        weights = [self._weights[peer] for peer in factors]
-        mean_E = weighted_mean([values[peer] for peer in factors], weights, list(factors.values()))
-        return self._average.codec.encode(mean_E)
+    def _averaged(self, elements: int, values: Mapping[str, Source]) -> tuple[bytes, dict[str, float]]:
+        """The bytes of the average, the same for everybody, and what of each contribution is in it."""
+        present = [peer for peer in self._weights if peer in values]  # in the order of the members
+        sources, work = [values[peer] for peer in present], [self._weights[peer] for peer in present]
+        factors = (1.0,) * len(present)
+        if self._change is not None:
+            factors = factors_of(sources, work, elements, self._change)
+        body = encoded_mean(self._average.codec, sources, work, factors, elements)
+        return body, dict(zip(present, factors, strict=True))

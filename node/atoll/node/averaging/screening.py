@@ -38,28 +38,45 @@ _LANES = 2**10, 2**14  # sums of a product that run side by side: at least, at m
 _SUMS = 2**19  # of all products, about: as many as stay in the cache
 
 
-def inner_products(values: Sequence[Tensor]) -> Tensor:
-    """Of every two fp32 tensors [E]: fp64 [n, n], summed in one order on any machine and any number of threads.
+class InnerProducts:
+    """Of every two of n fp32 vectors that come piece by piece, in fp64, summed in one order on any machine.
 
-    Element i is added to lane i modulo their number, which follows from n; the lanes are folded at the end.
+    Element i is added to lane i modulo their number, which follows from n; the lanes are folded at the end. A product
+    of two fp32 numbers is exact in fp64, so it makes no difference who fuses it with its sum.
     """
-    count, elements = len(values), values[0].numel()
-    least, most = _LANES
-    width = min(most, 2 ** (max(least, _SUMS // (count * (count + 1) // 2)).bit_length() - 1))
-    chunk_nL = torch.empty(count, width, dtype=torch.float64)
-    terms_nL = torch.empty(count, width, dtype=torch.float64)
-    lanes = [torch.zeros(count - row, width, dtype=torch.float64) for row in range(count)]
-    for start in range(0, elements, width):
-        for row, value_E in enumerate(values):
-            piece = value_E[start : start + width]
-            chunk_nL[row, : piece.numel()] = piece
-            chunk_nL[row, piece.numel() :] = 0.0
-        for row, sums_mL in enumerate(lanes):
-            sums_mL += torch.mul(chunk_nL[row], chunk_nL[row:], out=terms_nL[row:])
-    products_nn = torch.zeros(count, count, dtype=torch.float64)
-    for row, sums_mL in enumerate(lanes):
-        products_nn[row, row:] = _fold(sums_mL)
-    return products_nn + products_nn.triu(1).T
+
+    def __init__(self, count: int) -> None:
+        least, most = _LANES
+        self.lanes = min(most, 2 ** (max(least, _SUMS // (count * (count + 1) // 2)).bit_length() - 1))
+        self._chunk_nL = torch.empty(count, self.lanes, dtype=torch.float64)
+        self._sums = [torch.zeros(count - row, self.lanes, dtype=torch.float64) for row in range(count)]
+        self._factors = [(self._chunk_nL[row], self._chunk_nL[row:]) for row in range(count)]
+
+    def add(self, values_nC: Tensor) -> None:
+        """The next elements of all; as many as fill all lanes some times over, but for the last."""
+        for start in range(0, values_nC.shape[1], self.lanes):
+            piece_nC = values_nC[:, start : start + self.lanes]
+            if piece_nC.shape[1] < self.lanes:
+                self._chunk_nL.zero_()
+            self._chunk_nL[:, : piece_nC.shape[1]] = piece_nC
+            for sums_mL, (one_L, others_mL) in zip(self._sums, self._factors, strict=True):
+                sums_mL.addcmul_(one_L, others_mL)
+
+    def sums(self) -> Tensor:
+        """fp64 [n, n]."""
+        count = len(self._sums)
+        products_nn = torch.zeros(count, count, dtype=torch.float64)
+        for row, sums_mL in enumerate(self._sums):
+            products_nn[row, row:] = _fold(sums_mL)
+        return products_nn + products_nn.triu(1).T
+
+
+def inner_products(values: Sequence[Tensor]) -> Tensor:
+    """Of every two fp32 tensors [E]: fp64 [n, n]."""
+    products = InnerProducts(len(values))
+    for start in range(0, values[0].numel(), products.lanes):
+        products.add(torch.stack([value_E[start : start + products.lanes] for value_E in values]))
+    return products.sums()
 
 
 def judge(products_nn: Tensor, work: Sequence[int], elements: int, change: float) -> tuple[float, ...]:

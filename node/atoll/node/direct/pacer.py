@@ -31,6 +31,7 @@ class _Watched:
 
     path: rates.Path = field(default_factory=rates.Path)
     given: float = math.inf
+    far: bool = False  # it leaves the building, as far as we saw
     seen: tcp.Info | None = None  # at the last look
     delivered: int = 0  # in this window
     behind: int = 0  # looks in this window at which it had something to send
@@ -95,22 +96,23 @@ class Pacer:
 
     def _look(self) -> bool:
         """Read all figures; whether anybody sends."""
-        sends = False
+        sends = changes = False
         for connection, one in self._watched.items():
             now = tcp.info(connection.sock)
             if now is None or now.min_rtt_seconds < NEAR_SECONDS:
                 continue
-            before, one.seen = one.seen, now
+            before, one.seen, one.far = one.seen, now, True
             if before is None:
                 continue
             one.delivered += now.delivered_since(before)
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
-            starts = now.unsent_bytes > 0 and not one.sends
-            one.sends |= starts
-            sends |= now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
-            if starts:
-                self._share()
+            moves = now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
+            sends |= moves
+            before_that, one.sends = one.sends, now.unsent_bytes > 0 or (one.sends and moves)
+            changes |= one.sends != before_that  # who has sent all leaves its share to the others at once
+        if changes:
+            self._share()
         return sends
 
     def _judge(self, seconds: float) -> None:
@@ -120,21 +122,24 @@ class Pacer:
             if one.seen is not None
         }
         busy = {connection.peer_id for connection, figures in sent.items() if figures.backlogged}
+        known = self.uplink.started  # while it is not, who gets through less is only starting
         wide = len(busy) > 1 or len({connection.peer_id for connection in self._watched}) == 1
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
         for connection, figures in sent.items():
             one = self._watched[connection]
-            one.path = one.path.observe(seconds, figures, one.given)
-            one.sends = one.behind > 0
+            one.path = one.path.observe(seconds, figures, one.given if known else math.inf)
+            one.sends &= one.behind > 0
             one.delivered = one.behind = one.held = 0
         self._share()
 
     def _share(self) -> None:
-        """Set every sender's rate; who does not send may begin at what one more sender would get."""
-        senders = {connection: one.path.limit for connection, one in self._watched.items() if one.sends}
+        """Set every sender's rate; who does not send may begin at what one more would get, or all if nobody sends."""
+        far = {connection: one for connection, one in self._watched.items() if one.far}
+        senders = {connection: one.path.limit for connection, one in far.items() if one.sends}
         given = rates.shares(self.uplink.budget, senders)
-        others = max(self.uplink.budget / (len(senders) + 1), rates.MIN_RATE)
-        for connection, one in self._watched.items():
+        beginners = len(senders) + 1 if senders else max(1, len(far))
+        others = max(self.uplink.budget / beginners, rates.MIN_RATE)
+        for connection, one in far.items():
             rate = given.get(connection, others)
             if rate != one.given:
                 one.given = rate

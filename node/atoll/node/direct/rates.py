@@ -3,9 +3,11 @@
 Unpaced senders that share a link fill its queue, lose packets together and reach half of it; paced a little below the
 link, 0.93 (measured). So the shell cuts time into windows of a few round trips and tells what the other sides
 acknowledged in each. A window counts while somebody had more to send than went out. The estimate is the mean of the
-best three of the last windows. At first nobody is paced until it stops growing; then senders share a little less than
-it, and now and then one window asks for more, in growing steps as long as more comes. What was seen is forgotten after
-two such turns, so that the estimate follows the link both ways.
+best three of the last windows. At first all together get what most links carry, and twice as much after each window in
+which they got through, until they do not: a start that fills the link's queue at once makes cubic leave slow start
+early, and connections that begin a little later crawl for the rest of the exchange. Then senders share a little less
+than the estimate, and now and then one window asks for more, in growing steps as long as more comes. What was seen is
+forgotten after two such turns, so that the estimate follows the link both ways.
 
 A connection that gets through far less than it was given is held up elsewhere (its path, its receiver): it keeps a
 little more than it uses, and the others have the rest.
@@ -22,7 +24,9 @@ CRUISE = 0.95  # of the estimate
 PROBES = (1.15, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
 CRUISE_WINDOWS = 7  # between two probes
 MEMORY_WINDOWS = 16
-START_WINDOWS = 3  # without growth end the start
+START_RATE = 4e6  # bytes per second, of all senders together in the first window
+START_STEP = 2.0  # times that in the next, as long as the last got through
+GOT_THROUGH = 0.8  # of what was given: acknowledgements of a step are late
 BEST = 3  # windows whose mean is the estimate: the best alone is mostly noise
 GROWTH = 1.05  # what counts as more in a probe
 PROBE_GROWTH = (
@@ -51,18 +55,21 @@ class Uplink:
 
     recent: tuple[float, ...] = ()  # bytes per second in the last windows that counted, the newest last
     started: bool = False
+    first: float = START_RATE  # what all together may send before that
     cruised: int = 0  # windows since the last probe
     probe: int | None = None  # the step of `PROBES` that is going on
 
     @property
     def rate(self) -> float:
-        """Bytes per second; infinite while nothing is known."""
+        """Bytes per second that it carries; infinite while nothing is known."""
         best = sorted(self.recent)[-BEST:]
         return sum(best) / len(best) if self.started else math.inf
 
     @property
     def budget(self) -> float:
         """What all senders together may send in the next window, bytes per second."""
+        if not self.started:
+            return self.first
         return self.rate * (CRUISE if self.probe is None else PROBES[self.probe])
 
     def observe(self, seconds: float, sent: Sequence[Sent], *, wide: bool = True) -> Uplink:
@@ -70,9 +77,9 @@ class Uplink:
         rate = sum(one.delivered for one in sent) / seconds
         if not wide or not any(one.backlogged for one in sent):  # no measure of our uplink, but a lower bound
             return self._at_least(rate) if self.started and rate > self.rate else self
-        recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
         if not self.started:
-            return replace(self, recent=recent, started=_settled(recent))
+            return self._begin(rate)
+        recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
         if self.probe is not None:
             cruised = self.recent[-CRUISE_WINDOWS:]
             grew = rate > self.rate * GROWTH or rate > PROBE_GROWTH * sum(cruised) / len(cruised)
@@ -80,15 +87,22 @@ class Uplink:
         due = self.cruised + 1 >= CRUISE_WINDOWS
         return Uplink(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
 
+    def _begin(self, rate: float) -> Uplink:
+        """After a window of the start: two in a row that did not get through, nor grew, are what the link carries.
+
+        Or what a busy machine gave in these windows: so the next one asks for more at once.
+        """
+        if rate >= GOT_THROUGH * self.first:
+            return Uplink(first=START_STEP * self.first)
+        recent = (*self.recent, rate)[-2:]
+        if len(recent) == 2 and rate <= recent[0] * START_GROWTH:
+            return Uplink(recent, True, probe=0)
+        return replace(self, recent=recent)
+
     def _at_least(self, rate: float) -> Uplink:
         """With `rate` in the place of the lowest window."""
         lowest = min(range(len(self.recent)), key=lambda i: self.recent[i])
         return replace(self, recent=(*self.recent[:lowest], rate, *self.recent[lowest + 1 :]))
-
-
-def _settled(recent: Sequence[float]) -> bool:
-    before, last = recent[:-START_WINDOWS], recent[-START_WINDOWS:]
-    return bool(before) and max(before) > 0 and max(last) <= max(before) * START_GROWTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from atoll.v1 import dataplane_pb2 as wire
 
 END_TIMEOUT = timedelta(seconds=10)  # for the other side to end, too, when we have: its handler may be busy
 _WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
+_LITTLE_BYTES = _WRITE_BYTES // 4  # at which asyncio lets a writer that had to wait go on
 
 
 class _TlsStream(SocketStream):
@@ -33,6 +34,10 @@ class _TlsStream(SocketStream):
 
     buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
     flushes_pieces = True
+
+    async def _flush(self) -> None:
+        if self._writer.transport.get_write_buffer_size() > _LITTLE_BYTES or self._writer.is_closing():
+            await super()._flush()  # else the kernel took all or nearly all: there is nothing to wait for
 
     def _progress(self) -> tuple[int, int]:
         """What TLS and the kernel hold may not shrink for long, though the other side acknowledges all the time."""

@@ -9,15 +9,14 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from atoll.node.direct import tcp
+from atoll.node.direct.incoming import Ends, Incoming
 
-READ_AHEAD_BYTES = 64 * 1024  # asyncio takes twice this before it stops reading
 
-
-class _Watched(asyncio.StreamReaderProtocol):
+class _Watched(Ends):
     """Tells when the connection is gone, for whatever reason."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        super().__init__(reader)
+    def __init__(self, incoming: Incoming) -> None:
+        super().__init__(incoming)
         self.on_lost: Callable[[], None] = lambda: None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,6 +66,6 @@ def when_lost(writer: asyncio.StreamWriter, callback: Callable[[], None]) -> Non
     protocol.on_lost = callback
 
 
-def _ends() -> tuple[asyncio.StreamReader, _Watched]:
-    reader = asyncio.StreamReader(limit=READ_AHEAD_BYTES)
+def _ends() -> tuple[Incoming, _Watched]:
+    reader = Incoming()
     return reader, _Watched(reader)
