@@ -13,12 +13,15 @@ from datetime import timedelta
 import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, into, start_message
-from support.virtual_time import run_virtually
+from support.virtual_time import Inline, run_virtually
 
+from atoll.core.errors import PartInvalid
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.averaging.average import Average
 from atoll.node.averaging.reducer import Inlet
+from atoll.node.transport import Stream
 from atoll.node.transport_memory import Passage
+from atoll.v1 import dataplane_pb2 as dp
 
 STALL_SECONDS = STALL.total_seconds()
 REDUCER_PATIENCE = 2.5 * STALL_SECONDS
@@ -127,6 +130,40 @@ def test_two_of_five(make, frames):
         assert swarm.seconds <= REDUCER_PATIENCE + 2 * STALL_SECONDS
 
     run_virtually(scene())
+
+
+def test_a_bug_of_ours_in_one_conversation_costs_that_reducers_parts_and_no_others(monkeypatch):
+    async def scene() -> None:
+        swarm = Swarm(WEIGHTS, "int8")
+        opens = swarm.networks["a"].open
+
+        async def broken(peer: str, *arguments: object) -> Stream:
+            if peer == "b":
+                raise AttributeError("'NoneType' object has no attribute 'setsockopt'")
+            return await opens(peer, *arguments)
+
+        monkeypatch.setattr(swarm.networks["a"], "open", broken)
+        await swarm.begin()
+        for peer in WEIGHTS:
+            swarm.held[peer] = await swarm.tasks[peer]
+        have = [bool(digest) for digest in swarm.held["a"].digests]
+        assert [index for index, here in enumerate(have) if not here] == swarm.parts_of("b")
+        assert all(swarm.held["c"].digests)
+        assert all(parts.faults == {} for parts in swarm.held.values())
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_a_part_with_more_than_its_header_is_refused():
+    """What is kept of a part is kept with its header."""
+    average = Average(start_message({"a": 1}, "fp32"), into(torch.zeros(1)), Inline())
+    good = average.header(0)
+    average.check(Frame(FrameKind.PART, good, b""), 0, "a")
+    padded = good + b"\x7a\x80\x08" + bytes(1024)  # an unknown field, which parsers skip
+    assert dp.PartHeader.FromString(padded).elements
+    with pytest.raises(PartInvalid, match="header"):
+        average.check(Frame(FrameKind.PART, padded, b""), 0, "a")
 
 
 def test_a_frozen_contributor_costs_one_stall_and_no_part():

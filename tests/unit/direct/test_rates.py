@@ -143,6 +143,17 @@ def test_a_start_asks_for_more_only_after_it_got_through() -> None:
     assert state.observe(SECONDS, [Sent(1000, backlogged=True)]).budget == START_STEP * START_RATE
 
 
+@pytest.mark.parametrize(("wide", "busy"), [(False, 1.0), (True, 0.25), (False, 0.25)])
+def test_a_start_grows_for_one_peer_of_several_and_for_bursts_too(wide: bool, busy: float) -> None:
+    """Neither says what the link carries, but both got through."""
+    state = Uplink()
+    for _ in range(4):
+        delivered = int(busy * state.budget * SECONDS)
+        state = state.observe(SECONDS, [Sent(delivered, backlogged=busy == 1.0, busy=busy)], wide=wide)
+    assert state.budget == START_STEP**4 * START_RATE
+    assert state.observe(SECONDS, [Sent(1000, backlogged=False, busy=0.0)], wide=wide).budget == state.budget
+
+
 def test_connections_that_only_begin_to_grow_are_not_taken_for_the_link() -> None:
     """TCP doubles what it sends in every round trip; so slow a beginning is not what the link carries."""
     state = Uplink()

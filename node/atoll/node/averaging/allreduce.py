@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from atoll.core import log
-from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, first_error
+from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.average import Average, Take
@@ -222,9 +222,9 @@ class Exchange:
             self._reducer_lost(share, error)
         except ExceptionGroup as group:
             first = first_error(group)
-            if not isinstance(first, AtollError):
-                raise
-            self._reducer_lost(share, first)
+            self._reducer_lost(share, first if isinstance(first, AtollError) else _crashed(first))
+        except Exception as error:  # of ours: it must not end the exchange with the others
+            self._reducer_lost(share, _crashed(error))
 
     async def _give(self, stream: Stream, share: Share) -> None:
         header = dp.ExchangeHeader(round=self.round_id.to_proto())
@@ -274,6 +274,11 @@ class Exchange:
     def _misbehaved(self, peer: str, what: str) -> PeerMisbehaved:
         self._fault(peer, what)
         return PeerMisbehaved(what)
+
+
+def _crashed(error: BaseException) -> Unreachable:
+    _log.error("a conversation with a reducer failed", error=repr(error))
+    return Unreachable(f"the conversation failed: {error!r}")
 
 
 class ExchangeServer:

@@ -23,6 +23,8 @@ from atoll.node.averaging.codecs import BY_NUMBER, PIECE, Codec, Opened
 from atoll.node.averaging.partition import Part, ReduceRange, shares
 from atoll.v1 import dataplane_pb2 as dp
 
+_MOST_HEADER_BYTES = 64  # a `PartHeader` has 16
+
 Take = Callable[[int, Tensor], object]
 """Called with a first element and the values from there on, fp32, which are the caller's again afterwards: for all of a
 part piece by piece, and again when they change. From threads, for one part after the other or side by side, but never
@@ -65,6 +67,8 @@ class Average:
 
     def check(self, frame: Frame, index: int, peer: str, named: int | None = None) -> None:
         """Compare a frame with what is due before anything is done with its body. Raises `PartInvalid`."""
+        if len(frame.header) > _MOST_HEADER_BYTES:  # it is kept with the body
+            raise PartInvalid(f"{peer} sent a part with a header of {len(frame.header)} bytes")
         if frame.kind is not FrameKind.PART:
             raise PartInvalid(f"{peer} sent a {frame.kind.name} frame where a part was due")
         try:

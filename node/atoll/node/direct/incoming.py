@@ -13,7 +13,7 @@ import socket
 import sys
 from contextlib import suppress
 
-SPARE_BYTES = 64 * 1024  # taken before anybody asks; larger reads have memory of their own
+SPARE_BYTES = 64 * 1024  # that wait before anybody asks, about; larger reads have memory of their own
 PIECE_BYTES = 128 * 1024  # for which we are woken in the middle of a large read, at most
 YOUNG = 16  # nor more than this part of all that came: the kernel sizes its window by what we take at a time
 _RECORD_BYTES = 17 * 1024  # of a record that came in part, TLS holds less than this; nobody can ask for it again
@@ -37,6 +37,7 @@ class Incoming(asyncio.StreamReader):
         self._start = self._end = 0  # of what waits in it
         self._large: memoryview | None = None  # of a read that is under way
         self._filled = 0  # bytes of it
+        self._beside: bytearray | None = None  # holds the end of it and what follows, while TLS decrypts both
         self._more: asyncio.Future[None] | None = None
         self._is_paused = False
         self._gathers = 1  # bytes, as the kernel was told
@@ -71,15 +72,17 @@ class Incoming(asyncio.StreamReader):
             await self._wait(self._end - self._start, n)
         found = bytes(memoryview(self._spare)[self._start : self._start + n])
         self._start += n
+        if self._start == self._end:
+            self._start = self._end = 0
         self._resume()
         return found
 
     async def _read_large(self, n: int) -> bytearray:
         if self._large is None:
             self._large = memoryview(bytearray(n))
-            self._filled = self._end - self._start
-            self._large[: self._filled] = memoryview(self._spare)[self._start : self._end]
-            self._start = self._end = 0
+            self._filled = min(n, self._end - self._start)
+            self._large[: self._filled] = memoryview(self._spare)[self._start : self._start + self._filled]
+            self._start += self._filled
         self._gather(bytes_to_wait_for(n - self._filled, self._came))
         while self._filled < n:
             self._resume()
@@ -103,33 +106,56 @@ class Incoming(asyncio.StreamReader):
 
     # --- from the connection -------------------------------------------------------------------------
 
-    def room(self) -> memoryview:
-        """Where the next bytes go; never empty."""
-        if self._large is not None and self._filled < len(self._large):
+    def room(self, expected: int) -> memoryview:
+        """Where the next bytes go, with room for all that TLS has (`expected`, and the rest of a record).
+
+        When the other side has ended, asyncio asks for what is left once; what does not fit then is lost.
+        """
+        wanted, missing = expected + _RECORD_BYTES, self._missing
+        if not missing:
+            self._make_room(wanted)
+            return memoryview(self._spare)[self._end :]
+        assert self._large is not None
+        if missing >= wanted:
             return self._large[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start:  # what waits goes to the front
-            waiting = self._spare[self._start : self._end]
-            self._spare[: len(waiting)] = waiting
-            self._start, self._end = 0, len(waiting)
-        return memoryview(self._spare)[self._end :]
+        self._beside = bytearray(wanted)
+        return memoryview(self._beside)
 
     def came(self, count: int) -> None:
         """So many bytes are in what `room` gave."""
         self._came += count
-        if self._large is not None and self._filled < len(self._large):
-            self._filled += count
-            missing = len(self._large) - self._filled
-            self._gather(min(self._gathers, bytes_to_wait_for(missing, self._came)))
-            if missing == 0:
-                self._wake()
-            return
-        self._end += count
-        if self._end - self._start == SPARE_BYTES and isinstance(self._connection, asyncio.ReadTransport):
+        beside, self._beside = self._beside, None
+        into = min(count, self._missing)
+        if into:
+            if beside is not None:
+                assert self._large is not None
+                self._large[self._filled : self._filled + into] = memoryview(beside)[:into]
+            self._filled += into
+            self._gather(min(self._gathers, bytes_to_wait_for(self._missing, self._came)))
+        if beside is not None and count > into:
+            self._make_room(count - into)
+            self._spare[self._end : self._end + count - into] = memoryview(beside)[into:count]
+        self._end += count - into
+        if self._end - self._start >= SPARE_BYTES and isinstance(self._connection, asyncio.ReadTransport):
             self._is_paused = True
             self._connection.pause_reading()
-        self._wake()
+        if not self._missing:
+            self._wake()
+
+    @property
+    def _missing(self) -> int:
+        """Bytes that the large read under way lacks."""
+        return len(self._large) - self._filled if self._large is not None else 0
+
+    def _make_room(self, wanted: int) -> None:
+        """For so many bytes behind what waits."""
+        if self._end + wanted <= len(self._spare):
+            return
+        waiting = bytes(memoryview(self._spare)[self._start : self._end])
+        if len(waiting) + wanted > len(self._spare):
+            self._spare = bytearray(len(waiting) + wanted)
+        self._spare[: len(waiting)] = waiting
+        self._start, self._end = 0, len(waiting)
 
     def _resume(self) -> None:
         if self._is_paused and isinstance(self._connection, asyncio.ReadTransport):
@@ -145,6 +171,8 @@ class Incoming(asyncio.StreamReader):
         if not _WAITS_FOR_PIECES or count == self._gathers or self._connection is None:
             return
         sock = self._connection.get_extra_info("socket")
+        if sock is None:  # the connection was lost: there is nothing to wait for
+            return
         with suppress(OSError):  # closed meanwhile
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._gathers = count
@@ -158,7 +186,7 @@ class Ends(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
         self._incoming = incoming
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._incoming.room()
+        return self._incoming.room(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
         self._incoming.came(nbytes)

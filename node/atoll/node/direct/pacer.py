@@ -117,7 +117,11 @@ class Pacer:
 
     def _judge(self, seconds: float) -> None:
         sent = {
-            connection: rates.Sent(one.delivered, backlogged=one.behind >= LOOKS and 2 * one.held < LOOKS)
+            connection: rates.Sent(
+                one.delivered,
+                backlogged=one.behind >= LOOKS and 2 * one.held < LOOKS,
+                busy=min(1.0, one.behind / LOOKS),
+            )
             for connection, one in self._watched.items()
             if one.seen is not None
         }

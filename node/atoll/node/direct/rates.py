@@ -47,6 +47,7 @@ class Sent:
 
     delivered: int  # bytes that the other side acknowledged
     backlogged: bool  # it had more to send all the time, and the other side's window was not what stopped it
+    busy: float = 1.0  # share of the window in which it had more to send
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,9 @@ class Uplink:
     def observe(self, seconds: float, sent: Sequence[Sent], *, wide: bool = True) -> Uplink:
         """After one more window of `seconds`; `wide`: not all that waited waited for one of several peers."""
         rate = sum(one.delivered for one in sent) / seconds
+        busy = max((one.busy for one in sent), default=0.0)
+        if not self.started and busy and rate / busy >= GOT_THROUGH * self.first:  # whoever it was, and in bursts, too
+            return Uplink(first=START_STEP * self.first)
         if not wide or not any(one.backlogged for one in sent):  # no measure of our uplink, but a lower bound
             return self._at_least(rate) if self.started and rate > self.rate else self
         if not self.started:
@@ -92,8 +96,6 @@ class Uplink:
 
         Or what a busy machine gave in these windows: so the next one asks for more at once.
         """
-        if rate >= GOT_THROUGH * self.first:
-            return Uplink(first=START_STEP * self.first)
         recent = (*self.recent, rate)[-2:]
         if len(recent) == 2 and rate <= recent[0] * START_GROWTH:
             return Uplink(recent, True, probe=0)

@@ -1,0 +1,76 @@
+"""What the other side sent before it ended is read to the last byte, however late we are."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from atoll.node.direct import tls, wire
+
+PATIENCE = timedelta(seconds=10)
+SMALL = [16, 60_000] * 4
+MANY = [16, 300] * 400
+LARGE = [16, 300_000, 16]
+BETWEEN = [16, 70_000] * 3 + [16]
+
+
+async def both(folder: Path) -> tuple[wire.Wire, wire.Wire]:
+    """The dialler's end and the listener's."""
+    context, _ = tls.listening_context(folder, time.time())
+    loop, listening = asyncio.get_running_loop(), socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+
+    async def accepted() -> wire.Wire:
+        sock, _ = await loop.sock_accept(listening)
+        return await wire.accept(sock, context, PATIENCE)
+
+    with listening:
+        ours, theirs = await asyncio.gather(
+            wire.dial(listening.getsockname(), tls.dialling_context(), PATIENCE), accepted()
+        )
+    return ours, theirs
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "waiting"])
+@pytest.mark.parametrize("sizes", [SMALL, MANY, LARGE, BETWEEN], ids=["small", "many", "large", "between"])
+async def test_all_that_was_sent_before_the_end_is_read(tmp_path: Path, sizes: list[int], late: bool) -> None:
+    (reader, writer), (_, theirs) = await both(tmp_path)
+    sent = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+
+    async def read() -> list[bytes]:
+        return [bytes(await reader.readexactly(size)) for size in sizes]
+
+    reading = None if late else asyncio.create_task(read())
+    theirs.write(b"".join(sent))
+    async with asyncio.timeout(PATIENCE.total_seconds()):
+        while theirs.transport.get_write_buffer_size():
+            await asyncio.sleep(0.01)
+        theirs.transport.abort()
+        while late and not writer.is_closing() and not reader._is_paused:
+            await asyncio.sleep(0.01)
+        assert await (reading or read()) == sent
+        with pytest.raises((asyncio.IncompleteReadError, OSError)):
+            await reader.readexactly(1)
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("size", [16, 300_000])
+async def test_a_read_on_a_connection_that_was_lost_meanwhile_says_so(tmp_path: Path, size: int) -> None:
+    (reader, writer), (_, theirs) = await both(tmp_path)
+    theirs.write(bytes(90))
+    assert await reader.readexactly(84) == bytes(84)
+    theirs.transport.abort()
+    async with asyncio.timeout(PATIENCE.total_seconds()):
+        while not reader.at_eof() and writer.get_extra_info("socket") is not None and reader.exception() is None:
+            await asyncio.sleep(0.01)
+            if writer.is_closing():
+                break
+        await asyncio.sleep(0.05)
+        with pytest.raises((asyncio.IncompleteReadError, OSError)):
+            await reader.readexactly(size)
+    writer.transport.abort()
