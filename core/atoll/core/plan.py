@@ -192,8 +192,14 @@ class Plan:
             issued_unix_ms=message.issued_unix_ms,
             reason=message.reason,
             former=tuple(message.former),
-            names=names if all(since for since, _ in names) else (),  # a plan of an older coordinator has none
+            names=plain_names(message.version, names),
         )
+
+
+def plain_names(version: int, names: tuple[RouteName, ...]) -> tuple[RouteName, ...]:
+    """Names as a plan has them: none where all its routes begin with it, or where an older coordinator gave none."""
+    fresh = all(name == (version, number) for number, name in enumerate(names))
+    return names if all(since for since, _ in names) and not fresh else ()
 
 
 def sign_plan(operator: Identity, plan: Plan) -> pb.Signed:

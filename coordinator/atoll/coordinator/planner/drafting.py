@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.core.data_position import LEASE_ROUNDS
-from atoll.core.plan import Assignment, Base, Plan, Range, RouteName
+from atoll.core.plan import Assignment, Base, Plan, Range, RouteName, plain_names
 from atoll.core.run_spec import RunSpec
 
 
@@ -67,7 +67,7 @@ def plan_of(
             for part in parts
         ),
         routes=tuple(tuple(part.peer_id for part in route) for route in ordered),
-        names=tuple(known.get(route, (version, number)) for number, route in enumerate(ordered)),
+        names=plain_names(version, tuple(known.get(route, (version, at)) for at, route in enumerate(ordered))),
         base=base,
         issued_unix_ms=issued_unix_ms,
         reason=reason,
