@@ -69,6 +69,11 @@ class Room:
         start, end = np.nonzero(fitting)
         return int((end - start).max(initial=0))
 
+    def needed_bytes(self, profile: mb.NodeProfile, first: int, last: int) -> float:
+        """What they take of the memory that a node told as its device's."""
+        host = float(self.spans.host_bytes[first, last + 1]) if shares_memory(profile) else 0.0
+        return self.device_bytes(first, last) + host
+
     def device_bytes(self, first: int, last: int) -> float:
         """What layers `first` to `last` take of a device's memory."""
         return float(self.spans.device_bytes[first, last + 1])

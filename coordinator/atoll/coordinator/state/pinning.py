@@ -64,8 +64,8 @@ def _check_span(state: State, node: Node, span: Span) -> None:
     live = state.live.get(node.peer_id)
     if model is not None and live is not None and not model.fits(live.profile, first, last):
         raise PlanInputInvalid(
-            f"layers {first}–{last} take {bytes_text(model.device_bytes(first, last))}, and {node.name} has "
-            f"{bytes_text(live.profile.device_memory_bytes)}",
+            f"layers {first}–{last} take {bytes_text(model.needed_bytes(live.profile, first, last))}, "
+            f"and {node.name} has {bytes_text(live.profile.device_memory_bytes)}",
             "pin it to fewer layers, or let its owner lend more memory",
         )
 
