@@ -22,6 +22,7 @@ from atoll.node.training.model import Decoder
 from atoll.node.training.shape import resolve_shape
 
 SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four
+HALVES = ("bob", "cleo")
 SPARE = "dan"
 
 BIN = Path(sys.executable).parent
@@ -36,6 +37,14 @@ async def begin(swarm: Reef, tokens: int) -> None:
         await swarm.node(name, 0.1)
         if span is not None:
             await pinned(swarm, name, span)
+
+
+async def begin_halves(swarm: Reef) -> None:
+    """The two stages, and nobody who holds the whole model."""
+    await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
+    for name in HALVES:
+        await swarm.node(name, 0.1)
+        await pinned(swarm, name, SPANS[name])
 
 
 async def pinned(swarm: Reef, name: str, span: tuple[int, int]) -> None:
@@ -100,12 +109,8 @@ async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp
 
 async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
     """Nobody else has them."""
-    stages = ("bob", "cleo")
     async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
-        for name in stages:
-            await swarm.node(name, 0.1)
-            await pinned(swarm, name, SPANS[name])
+        await begin_halves(swarm)
         await swarm.rounds("bob", 2)
         await swarm.node(SPARE, 0.1)
         await pinned(swarm, SPARE, SPANS["cleo"])
@@ -127,12 +132,8 @@ async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
 
 async def test_who_stands_by_takes_the_place_of_a_killed_stage_that_held_layers_alone(tmp_path):
     """Nothing is lost but what was not averaged yet; who was killed stands by when it is back."""
-    stages = ("bob", "cleo")
     async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
-        for name in stages:
-            await swarm.node(name, 0.1)
-            await pinned(swarm, name, SPANS[name])
+        await begin_halves(swarm)
         await swarm.rounds("bob", 2)
         began = swarm.status("bob")["route_incarnations"]
         await swarm.node(SPARE, 0.1)
@@ -162,33 +163,29 @@ async def test_who_stands_by_takes_the_place_of_a_killed_stage_that_held_layers_
 @pytest.mark.soak
 async def test_after_a_power_cut_a_swarm_of_stages_goes_on_from_a_round_that_is_whole(tmp_path, monkeypatch):
     """Nobody holds the whole model, and the cut came before one of them had written the newest round."""
-    stages = ("bob", "cleo")
     monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
     monkeypatch.setenv("ATOLL_CHECKPOINT_KEEP", "6")
     async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
-        for name in stages:
-            await swarm.node(name, 0.1)
-            await pinned(swarm, name, SPANS[name])
+        await begin_halves(swarm)
         await swarm.rounds("bob", 5)
-        for name in stages:
+        for name in HALVES:
             await kill(swarm, name)
-        saved = {name: tmp_path / name / "runs/reef/checkpoints" for name in stages}
+        saved = {name: tmp_path / name / "runs/reef/checkpoints" for name in HALVES}
         for newest in sorted(path for path in saved["cleo"].iterdir() if path.name.isdecimal())[-2:]:
             shutil.rmtree(newest)  # one of them at least was a round of its layers
-        rounds = {name: {path.name for path in saved[name].iterdir() if path.name.isdecimal()} for name in stages}
+        rounds = {name: {path.name for path in saved[name].iterdir() if path.name.isdecimal()} for name in HALVES}
         whole = int(max(rounds["bob"] & rounds["cleo"]))
         assert max(map(max, rounds.values())) > f"{whole:09d}"
-        for name in stages:
+        for name in HALVES:
             await swarm.restart_member(name)
         async with asyncio.timeout(240):
             while "run.recovered" not in await swarm.ctl("events"):
                 await asyncio.sleep(1)
         assert f"goes on from round {whole}" in await swarm.ctl("events")
-        for name in stages:
+        for name in HALVES:
             await swarm.until(lambda name=name: on_route(swarm, name), f"{name} did not come back to its route", READY)
         await swarm.rounds("bob", 3)
-        chains = [swarm.chain(name) for name in stages]
+        chains = [swarm.chain(name) for name in HALVES]
         for number in chains[0].keys() & chains[1].keys():
             assert chains[0][number].hash == chains[1][number].hash
 

@@ -55,10 +55,13 @@ class OnRoute:
             await self.leave()
         if place is None or cable is None:
             return
-        self.number = next(number for number, route in enumerate(plan.routes) if route == place.peers)
-        if self._running is not None:
-            return
-        await trainer.enter_route(place)
+        number = plan.routes.index(place.peers)
+        if self._running is None:
+            await trainer.enter_route(place)
+            self._begin(place, cable, trainer)
+        self.number = number
+
+    def _begin(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> None:
         self.place, self._cable = place, cable
         self._bridge = RouteBridge(
             self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._broke

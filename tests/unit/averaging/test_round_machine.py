@@ -108,6 +108,18 @@ def test_who_stands_by_is_not_waited_for(place, most):
     assert seconds[3.0] <= most * seconds[0.0]
 
 
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
+def test_who_stands_by_is_waited_for_where_it_takes_its_vote(seed):
+    """One of two that train is gone; the other cannot decide alone, nor with the coordinator."""
+    w = World(3, seed=seed, routes=[[(peer, 0, POLICY.layers - 1)] for peer in ("p0", "p1")])
+    assert w.run(600, until=lambda: w.rounds() >= 5 and "p2" in w.committed[w.rounds()].electorate.members)
+    w.step_seconds["p2"] = 2.5
+    w.kill("p1")
+    before, told = w.rounds(), len(w.reports)
+    assert w.run(60, until=lambda: w.rounds() >= before + 6)
+    assert [report.reason for report in w.reports[told:] if report.manifest is None] == []
+
+
 def test_who_stands_by_follows_every_round_that_it_is_in_time_for():
     w = World(4, seed=3, routes=[[(peer, 0, POLICY.layers - 1)] for peer in ("p0", "p1", "p2")])
     assert w.run(600, until=lambda: w.rounds() >= 20)

@@ -10,7 +10,6 @@ them, of one round and with all layers. Needs neither torch nor safetensors.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import secrets
 import shutil
@@ -24,6 +23,7 @@ from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, CheckpointCorrupt
 from atoll.core.files import unusable, write_synced
 from atoll.core.manifest import Head, read_head
+from atoll.core.safetensors_header import MALFORMED, read_header
 from atoll.core.units import layers_text
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -33,7 +33,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_HEADER_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 _FP32_BYTES = 4
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _write(directory: Path, files: Sequence[mb.CheckpointFile]) -> Generator[Non
 def held_layers(path: Path, layers: Sequence[str]) -> range:
     """The consecutive layers that a safetensors file says it holds. Raises `CheckpointCorrupt`, `OSError`."""
     with _opened(path) as file:
-        names = set(_header(file, path)[0])
+        names = set(read_header(file, path, _MAX_HEADER_BYTES)[0])
     numbers = [number for number, name in enumerate(layers) if name in names]
     if not numbers or len(numbers) != len(names) or numbers[-1] - numbers[0] + 1 != len(numbers):
         raise CheckpointCorrupt(f"{path.name} does not hold the run's layers")
@@ -219,13 +218,13 @@ def held_layers(path: Path, layers: Sequence[str]) -> range:
 def check_layers(path: Path, digests: Mapping[str, bytes]) -> None:
     """Raise `CheckpointCorrupt` unless a safetensors file holds exactly these fp32 layers with these SHA-256."""
     with _opened(path) as file:
-        header, data = _header(file, path)
+        header, data = read_header(file, path, _MAX_HEADER_BYTES)
         if header.keys() != digests.keys():
             raise CheckpointCorrupt(f"{path.name} does not hold the run's layers")
         for name, digest in digests.items():
             try:
                 found = _digest(file, data, header[name])
-            except _MALFORMED as error:
+            except MALFORMED as error:
                 raise CheckpointCorrupt(f"{path.name} has a header that does not parse") from error
             if found != digest:
                 raise CheckpointCorrupt(f"layer {name} in {path.name} is not what the manifest says")
@@ -236,19 +235,6 @@ def _opened(path: Path) -> BinaryIO:
         return path.open("rb")
     except FileNotFoundError as error:
         raise CheckpointCorrupt(f"the node sent no {path.name}") from error
-
-
-def _header(file: BinaryIO, path: Path) -> tuple[Mapping[str, Any], int]:
-    """Entries by name, and where tensors begin. Raises `CheckpointCorrupt`, `OSError`."""
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(path.stat().st_size - 8, _MAX_HEADER_BYTES):
-        raise CheckpointCorrupt(f"{path.name} is no safetensors file")
-    try:
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        return dict(header), 8 + length
-    except _MALFORMED as error:
-        raise CheckpointCorrupt(f"{path.name} has a header that does not parse") from error
 
 
 def _digest(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> bytes:

@@ -191,16 +191,20 @@ class Opener:
     def _answered(self) -> None:
         if self.done or (waiting := self._waiting_for()) - self._standbys:
             return
-        if waiting and self.stage is not Stage.VOTES:  # a little: who misses the end has to fetch what it missed
-            grace = max(_LEAST_GRACE, _GRACE * (self.now - self._stage_began))
-            self.deadline = min(self.deadline, self.now + grace)
-            return
         if waiting:
+            self._hurry()
             return
         silent = set(self.plan.members) - self._ready.keys() - self.declined.keys()
         if self.stage is Stage.READY and silent and not self._may_commit(self._ready):
             return  # somebody who was silent may still answer
         self._push_on()
+
+    def _hurry(self) -> None:
+        """Only standbys are awaited: a little, as who misses the end has to fetch it; more if it takes their votes."""
+        answered = self._ready if self.stage is Stage.READY else self._parts
+        if self.stage is not Stage.VOTES and self._may_commit(answered):
+            grace = max(_LEAST_GRACE, _GRACE * (self.now - self._stage_began))
+            self.deadline = min(self.deadline, self.now + grace)
 
     def _push_on(self) -> None:
         """Time is up, or everyone answered: go on with what there is."""

@@ -6,9 +6,7 @@ limited. Here a tensor takes its own bytes and nothing else.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
+from atoll.core.safetensors_header import MALFORMED, read_header
 
 _MAX_HEADER_BYTES = 100 << 20  # that of the format's library
 _DTYPES = {
@@ -32,14 +31,13 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def names_in(path: Path) -> list[str]:
     """Of all tensors in a file. Raises `CheckpointCorrupt`."""
     try:
         with path.open("rb") as file:
-            entries, _ = _header(file, path)
+            entries, _ = read_header(file, path, _MAX_HEADER_BYTES)
             return list(entries)
     except OSError as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
@@ -49,26 +47,12 @@ def read_tensor(path: Path, name: str) -> Tensor:
     """One tensor, in memory of its own. Raises `CheckpointCorrupt`."""
     try:
         with path.open("rb") as file:
-            entries, data_offset = _header(file, path)
+            entries, data_offset = read_header(file, path, _MAX_HEADER_BYTES)
             if name not in entries:
                 raise CheckpointCorrupt(f"{path} has no tensor {name}")
             return _read(file, path, name, entries[name], data_offset)
     except OSError as error:
         raise CheckpointCorrupt(f"{path}: {name} cannot be read: {error.strerror}") from error
-
-
-def _header(file: BinaryIO, path: Path) -> tuple[Mapping[str, Any], int]:
-    """Entries by name, and where data begins. Raises `OSError`, `CheckpointCorrupt`."""
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-        raise CheckpointCorrupt(f"{path} is no safetensors file")
-    try:
-        entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
-        return dict(entries), 8 + length
-    except _MALFORMED as error:
-        raise CheckpointCorrupt(f"{path} is no safetensors file") from error
 
 
 def _read(file: BinaryIO, path: Path, name: str, entry: Any, data_offset: int) -> Tensor:
@@ -80,7 +64,7 @@ def _read(file: BinaryIO, path: Path, name: str, entry: Any, data_offset: int) -
         fits = 0 <= start <= end <= os.fstat(file.fileno()).st_size - data_offset
         if not fits or min(shape, default=0) < 0 or count != dtype.itemsize * torch.Size(shape).numel():
             raise ValueError("its shape and its place do not fit")
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise CheckpointCorrupt(f"{path}: {name} cannot be read: {error}") from error
     bytes_B = torch.empty(count, dtype=torch.uint8)
     file.seek(data_offset + start)
