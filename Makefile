@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_FILES := $(wildcard protos/atoll/v1/*.proto)
+USUAL := not soak and not gpu
 SERVICES := admin enrolment membership
 
 PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchmarks/peers/*.txt))
@@ -12,8 +13,9 @@ PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchm
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
 
-test: $(VENV)/ready  ## everything but soaks and GPUs
-	$(BIN)/pytest -m "not soak and not gpu"
+test: $(VENV)/ready  ## everything but soaks and GPUs; one after the other what has the cores to itself
+	$(BIN)/pytest -m "$(USUAL) and not swarm and not wan" -n logical --dist worksteal
+	$(BIN)/pytest -m "$(USUAL) and (swarm or wan)"
 
 check: $(VENV)/ready protos-check  ## style, types, layers, dependencies
 	$(BIN)/ruff check .

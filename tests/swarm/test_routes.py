@@ -136,7 +136,7 @@ async def test_who_stands_by_takes_the_place_of_a_killed_stage_that_held_layers_
         await begin_halves(swarm)
         await swarm.rounds("bob", 2)
         began = swarm.status("bob")["route_incarnations"]
-        await swarm.node(SPARE, 0.1)
+        await swarm.node(SPARE, 0.1, "--compute-share", "0.3")  # slow, so that it gets nobody's place
         await pinned(swarm, SPARE, SPANS["cleo"])
         await swarm.until(lambda: stands_by(swarm, SPARE), "the spare does not stand by", READY)
         await swarm.rounds(SPARE, 2)  # it follows them

@@ -33,7 +33,10 @@ def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
 
 
 def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
-    """A flat message as we keep it: fields and enum values that we know, clean strings, finite figures from 0 on."""
+    """A message as we keep it: fields and enum values that we know, clean strings, finite figures from 0 on.
+
+    So are messages inside it; lists are left as they are.
+    """
     kept = type(message)()
     kept.CopyFrom(message)
     kept.DiscardUnknownFields()
@@ -44,6 +47,8 @@ def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
             setattr(kept, field.name, 0.0)
         elif field.enum_type is not None and value not in field.enum_type.values_by_number:
             setattr(kept, field.name, 0)
+        elif isinstance(value, Message):
+            getattr(kept, field.name).CopyFrom(tidied(value, limit))
     return kept
 
 

@@ -61,6 +61,9 @@ class LiveStatus:
             rounds_joined=self.counters.joined,
             detail=self.detail,
         )
+        if training and training.busy_seconds_per_token and self.facts is not None and self.facts.span is not None:
+            status.computed.layers.first, status.computed.layers.last = self.facts.span
+            status.computed.seconds_per_token = training.busy_seconds_per_token
         status.missing_stage = self.route.missing if self.route is not None else ""
         prepared = self.holdings.preparing.span if self.holdings is not None else range(0)
         status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())

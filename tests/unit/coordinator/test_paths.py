@@ -17,8 +17,10 @@ from atoll.coordinator.planner.measured import Measured, problem_of
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
 from atoll.coordinator.state import paths
 from atoll.coordinator.state.paths import MOST_PATHS, Path
+from atoll.coordinator.text import tidied
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
+from atoll.v1.plan_pb2 import Span
 
 SPEC = parse_run_spec(spec_toml())
 LAYERS = decoder_layers(blocks=4, dimension=64, block_parameters=50_000, vocabulary=256, sequence_length=64)
@@ -56,11 +58,40 @@ def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
     honest = node("honest", trains=1 / SECONDS * 0.8)
     boaster = node("boaster", trains=1 / SECONDS / 10)
     found, doubts = problem(honest, boaster, node("new"))
-    for machine, factor in zip(found.machines, (1 / 0.8, 10.0, 1.0), strict=True):
+    for machine, factor in zip(found.machines, (1 / 0.8, 10.0, 1 / 0.8), strict=True):  # who is new is as others are
         forward, backward = machine.seconds_per_token["block"]
         assert (forward, backward) == pytest.approx((factor * 1e-5, factor * 2e-5))
+    assert [machine.proven for machine in found.machines] == [True, True, False]
     assert len(doubts) == 1
     assert "boaster trains 10.0 times slower" in doubts[0]
+
+
+def test_a_stage_is_corrected_by_what_its_own_layers_take():
+    """Two blocks, which it computes forward, forward again and backward; its pace is its route's and says nothing."""
+    took = mb.SpanTime(layers=Span(first=1, last=2), seconds_per_token=1.5 * 2 * 4e-5)
+    stage = replace(node("stage", trains=1.0), alone=False)
+    stage.status.computed.CopyFrom(took)
+    found, doubts = problem(stage)
+    assert found.machines[0].seconds_per_token["block"] == pytest.approx((1.5e-5, 3e-5))
+    assert found.machines[0].proven
+    assert not doubts
+
+
+@pytest.mark.parametrize(
+    "took",
+    [
+        mb.SpanTime(layers=Span(first=2, last=1), seconds_per_token=1.0),
+        mb.SpanTime(layers=Span(first=1, last=6), seconds_per_token=1.0),
+        mb.SpanTime(layers=Span(first=1, last=2), seconds_per_token=math.inf),
+        mb.SpanTime(layers=Span(first=1, last=2), seconds_per_token=math.nan),
+    ],
+)
+def test_times_of_layers_that_cannot_be_are_not_looked_at(took):
+    stage = replace(node("stage"), alone=False)
+    stage.status.computed.CopyFrom(took)
+    found, _ = problem(stage)
+    assert found.machines[0].seconds_per_token["block"] == (1e-5, 2e-5)
+    assert not found.machines[0].proven
 
 
 def test_who_says_its_round_trips_are_a_tenth_is_corrected_and_named():
@@ -105,6 +136,11 @@ def test_figures_are_smoothed_grow_stale_and_are_bounded():
 
     paths.take({}, endless(), {"a"}, 0.0)
     assert len(asked) <= MOST_PATHS
+
+
+def test_a_figure_inside_a_figure_is_looked_at_too():
+    kept = tidied(mb.NodeStatus(computed=mb.SpanTime(layers=Span(first=3), seconds_per_token=math.inf)))
+    assert kept.computed == mb.SpanTime(layers=Span(first=3))
 
 
 def test_a_heartbeat_brings_paths_and_a_tidy_profile():

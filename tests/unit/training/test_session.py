@@ -23,7 +23,7 @@ from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.model import Decoder, initialise
-from atoll.node.training.pace import Pace
+from atoll.node.training.pace import RECENT_STEPS, Pace
 from atoll.node.training.run_model import run_model
 from atoll.node.training.session import Session
 from atoll.node.training.shape import ModelShape
@@ -223,7 +223,7 @@ def test_a_new_pace_holds_from_the_next_step(before: float, after: float) -> Non
 def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
     pieces: list[float], share: float, in_step: int
 ) -> None:
-    pace, now, computed = Pace(0.0, share), 0.0, 0.0
+    pace, now, computed, done = Pace(0.0, share), 0.0, 0.0, []
     for number, seconds in enumerate(pieces):
         between = number % in_step == 0
         now += pace.wait_seconds(now) if between else pace.rest_seconds(now)
@@ -233,6 +233,10 @@ def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
         now, computed = now + seconds, computed + seconds
         if number % in_step == in_step - 1:
             pace.end(64, 1.0)
+            done.append(computed)
+    if done:
+        recent = done[-1] - (done[-1 - RECENT_STEPS] if len(done) > RECENT_STEPS else 0.0)
+        assert pace.busy_seconds_per_token() == pytest.approx(recent / share / (64 * min(len(done), RECENT_STEPS)))
     now += pace.rest_seconds(now)
     assert computed / now == pytest.approx(share)
 

@@ -140,6 +140,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("atoll version", profile.atoll_version or "–"),
         ("tokens/s", count(status.tokens_per_second)),
         ("seconds per step", f"{status.step_seconds:.3f}" if status.step_seconds else "–"),
+        ("computing a token", _computing(status)),
         ("steps", status.steps),
         ("tokens", count(status.tokens)),
         ("training loss", loss(status.train_loss)),
@@ -153,6 +154,13 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("uplink", f"{status.uplink_bytes_per_second / 125_000:.1f} Mbit/s" if status.uplink_bytes_per_second else "–"),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _computing(status: mb.NodeStatus) -> str:
+    took = status.computed
+    if not took.seconds_per_token:
+        return "–"
+    return f"{1000 * took.seconds_per_token:.3g} ms, layers {took.layers.first}–{took.layers.last}"
 
 
 def _part(node: wire.NodeView) -> str:

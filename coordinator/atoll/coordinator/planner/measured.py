@@ -2,6 +2,10 @@
 
 A profile is its node's own word, so it is compared with what others see: a round trip is the longer of the two that
 both ends measured, and speeds are scaled to what the node really trains. Whoever is far off is named.
+
+Layers are timed one by one, when a trainer is loaded; computing many of them in turn, beside the machine's other work,
+takes another time. So who trains is corrected by what its span takes, and who does not train yet by as much as others
+usually are.
 """
 
 from __future__ import annotations
@@ -39,7 +43,11 @@ def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSp
     """What to plan for these nodes. Raises nothing: `checks.check_problem` judges the result."""
     doubts: list[str] = []
     training = training_of(spec)
-    machines = tuple(_machine(node, layers, doubts) for node in nodes)
+    told = [_machine(node, layers) for node in nodes]
+    found = [_correction(node, machine, layers) for node, machine in zip(nodes, told, strict=True)]
+    _compare(nodes, found, doubts)
+    usual = statistics.median_low([factor for factor in found if factor] or [1.0])
+    machines = tuple(_scaled(machine, factor, usual) for machine, factor in zip(told, found, strict=True))
     rtt, rate = _tables(nodes, doubts)
     return Seen(Problem(machines, _linked(complete(rtt, rate)), layers, training, wishes), tuple(doubts))
 
@@ -50,11 +58,11 @@ def _linked(links: Links) -> Links:
     return replace(links, rtt_seconds=known)
 
 
-def _machine(node: Measured, layers: Sequence[Layer], doubts: list[str]) -> Machine:
+def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
+    """By its own word alone."""
     profile, status = node.profile, node.status
     uplink = min(status.uplink_bytes_per_second, MAX_UPLINK) or _UNKNOWN_BYTES_PER_SECOND
-    trained = status.tokens_per_second if node.alone else 0.0
-    machine = Machine(
+    return Machine(
         name=node.name,
         device_memory_bytes=float(profile.device_memory_bytes),
         host_memory_bytes=float(profile.host_memory_bytes),
@@ -74,8 +82,6 @@ def _machine(node: Measured, layers: Sequence[Layer], doubts: list[str]) -> Mach
         price_per_hour=profile.price_per_hour,
         kind=profile.device_name or profile.device,
     )
-    _compare(machine, trained, profile.tokens_per_second or _told(machine, layers), doubts)
-    return _corrected(machine, trained, layers)
 
 
 def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
@@ -83,30 +89,42 @@ def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
     return 3 * tokens_per_second * math.fsum(layer.flops_per_token for layer in layers)
 
 
-def _told(machine: Machine, layers: Sequence[Layer]) -> float:
-    """Tokens per second by the times of its layers; 0 where one is missing."""
+def _correction(node: Measured, machine: Machine, layers: Sequence[Layer]) -> float:
+    """How many times what it told its layers take at work; 0: not known."""
+    status = node.status
+    if node.alone and status.tokens_per_second:
+        told, took = _told(machine, layers), 1 / status.tokens_per_second
+    else:
+        computed = status.computed
+        first, last = computed.layers.first, computed.layers.last
+        if not (0 < computed.seconds_per_token < math.inf and first <= last < len(layers)):
+            return 0.0
+        whole = last - first + 1 == len(layers)
+        told, took = _told(machine, layers[first : last + 1], again=not whole), computed.seconds_per_token
+    return took / told if told else 0.0
+
+
+def _told(machine: Machine, layers: Sequence[Layer], *, again: bool = False) -> float:
+    """Seconds per token by the times of its layers, `again`: with what stages recompute; 0 where one is missing."""
     times = machine.seconds_per_token
-    seconds = math.fsum(sum(times.get(layer.kind, (math.inf, math.inf))) for layer in layers)
-    return 1 / seconds if seconds else 0.0
+    if any(layer.kind not in times for layer in layers):
+        return 0.0
+    return math.fsum((1 + again) * times[layer.kind][0] + times[layer.kind][1] for layer in layers)
 
 
-def _compare(machine: Machine, trained: float, told: float, doubts: list[str]) -> None:
-    """What it trains with what it said; its owner's pace counts in both."""
-    if trained and told and not 1 / OFF <= told / trained <= OFF:
-        slower, times = ("slower", told / trained) if told > trained else ("faster", trained / told)
-        doubts.append(f"{machine.name} trains {times:.1f} times {slower} than its profile says")
+def _compare(nodes: Sequence[Measured], found: Sequence[float], doubts: list[str]) -> None:
+    """What they compute with what they said; an owner's limits count in both."""
+    for node, factor in zip(nodes, found, strict=True):
+        if factor and not 1 / OFF <= factor <= OFF:
+            slower, times = ("slower", factor) if factor > 1 else ("faster", 1 / factor)
+            doubts.append(f"{node.name} trains {times:.1f} times {slower} than its profile says")
 
 
-def _corrected(machine: Machine, trained: float, layers: Sequence[Layer]) -> Machine:
-    """With its layers' times scaled so that all of them take what a token really takes it."""
-    told = _told(machine, layers)
-    if not trained or not told:
-        return machine
-    factor = told / trained
-    scaled = {
-        kind: (factor * forward, factor * backward) for kind, (forward, backward) in machine.seconds_per_token.items()
-    }
-    return replace(machine, seconds_per_token=scaled)
+def _scaled(machine: Machine, factor: float, usual: float) -> Machine:
+    """With its layers' times as they are at work: corrected by its own factor, or by the usual one."""
+    by = factor or usual
+    times = {kind: (by * forward, by * backward) for kind, (forward, backward) in machine.seconds_per_token.items()}
+    return replace(machine, seconds_per_token=times, proven=factor > 0)
 
 
 def _tables(nodes: Sequence[Measured], doubts: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -83,6 +83,7 @@ class Machine:
     failures_per_hour: float = 0.0
     trusted: bool = True
     kind: str = ""  # of hardware, for people
+    proven: bool = True  # its speed is that at which it was seen to work, not only told
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Wishes:
     unused_pin_discount: float = 1e-6  # of the score for each pinned machine without a place: only where it must be
     recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
     hysteresis: float = 0.05  # a new plan must be better by this share
+    unproven_hysteresis: float = 0.2  # where it takes a place from somebody for a machine whose speed is only told
     horizon_seconds: float = 6 * 3600.0  # over which it must pay for its moves
 
 

@@ -2,8 +2,9 @@
 
 Machines that get layers fetch anchor and momentum of those they did not hold, and their route trains nothing meanwhile.
 Of the layouts that are possible the one that moves least is taken, unless another is better, over the horizon and with
-what its moves cost, by more than noise in measurements would be. Where that other one takes nothing from those who have
-a place and gives them nothing new, a little is enough: newcomers should not wait for a large gain.
+what its moves cost, by more than noise in measurements would be; by much more where somebody loses a place to a machine
+that was never seen at work. Where that other one takes nothing from those who have a place and gives them nothing new,
+a little is enough: newcomers should not wait for a large gain.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import Evaluation, evaluate
-from atoll.coordinator.planner.problem import Layout, Problem
+from atoll.coordinator.planner.problem import Layout, Problem, Wishes
 from atoll.coordinator.planner.question import NamedRoute
 from atoll.coordinator.planner.repair import able_routes, extended, repaired
 from atoll.coordinator.planner.solve import solve
@@ -47,10 +48,14 @@ class _Option:
     net_score: float  # less what is not trained while machines fetch
     moved_bytes: float  # of that, by machines that have a place already
     placed: frozenset[str]  # of those
+    unproven: frozenset[str]  # who would get a place, and whose speed is only told
 
-    def disturbs(self, other: _Option) -> bool:
-        """Whether it asks more of those who have a place than `other` does."""
-        return self.moved_bytes > other.moved_bytes or not self.placed >= other.placed
+    def needed(self, other: _Option, wishes: Wishes) -> float:
+        """By which share it must be better than `other` to be taken instead."""
+        if self.placed >= other.placed and self.moved_bytes <= other.moved_bytes:
+            return _WORTH_ADDING
+        ousts = not self.placed >= other.placed and not self.unproven <= other.unproven
+        return wishes.unproven_hysteresis if ousts else wishes.hysteresis
 
 
 def replan(
@@ -119,8 +124,7 @@ def _chosen(
     options = [_option(tables, current, standbys, layout) for layout in layouts]
     before = best = options[0]
     for option in sorted(options[1:], key=lambda it: it.moved_bytes):
-        needed = tables.problem.wishes.hysteresis if option.disturbs(best) else _WORTH_ADDING
-        if option.net_score > best.net_score * (1 + needed):
+        if option.net_score > best.net_score * (1 + option.needed(best, tables.problem.wishes)):
             best = option
     total, over = bytes_text(sum(best.fetched_bytes.values())), duration_text(tables.problem.wishes.horizon_seconds)
     if not before.value.score:
@@ -143,12 +147,14 @@ def _from_nothing(current: Sequence[NamedRoute], total: str) -> str:
 def _option(tables: Tables, current: Sequence[NamedRoute], standbys: NamedRoute, layout: Layout) -> _Option:
     value, fetched = evaluate(tables, layout), fetched_bytes(tables, current, layout, standbys)
     held = {name for route in current for name, _, _ in route}
+    machines = [tables.problem.machines[machine] for machine in layout.machines]
     return _Option(
         value=value,
         fetched_bytes=fetched,
         net_score=_net_score(tables, value, fetched),
         moved_bytes=sum(size for name, size in fetched.items() if name in held),
-        placed=frozenset(held & {tables.problem.machines[machine].name for machine in layout.machines}),
+        placed=frozenset(held & {machine.name for machine in machines}),
+        unproven=frozenset(machine.name for machine in machines if not machine.proven and machine.name not in held),
     )
 
 

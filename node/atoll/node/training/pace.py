@@ -15,25 +15,30 @@ class Pace:
         self.compute_share = compute_share
         self._rested = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
+        self._busy: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)  # seconds, tokens
+        self._worked = 0.0  # in the step under way, its rests included
         self._next = 0.0
         self._began = 0.0
 
     def begin(self, now: float) -> None:
         """A step begins."""
-        self._began = now
+        self._began, self._worked = now, 0.0
         self._next = now + self.minimum_step_seconds
 
     def worked(self, began: float, ended: float) -> None:
         """A piece of a step, or all of it, took that time."""
         self._rested = ended + (ended - began) * (1 / self.compute_share - 1)
+        self._worked += (ended - began) / self.compute_share
 
     def end(self, tokens: int, loss: float) -> None:
         """It is done."""
         self._steps.append((self._began, tokens, loss))
+        if self._worked:
+            self._busy.append((max(self._worked, self.minimum_step_seconds), tokens))
 
     def forget(self) -> None:
         """Training was interrupted: the gap is not a slow step."""
-        self._steps.clear()
+        self._steps.clear()  # what its steps computed stands
 
     def wait_seconds(self, now: float) -> float:
         """Until the next step may begin."""
@@ -51,6 +56,10 @@ class Pace:
 
     def tokens_per_step(self) -> float:
         return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))
+
+    def busy_seconds_per_token(self) -> float:
+        """That recent steps computed, and rested for its owner; waiting for others is not in it. 0: not known."""
+        return sum(seconds for seconds, _ in self._busy) / max(1, sum(tokens for _, tokens in self._busy))
 
     def loss(self) -> float:
         """Mean of the recent steps."""

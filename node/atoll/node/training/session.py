@@ -31,6 +31,7 @@ from atoll.node.training.pace import Pace
 from atoll.node.training.shared import map_vector, size_for
 
 PUSH_SECONDS = 0.5
+TIMED_STEPS = 16  # of so many on a GPU, one
 
 
 class Channel(Protocol):
@@ -57,6 +58,7 @@ class Session:
         self._pace = Pace(config.minimum_step_seconds, config.compute_share)
         self._training = self._loaded = self._snapped = self._stopping = False
         self._pushed_at = 0.0
+        self._steps = 0
         self._orders: deque[ms.Envelope] = deque()
         self._memory_bytes = config.memory_bytes
         facts = device_facts(choose_device(config.device), config.vram_fraction, config.memory_bytes)
@@ -89,6 +91,12 @@ class Session:
             return False
         return not self._wait_seconds(self._loop)
 
+    @property
+    def _is_timed(self) -> bool:
+        """Whether to wait for the device: a GPU is ahead of its program, and should be in most steps."""
+        always = self._here.device.type == "cpu" or self._pace.compute_share < 1
+        return always or self._steps % TIMED_STEPS == TIMED_STEPS - 1
+
     def _wait_seconds(self, loop: InnerLoop | StageLoop) -> float:
         """Until there may be work."""
         now = self._clock.monotonic()
@@ -116,12 +124,13 @@ class Session:
         loop, began = self._require_model(), self._clock.monotonic()
         was_between = loop.between_steps
         result = loop.work()
-        if self._pace.compute_share < 1:
-            finish(self._here.device)
-            self._pace.worked(began, self._clock.monotonic())
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
+        if self._is_timed:
+            finish(self._here.device)
+            self._pace.worked(began, self._clock.monotonic())
         if result is not None:
+            self._steps += 1
             self._pace.end(result.tokens, result.loss)
 
     def _obey(self, order: ms.Envelope) -> None:
@@ -249,6 +258,7 @@ class Session:
                 tokens=progress.tokens_total,
                 tokens_per_second=self._pace.tokens_per_step() / step_seconds if step_seconds else 0.0,
                 step_seconds=step_seconds,
+                busy_seconds_per_token=self._pace.busy_seconds_per_token(),
                 train_loss=self._pace.loss(),
                 data_stall_seconds=loop.data_stall_seconds,
                 samples_repeated=progress.samples_repeated,
