@@ -10,34 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-
-import torch
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, ChildDied, RoundAbandoned, first_error
+from atoll.core.errors import AtollError, ChildDied, first_error
 from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, manifest_hash
+from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.allreduce import Exchange, ExchangeServer
+from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.beside import Beside
 from atoll.node.averaging.decide import is_witness, position_at
 from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.outer import is_stale, outer_schedule
+from atoll.node.averaging.outer import is_stale
+from atoll.node.averaging.results import Results
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.averaging.seals import IdentitySeals
-from atoll.node.state.anchor import AnchorState, Staged, Staging
-from atoll.node.state.catchup import catch_up, fetch_manifest, fetch_staged, newest_round
+from atoll.node.averaging.tally import Tally
+from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.trainer import Trainer
@@ -51,8 +48,6 @@ _TICK_SECONDS = 0.1
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _LOOK_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
-_STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
-_MOST_THREADS = 8
 _PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
 _LOOK_PAUSE_SECONDS = 1.0
 _EVALUATION = timedelta(seconds=10)  # over a route, until all its stages stand at the same round
@@ -116,7 +111,6 @@ class AveragingEngine:
         self._votes = votes
         self._operator_key = operator_key
         self._network = network
-        self._exchanges = exchanges
         self._clock = clock
         self._counters = counters
         self._listener = listener
@@ -134,21 +128,12 @@ class AveragingEngine:
         self._events: asyncio.Queue[rt.Event] = asyncio.Queue()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
-        self._exchange: _Running | None = None
-        self._served: RoundId | None = None  # the exchange whose parts others may ask for
-        self._asides: set[asyncio.Task[None]] = set()
+        self._beside = Beside()
+        self._results = Results(spec, self._machine, state, network, exchanges, self._beside, self._events.put_nowait)
+        self._tally = Tally(trainer.status.tokens, head.round)
         self._catching_up = False
-        self._counted_from = self._reported_from = trainer.status.tokens
-        self._counted_round = head.round
-        self._frozen_tokens = 0  # of the snapshot, since the round before that counted us
-        self._frozen_at = 0  # the trainer's total then
-        self._usual_tokens: deque[int] = deque(maxlen=2)  # what was counted of ours, a round
-        self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._looking = False
-        self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
-            threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
-        )
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
         self.finished = asyncio.Event()
@@ -169,10 +154,7 @@ class AveragingEngine:
 
     def staged(self, payload_hash: bytes) -> Staged | None:
         """The state of a result that may still be committed."""
-        for payload in self._machine.held:
-            if manifest_hash(payload) == payload_hash:
-                return self._staged.get(_key_of_payload(payload))
-        return None
+        return self._results.of_payload(payload_hash)
 
     def receive(self, peer: str, message: dp.RoundMessage) -> None:
         """A round message from a member."""
@@ -219,10 +201,8 @@ class AveragingEngine:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            await self._stop_asides()
-            if self._served is not None:
-                self._exchanges.end(self._served)
-            self._executor.shutdown(wait=False, cancel_futures=True)
+            await self._beside.stop()
+            self._results.close()
 
     async def _feed(self) -> None:
         """Events as they come, and a tick every so often however many events come."""
@@ -242,7 +222,7 @@ class AveragingEngine:
         if self._catching_up:
             return  # what the machine believes is out of date
         status = self._trainer.status
-        self._step(rt.Progress(max(0, status.tokens - self._reported_from), status.step_seconds))
+        self._step(rt.Progress(self._tally.unreported(status.tokens), status.step_seconds))
         self._step(rt.Tick())
         quiet = self._clock.monotonic() - self._last_look
         if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
@@ -273,11 +253,11 @@ class AveragingEngine:
             case rt.RunExchange(_, start, seconds, fragment):
                 self._begin_exchange(start, seconds, fragment)
             case rt.Complete(round_id, settle, seconds):
-                self._aside(self._complete(round_id, settle, seconds))
+                self._results.complete(round_id, settle, seconds)
             case rt.Obtain(round_id, payload, holders, seconds):
-                self._aside(self._obtain(round_id, payload, holders, seconds))
+                self._results.obtain(round_id, payload, holders, seconds)
             case rt.AskCoordinator(round_id, payload):
-                self._aside(self._ask_coordinator(round_id, payload))
+                self._beside.begin(self._ask_coordinator(round_id, payload))
             case rt.Release(round_id, thaw):
                 self._release(round_id, thaw)
             case rt.Install(head, opened_here, counted):
@@ -325,23 +305,23 @@ class AveragingEngine:
             return  # given up while other orders were carried out
         own = self._state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
-        self._frozen_tokens, self._frozen_at = snapshot.tokens, self._trainer.status.tokens
+        self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
         self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
     async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             await self._witness(head, opened_here)
             return
-        staged = self._staged.get(_key_of(head.manifest.layers))
+        staged = self._results.of_layers(head.manifest.layers)
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
             self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
             return
         await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, self._state.commit, staged)
-        self._forget_staged()
+        self._results.forget()
         self._counters.committed += 1
         if counted:
-            self._count_frozen(head.round)
+            self._tally.count(head.round)
         take = self._trainer.apply if counted else self._trainer.rebase
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
         moved = (own.start, own.stop)
@@ -357,9 +337,9 @@ class AveragingEngine:
             return
         await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, lambda: None)
-        self._forget_staged()
+        self._results.forget()
         self._counters.witnessed += 1
-        self._reported_from = self._trainer.status.tokens  # of what was trained since the head
+        self._tally.pass_by(self._trainer.status.tokens)
         ranges = self._ranges(head)
         await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens, moved=(0, 0))
         _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)
@@ -375,7 +355,7 @@ class AveragingEngine:
             elif over:
                 await self._evaluate_route(head, _LAST_EVALUATION)
             else:
-                self._aside(self._evaluate_route(head, _EVALUATION))
+                self._beside.begin(self._evaluate_route(head, _EVALUATION))
         if over:
             self.finished.set()
 
@@ -443,86 +423,19 @@ class AveragingEngine:
     # --- beside --------------------------------------------------------------------------------------
 
     def _begin_exchange(self, start: dp.Start, seconds: float, fragment: Fragment) -> None:
-        members, policy = len(start.partition), self._machine.policy
+        members = len(start.partition)
         self._counters.joined += 1
         self._counters.bytes_fp32 += 2 * 4 * fragment.elements * (members - 1) // members
-        staging = self._state.staging(fragment, *outer_schedule(self._spec.sync, self.head.committed_tokens))
-        exchange = Exchange(
-            start,
-            self._network,
-            self._trainer.pseudo_gradient[self._state.slice(fragment.start, fragment.end)],
-            staging.take,
-            self._executor,
-            timedelta(seconds=seconds),
-            max(policy.stall, timedelta(seconds=seconds * _STALL)),
-            change=policy.change_per_token if policy.screening else None,
-        )
-        self._end_exchange()
-        if self._served is not None:
-            self._exchanges.end(self._served)
-        self._served = exchange.round_id
-        self._exchanges.begin(exchange)
-        self._exchange = _Running(exchange, self.head, staging, self._aside(self._run_exchange(exchange)))
-
-    async def _run_exchange(self, exchange: Exchange) -> None:
-        try:
-            held = await exchange.run()
-        except RoundAbandoned as error:  # our own update is of no use
-            self._events.put_nowait(rt.Failed(exchange.round_id, str(error)))
-            return
-        self._events.put_nowait(rt.Parted(exchange.round_id, held.digests, held.partial, held.verdicts))
-
-    async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
-        running = self._exchange
-        if running is None or running.exchange.round_id != round_id:
-            return  # released meanwhile
-        holders = {repair.part: tuple(repair.peer_ids) for repair in settle.repairs}
-        try:
-            await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
-        except RoundAbandoned as error:
-            self._events.put_nowait(rt.Failed(round_id, str(error)))
-            return
-        staged = await asyncio.to_thread(running.staging.finish, running.before, self._executor.map)
-        if self._exchange is running:
-            self._keep_staged(staged)
-            self._events.put_nowait(rt.Staged(round_id, staged.layers))
-
-    async def _obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
-        """The state of an earlier attempt's result, from those who still have it."""
-        try:
-            async with asyncio.timeout(seconds):
-                run_id, state = self._spec.run.name, self._state
-                staged = await fetch_staged(self._network, holders, payload, run_id, state.offsets, state.layers)
-        except (AtollError, TimeoutError) as error:
-            self._events.put_nowait(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
-            return
-        self._keep_staged(staged)
-        self._events.put_nowait(rt.Obtained(round_id, payload))
+        own_E = self._trainer.pseudo_gradient[self._state.slice(fragment.start, fragment.end)]
+        self._results.begin(start, seconds, fragment, own_E, self.head)
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> None:
         self._events.put_nowait(await self._listener.ask_coordinator(round_id, payload))
 
-    def _keep_staged(self, staged: Staged) -> None:
-        """Beside those that the machine still holds: it says what may be committed yet."""
-        kept = {_key_of_payload(payload) for payload in self._machine.held}
-        self._staged = {key: held for key, held in self._staged.items() if key in kept}
-        self._staged[_key_of(staged.layers)] = staged
-
-    def _forget_staged(self) -> None:
-        self._staged.clear()
-        self._end_exchange()
-
-    def _end_exchange(self) -> None:
-        """Ours is over; its parts are served until the next one begins, because others may still repair theirs."""
-        running, self._exchange = self._exchange, None
-        if running is not None:
-            running.task.cancel()
-            running.exchange.let_go()
-
     def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1
         _log.warning("round abandoned", round=str(round_id))
-        self._end_exchange()
+        self._results.end_exchange()
         if thaw:
             self._orders.put_nowait(self._trainer.discard)
 
@@ -530,7 +443,7 @@ class AveragingEngine:
         """Somebody says that others are ahead. Ask them, beside the rounds: it may not be true."""
         if not self._looking and not self._catching_up:
             self._looking = True
-            self._aside(self._look_ahead(reason))
+            self._beside.begin(self._look_ahead(reason))
 
     async def _look_ahead(self, reason: str) -> None:
         self._last_look = self._clock.monotonic()
@@ -564,7 +477,7 @@ class AveragingEngine:
                 counted = known if known is not None else await self._counted_after(before)
                 await asyncio.to_thread(self._manifests.keep, head)
                 await self._move(head, self._state.adopt, fetched)
-                self._forget_staged()
+                self._results.forget()
                 await self._keep_progress(before, head, counted)
                 self._step(rt.HeadMoved(head))
                 if self._machine.finished:
@@ -591,25 +504,19 @@ class AveragingEngine:
 
     async def _keep_progress(self, before: Head, head: Head, counted: bool | None) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        ranges, usual = self._ranges(head), min(self._usual_tokens, default=0)
+        ranges = self._ranges(head)
         if counted:
-            self._count_frozen(before.round + 1)
-        tokens, missed = self._trainer.status.tokens - self._counted_from, head.round - before.round - bool(counted)
+            self._tally.count(before.round + 1)
+        tokens = self._tally.uncounted(self._trainer.status.tokens)
+        missed = head.round - before.round - bool(counted)
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
-        if counted is None or (whole_turn and is_stale(tokens, usual, missed)):
+        if counted is None or (whole_turn and is_stale(tokens, self._tally.usual, missed)):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
-            self._counted_from = self._reported_from = self._trainer.status.tokens
+            self._tally.begin_anew(self._trainer.status.tokens)
         elif counted:
             await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
         else:
             await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
-
-    def _count_frozen(self, number: int) -> None:
-        """Round `number` holds our snapshot."""
-        self._counted_from = self._reported_from = self._frozen_at
-        if self._frozen_tokens:
-            self._usual_tokens.append(self._frozen_tokens // max(1, number - self._counted_round))
-        self._counted_round = number
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(
@@ -629,43 +536,3 @@ class AveragingEngine:
     def _ranges(self, head: Head) -> tuple[tuple[int, int], ...]:
         lease = self._machine.policy.minimum_lease
         return position_at(head, self._machine.plan, lease).holdings.get(self._me, ())
-
-    def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._asides.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """What failed beside must not vanish; the round has deadlines that notice."""
-        self._asides.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("work beside the rounds failed", error=repr(task.exception()))
-
-    async def _stop_asides(self) -> None:
-        for task in list(self._asides):
-            task.cancel()
-        await asyncio.gather(*self._asides, return_exceptions=True)
-
-
-@dataclass(frozen=True)
-class _Running:
-    """The exchange of the attempt that this node takes part in."""
-
-    exchange: Exchange
-    before: Head
-    staging: Staging  # its own: a cancelled exchange may still write
-    task: asyncio.Task[None]
-
-
-def threads(cores: int) -> int:
-    """For codecs, sums and digests: half of the machine, as others use it too."""
-    return min(max(2, cores // 2), _MOST_THREADS)
-
-
-def _key_of(layers: Iterable[manifest_pb2.LayerState]) -> bytes:
-    return b"".join(layer.anchor_digest + layer.momentum_digest for layer in layers)
-
-
-def _key_of_payload(payload: bytes) -> bytes:
-    return _key_of(manifest_pb2.Manifest.FromString(payload).layers)

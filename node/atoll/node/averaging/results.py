@@ -1,0 +1,177 @@
+"""The exchange of the attempt under way, and the states that may still be committed.
+
+An attempt's exchange leads to digests of the average (`Parted`), with the opener's word to a state (`Staged`), which is
+kept for as long as the machine holds its payload: a commit may come late, or in another attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import AtollError, RoundAbandoned
+from atoll.core.fragments import Fragment
+from atoll.core.manifest import Head, manifest_hash
+from atoll.core.round_id import RoundId
+from atoll.core.run_spec import RunSpec
+from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.allreduce import Exchange, ExchangeServer
+from atoll.node.averaging.beside import Beside
+from atoll.node.averaging.outer import outer_schedule
+from atoll.node.averaging.round import RoundMachine
+from atoll.node.state.anchor import AnchorState, Staged, Staging
+from atoll.node.state.catchup import fetch_staged
+from atoll.node.transport import Network
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+_STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The exchange of the attempt that this node takes part in."""
+
+    exchange: Exchange
+    before: Head
+    staging: Staging  # its own: a cancelled exchange may still write
+    task: asyncio.Task[None]
+
+
+class Results:
+    """`tell` gets what the machine must hear of them."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        machine: RoundMachine,
+        state: AnchorState,
+        network: Network,
+        exchanges: ExchangeServer,
+        beside: Beside,
+        tell: Callable[[rt.Event], None],
+    ) -> None:
+        self._spec, self._machine, self._state = spec, machine, state
+        self._network, self._exchanges = network, exchanges
+        self._beside, self._tell = beside, tell
+        self._running: _Running | None = None
+        self._served: RoundId | None = None  # the exchange whose parts others may ask for
+        self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
+        self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
+            threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
+        )
+
+    def of_payload(self, payload_hash: bytes) -> Staged | None:
+        """The state of a result that may still be committed."""
+        for payload in self._machine.held:
+            if manifest_hash(payload) == payload_hash:
+                return self._staged.get(_key_of(manifest_pb2.Manifest.FromString(payload).layers))
+        return None
+
+    def of_layers(self, layers: Iterable[manifest_pb2.LayerState]) -> Staged | None:
+        """The same, by what it is of."""
+        return self._staged.get(_key_of(layers))
+
+    def begin(self, start: dp.Start, seconds: float, fragment: Fragment, own_E: Tensor, head: Head) -> None:
+        """Exchange `own_E`, the pseudo-gradient of the fragment as it is held here, on the state of `head`."""
+        policy = self._machine.policy
+        staging = self._state.staging(fragment, *outer_schedule(self._spec.sync, head.committed_tokens))
+        exchange = Exchange(
+            start,
+            self._network,
+            own_E,
+            staging.take,
+            self._executor,
+            timedelta(seconds=seconds),
+            max(policy.stall, timedelta(seconds=seconds * _STALL)),
+            change=policy.change_per_token if policy.screening else None,
+        )
+        self.end_exchange()
+        if self._served is not None:
+            self._exchanges.end(self._served)
+        self._served = exchange.round_id
+        self._exchanges.begin(exchange)
+        self._running = _Running(exchange, head, staging, self._beside.begin(self._run(exchange)))
+
+    def complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
+        """Repair what the opener's digests say is missing or wrong, and make the state of it."""
+        self._beside.begin(self._complete(round_id, settle, seconds))
+
+    def obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
+        """The state of an earlier attempt's result, from those who still have it."""
+        self._beside.begin(self._obtain(round_id, payload, holders, seconds))
+
+    def forget(self) -> None:
+        """The head moved: nothing of what was made on the old one is of use."""
+        self._staged.clear()
+        self.end_exchange()
+
+    def end_exchange(self) -> None:
+        """Ours is over; its parts are served until the next one begins, because others may still repair theirs."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.task.cancel()
+            running.exchange.let_go()
+
+    def close(self) -> None:
+        """When everything beside was stopped."""
+        if self._served is not None:
+            self._exchanges.end(self._served)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            held = await exchange.run()
+        except RoundAbandoned as error:  # our own update is of no use
+            self._tell(rt.Failed(exchange.round_id, str(error)))
+            return
+        self._tell(rt.Parted(exchange.round_id, held.digests, held.partial, held.verdicts))
+
+    async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
+        running = self._running
+        if running is None or running.exchange.round_id != round_id:
+            return  # released meanwhile
+        holders = {repair.part: tuple(repair.peer_ids) for repair in settle.repairs}
+        try:
+            await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
+        except RoundAbandoned as error:
+            self._tell(rt.Failed(round_id, str(error)))
+            return
+        staged = await asyncio.to_thread(running.staging.finish, running.before, self._executor.map)
+        if self._running is running:
+            self._keep(staged)
+            self._tell(rt.Staged(round_id, staged.layers))
+
+    async def _obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                run_id, state = self._spec.run.name, self._state
+                staged = await fetch_staged(self._network, holders, payload, run_id, state.offsets, state.layers)
+        except (AtollError, TimeoutError) as error:
+            self._tell(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
+            return
+        self._keep(staged)
+        self._tell(rt.Obtained(round_id, payload))
+
+    def _keep(self, staged: Staged) -> None:
+        """Beside those that the machine still holds: it says what may be committed yet."""
+        kept = {_key_of(manifest_pb2.Manifest.FromString(payload).layers) for payload in self._machine.held}
+        self._staged = {key: held for key, held in self._staged.items() if key in kept}
+        self._staged[_key_of(staged.layers)] = staged
+
+
+def threads(cores: int) -> int:
+    """For codecs, sums and digests: half of the machine, as others use it too."""
+    return min(max(2, cores // 2), _MOST_THREADS)
+
+
+def _key_of(layers: Iterable[manifest_pb2.LayerState]) -> bytes:
+    return b"".join(layer.anchor_digest + layer.momentum_digest for layer in layers)
