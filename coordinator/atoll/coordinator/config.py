@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from atoll.coordinator import database_url
 from atoll.coordinator.paths import SYSTEM_CONFIG, user_config
+from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.errors import ConfigError, TokenMalformed
 from atoll.core.tokens import split_endpoint
@@ -44,6 +45,10 @@ class CoordinatorConfig(BaseModel):
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
     plan_search_seconds: Seconds = 2.0  # for the planner, where not every node holds the model
+    plan_goal: Literal["time", "price"] = "time"  # tokens per second, or per money
+    plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = 0.05  # by which a plan that disturbs others must be better
+    plan_horizon_seconds: Annotated[float, Field(gt=0, le=365 * 86400)] = 6 * 3600.0  # over which it must pay for moves
+    plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 80.0  # inside a route; what is above counts more
     genesis_seconds: Seconds = 600.0
     recover_seconds: Seconds = 10.0
     lost_layers_seconds: Seconds = 60.0  # that a layer is lost to all who should hold it
@@ -82,6 +87,12 @@ class CoordinatorConfig(BaseModel):
             genesis_seconds=self.genesis_seconds,
             recover_seconds=self.recover_seconds,
             lost_layers_seconds=self.lost_layers_seconds,
+            preferences=Preferences(
+                goal=self.plan_goal,
+                hysteresis=self.plan_hysteresis,
+                horizon_seconds=self.plan_horizon_seconds,
+                rtt_cap_seconds=self.plan_rtt_cap_ms / 1000,
+            ),
         )
 
 

@@ -118,7 +118,7 @@ class RevokeTokenResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin")
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "doubt")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class NodeView(_message.Message):
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    DOUBT_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     run_id: str
@@ -153,7 +154,8 @@ class NodeView(_message.Message):
     route: int
     left_out: str
     pin: str
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ...) -> None: ...
+    doubt: str
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., doubt: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -254,20 +256,34 @@ class GetPlanRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PlanView(_message.Message):
-    __slots__ = ("plan", "signed", "nodes", "left_out", "missing", "figures")
+    __slots__ = ("plan", "signed", "nodes", "left_out", "missing", "figures", "wishes")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     SIGNED_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    WISHES_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.Plan
     signed: _common_pb2.Signed
     nodes: _containers.RepeatedCompositeFieldContainer[PlacedNode]
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOutNode]
     missing: str
     figures: PlanFigures
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., signed: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[PlacedNode, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOutNode, _Mapping]]] = ..., missing: _Optional[str] = ..., figures: _Optional[_Union[PlanFigures, _Mapping]] = ...) -> None: ...
+    wishes: PlanWishes
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., signed: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[PlacedNode, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOutNode, _Mapping]]] = ..., missing: _Optional[str] = ..., figures: _Optional[_Union[PlanFigures, _Mapping]] = ..., wishes: _Optional[_Union[PlanWishes, _Mapping]] = ...) -> None: ...
+
+class PlanWishes(_message.Message):
+    __slots__ = ("goal", "hysteresis", "horizon_seconds", "rtt_cap_seconds")
+    GOAL_FIELD_NUMBER: _ClassVar[int]
+    HYSTERESIS_FIELD_NUMBER: _ClassVar[int]
+    HORIZON_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RTT_CAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    goal: str
+    hysteresis: float
+    horizon_seconds: float
+    rtt_cap_seconds: float
+    def __init__(self, goal: _Optional[str] = ..., hysteresis: _Optional[float] = ..., horizon_seconds: _Optional[float] = ..., rtt_cap_seconds: _Optional[float] = ...) -> None: ...
 
 class PlacedNode(_message.Message):
     __slots__ = ("peer_id", "name", "route", "span", "memory_bytes", "memory_lent_bytes")

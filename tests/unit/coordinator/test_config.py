@@ -11,6 +11,7 @@ from atoll.coordinator import config as module
 from atoll.coordinator.cli import serve
 from atoll.coordinator.config import Loaded, load
 from atoll.coordinator.paths import default_data_dir
+from atoll.coordinator.planner.question import Preferences
 from atoll.core.errors import ConfigError
 
 
@@ -89,6 +90,14 @@ def test_a_missing_named_file_is_an_error_and_a_missing_user_file_is_not(tmp_pat
     read(tmp_path)
     with pytest.raises(ConfigError, match="cannot read"):
         load({}, {"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path / "absent.toml", tmp_path)
+
+
+def test_what_the_operator_wants_of_plans_reaches_the_planner(tmp_path: Path) -> None:
+    wanted = 'plan_goal = "price"\nplan_hysteresis = 0.1\nplan_horizon_seconds = 3600\nplan_rtt_cap_ms = 50'
+    assert read(tmp_path, user=wanted).config.policy.preferences == Preferences("price", 0.1, 3600, 0.05)
+    assert read(tmp_path).config.policy.preferences == Preferences()
+    with pytest.raises(ConfigError, match="plan_goal"):
+        read(tmp_path, user='plan_goal = "fame"')
 
 
 def test_public_endpoints_need_a_port(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.planner.live import answer
+from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.state import applying, asking, pinning, plan_views
 from atoll.coordinator.state.views import node_view
 from atoll.core.clock import ManualClock
@@ -156,7 +157,9 @@ def test_plans_are_made_for_runs_that_train() -> None:
 def test_a_plan_is_shown_with_memory_and_who_is_left_out() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6, tiny=1)
-    view = plan_views.plan_view(world.state, sign_plan(world.operator, world.plan), world.state.memory[RUN].figures)
+    sealed, wishes = sign_plan(world.operator, world.plan), Preferences(goal="price")
+    view = plan_views.plan_view(world.state, sealed, world.state.memory[RUN].figures, wishes)
+    assert view.wishes.goal == "price"
     assert [(it.name, it.span.first, it.route) for it in view.nodes] == [
         (name, world.spans()[name][0], 1) for name in world.routes()[0]
     ]

@@ -113,6 +113,18 @@ def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
     assert "bob trains 10.0 times slower than its profile says" in text
 
 
+def test_the_coordinator_s_wishes_are_those_that_are_explained(capsys):
+    """Both train for the same money, the slow one for ten times of it a token: who asks for price wants one."""
+    ann, bob = node("ann", bob=3), node("bob", 4.0, ann=3)
+    ann.profile.price_per_hour, bob.profile.price_per_hour = 0.1, 4.0
+    given = answers(ann, bob)
+    assert len(explained(given, capsys)["best"]["routes"]) == 2
+    given["GetPlan"].wishes.MergeFrom(
+        wire.PlanWishes(goal="price", hysteresis=0.05, horizon_seconds=3600, rtt_cap_seconds=0.08)
+    )
+    assert [route[0]["machine"] for route in explained(given, capsys)["best"]["routes"]] == ["ann"]
+
+
 def test_nodes_of_one_name_are_told_apart(capsys):
     one, other = node("same"), node("same")
     other.peer_id = "peer-another"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.coordinator.routed import LAYERS, QUICK, RoutedWorld, card, covers
+from unit.coordinator.routed import LAYERS, LONG_ROUNDS, QUICK, RoutedWorld, card, covers
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.planner.drafting import most_round_tokens, routes_of
-from atoll.coordinator.planner.question import Answer
+from atoll.coordinator.planner.question import Answer, Preferences
 from atoll.coordinator.state import admission, recovery
+from atoll.coordinator.state.plan_views import part_in_plan
 from atoll.core.errors import InvalidTransition
 from atoll.v1 import membership_pb2 as mb
 
@@ -57,6 +58,41 @@ def test_a_large_card_is_a_replica_beside_a_route_of_small_ones() -> None:
     world.begin(ann=6, bob=6, whale=12)
     assert sorted(map(len, world.routes())) == [1, 2]
     assert world.spans()["whale"] == (0, LAYERS - 1)
+
+
+@pytest.mark.parametrize(("goal", "routes"), [("time", 2), ("price", 1)])
+def test_machines_that_cost_too_much_are_left_out_where_the_operator_asks_for_price(goal: str, routes: int) -> None:
+    world = RoutedWorld(policy=replace(QUICK, preferences=Preferences(goal=goal), standby_seconds=1000.0))
+    for name, price in (("ann", 0.1), ("bob", 0.1), ("cid", 5.0), ("dan", 5.0)):
+        world.profiles[name] = card(6)
+        world.profiles[name].price_per_hour = price
+    world.create_run(min_nodes=2, **LONG_ROUNDS)
+    world.join("ann", "bob")
+    world.wait(0.4)
+    world.say(world.name_of(world.state.memory[RUN].writer), FIT, genesis=world.genesis())
+    world.join("cid", "dan")
+    world.wait(5)
+    assert len(world.routes()) == routes
+    assert {"ann", "bob"} <= world.spans().keys()
+
+
+def test_who_computes_far_slower_than_it_said_is_named_once_and_shown(pair: RoutedWorld) -> None:
+    told = 6 * 4e-6  # seconds a token of six layers, forward twice and backward, by its own word
+
+    def doubt(name: str, **slower: float) -> str:
+        for other, times in slower.items():
+            pair.computed[other] = times * told
+            pair.say(other)
+        pair.wait(pair.policy.replan_seconds + 5)
+        return part_in_plan(pair.state, pair.state.nodes[pair.identities[name].peer_id]).doubt
+
+    assert doubt("ann", ann=10, bob=1.2).startswith("ann trains 10.0 times slower than its profile says")
+    assert doubt("ann", ann=11).startswith("ann trains 11.0 times slower")
+    assert not doubt("bob")
+    assert len(pair.told("node.doubted")) == 1
+    assert not doubt("ann", ann=1)
+    assert doubt("bob", bob=0.2).startswith("bob trains 5.0 times faster")
+    assert len(pair.told("node.doubted")) == 2
 
 
 def test_who_has_no_part_is_told_why_once() -> None:

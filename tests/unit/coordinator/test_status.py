@@ -45,6 +45,8 @@ def test_status_is_json_whatever_nodes_report() -> None:
     document = json.loads(json.dumps(status(world.state, world.now, logs, "1.2.3"), allow_nan=False))
     assert document["version"] == 1
     assert document["runs"][0]["losses"] == [{"round": 1, "loss": 4.5, "committed_tokens": 1000}]
+    stages = [(stage["first"], stage["last"]) for route in document["runs"][0]["plan"]["routes"] for stage in route]
+    assert stages == [(0, document["runs"][0]["plan"]["layers"] - 1)] * 2
     shown = {node["name"]: node for node in document["nodes"]}
     assert (shown["ann"]["state"], shown["ann"]["planned"], shown["ann"]["train_loss"]) == ("unspecified", True, 0.0)
 

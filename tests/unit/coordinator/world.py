@@ -151,6 +151,7 @@ class World:
     heads: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # by name: what a node says it holds
     uplinks: dict[str, float] = field(default_factory=dict)  # by name: bytes per second that a node says it measured
     paces: dict[str, float] = field(default_factory=dict)  # by name: tokens per second under the newest plan
+    computed: dict[str, float] = field(default_factory=dict)  # by name: seconds a token of the layers it has there
     profiles: dict[str, mb.NodeProfile] = field(default_factory=dict)  # by name; nodes without one tell none
     lost: dict[str, list[int]] = field(default_factory=dict)  # by name: layers that nobody has any more
     prepared: dict[str, range] = field(default_factory=dict)  # by name: layers fetched for a plan to come
@@ -242,6 +243,10 @@ class World:
         status = mb.NodeStatus(state=state, head_round=number, head_hash=digest, uplink_bytes_per_second=uplink)
         if name in self.paces:
             status.tokens_per_second, status.plan_version = self.paces[name], self.plans[-1].version
+        if name in self.computed:
+            span = self.plans[-1].span(peer)
+            status.computed.layers.first, status.computed.layers.last = span.start, span.stop - 1
+            status.computed.seconds_per_token = self.computed[name]
         if name in self.missing:
             status.missing_stage = self.identities[self.missing[name]].peer_id
         status.lost_layers.extend(self.lost.get(name, ()))

@@ -148,6 +148,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("follows plan", status.plan_version or "–"),
         ("part in the plan", _part(node)),
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
+        ("in doubt", node.doubt or "–"),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),

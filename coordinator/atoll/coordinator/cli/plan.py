@@ -19,6 +19,7 @@ from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
 VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_NUMBER)]
+SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="draw the plan into this file, too")]
 _COLUMNS = [
     Column("route", right=True),
     Column("node"),
@@ -159,6 +160,7 @@ def apply(
 def explain_plan(
     run: RunOption = "",
     seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to look for better ones")] = 5.0,
+    svg: SvgOption = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -166,27 +168,28 @@ def explain_plan(
 
     [bold]Example[/bold]
 
-      atollctl plan explain
+      atollctl plan explain --svg plan.svg
     """
     from atoll.coordinator.cli.plan_explain import tell  # SciPy: other commands need not wait for it
 
     with connect(credentials) as client:
-        tell(client, run, seconds, output)
+        tell(client, run, seconds, output, svg)
 
 
 @app.command("what-if")
 def what_if(
     topology: Annotated[Path, typer.Argument(help="a TOML file; docs/explain/planner.md lists every field")],
     seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to search")] = 10.0,
+    svg: SvgOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Plan for machines that one does not own yet, and say what limits them and what would help.
 
-    Asks no coordinator. Example: atollctl plan what-if rented.toml
+    Asks no coordinator. Example: atollctl plan what-if rented.toml --svg rented.svg
     """
     from atoll.coordinator.cli.what_if import tell  # SciPy: other commands need not wait for it
 
-    tell(topology, seconds, output)
+    tell(topology, seconds, output, svg)
 
 
 def _rows(view: wire.PlanView) -> Iterator[Plain]:

@@ -7,16 +7,17 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 
 from atoll.coordinator.cli.client import Client
 from atoll.coordinator.cli.output import show
-from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, rows
+from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, draw, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.explain import explain
-from atoll.coordinator.planner.measured import problem_of
-from atoll.coordinator.planner.problem import Layout, Problem, Stage, Wishes, read_layers
-from atoll.coordinator.planner.question import Measured
+from atoll.coordinator.planner.measured import problem_of, wishes_of
+from atoll.coordinator.planner.problem import Layout, Problem, Stage, read_layers
+from atoll.coordinator.planner.question import Measured, Preferences
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.tables import Tables
@@ -30,6 +31,7 @@ from atoll.core.units import count_text
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
+_USUAL = Preferences()
 _ROUNDS = 20  # the last ones, whose pace is compared
 
 
@@ -44,16 +46,19 @@ class Live:
     round_seconds: float | None  # between the last rounds; None: too few
 
 
-def tell(client: Client, run_id: str, seconds: float, output: Output) -> None:
-    """Fetch, evaluate, explain, print. Raises `InvalidTransition` before there is a plan to explain."""
+def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FilePath | None = None) -> None:
+    """Fetch, evaluate, explain, print, draw.
+
+    Raises `ConfigError` for a file that cannot be written, `InvalidTransition` before there is a plan to explain.
+    """
     run = client.call(client.stub.GetRun, wire.RunRequest(run_id=run_id))
     if not run.plan_version:
         raise InvalidTransition(f"run {run.run_id} has no plan yet", "it gets one when training begins")
-    plan = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run.run_id)).plan
+    view = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run.run_id))
     nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run.run_id)).nodes
     after = max(0, run.head_round - _ROUNDS)
     rounds = client.call(client.stub.ListRounds, wire.ListRoundsRequest(run_id=run.run_id, after_round=after)).rounds
-    live = live_plan(run, plan, nodes, rounds)
+    live = live_plan(run, view.plan, nodes, rounds, preferences_of(view))
     clock, rng = SystemClock(), random.Random(0)
     tables = Tables(live.problem)
     now = Solution(tables, evaluate(tables, live.layout), 0.0, 0, 0.0)
@@ -61,6 +66,7 @@ def tell(client: Client, run_id: str, seconds: float, output: Output) -> None:
     best = solve(live.problem, clock=clock, rng=rng, seconds=seconds, start=live.layout)
     measured = {"tokens_per_second": live.tokens_per_second, "round_seconds": live.round_seconds}
     told = {"plan": document(now, why), "measured": measured, "doubts": live.doubts, "best": best_of(best)}
+    draw(svg, now, why)
     show(output, told, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
@@ -68,8 +74,20 @@ def tell(client: Client, run_id: str, seconds: float, output: Output) -> None:
             print(clean(line))
 
 
+def preferences_of(view: wire.PlanView) -> Preferences:
+    """What the coordinator's settings say; the usual ones where it did not tell them."""
+    told = view.wishes
+    if not told.goal:
+        return Preferences()
+    return Preferences(told.goal, told.hysteresis, told.horizon_seconds, told.rtt_cap_seconds)
+
+
 def live_plan(
-    run: wire.RunView, plan: plan_pb2.Plan, nodes: Sequence[wire.NodeView], rounds: Sequence[wire.RoundView]
+    run: wire.RunView,
+    plan: plan_pb2.Plan,
+    nodes: Sequence[wire.NodeView],
+    rounds: Sequence[wire.RoundView],
+    preferences: Preferences = _USUAL,
 ) -> Live:
     """From the coordinator's answers. Raises `InvalidTransition` while a member has not said what it is."""
     by_peer = {node.peer_id: node for node in nodes}
@@ -83,7 +101,7 @@ def live_plan(
     spec = parse_run_spec(run.spec_toml)
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     known = [_measured(node, name, alone=node.peer_id in alone) for node, name in _named(members)]
-    seen = problem_of(known, read_layers(run.layers, spec.data.sequence_length), spec, Wishes())
+    seen = problem_of(known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences))
     check_problem(seen.problem)
     place = {node.peer_id: index for index, node in enumerate(members)}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
@@ -91,7 +109,7 @@ def live_plan(
     check_layout(seen.problem, layout)
     drivers = {route.peer_ids[0] for route in plan.routes}
     trained = sum(node.status.tokens_per_second for node in members if node.connected and node.peer_id in drivers)
-    return Live(seen.problem, layout, seen.doubts, trained, _between(rounds))
+    return Live(seen.problem, layout, tuple(seen.doubts.values()), trained, _between(rounds))
 
 
 def compared(now: Solution, live: Live) -> Iterator[str]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.cli.output import Column, Plain, show
-from atoll.coordinator.planner.explain import Place, explain
+from atoll.coordinator.planner.drawing import drawing
+from atoll.coordinator.planner.explain import Explanation, Place, explain
 from atoll.coordinator.planner.report import document, sentences
-from atoll.coordinator.planner.solve import solve
+from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.what_if import read_what_if
 from atoll.coordinator.text import clean
 from atoll.core.clock import SystemClock
@@ -29,8 +30,10 @@ COLUMNS = [
 ]
 
 
-def tell(path: Path, seconds: float, output: Output) -> None:
-    """Plan, explain, print. Raises `ConfigError` for a file that cannot be read, and what the planner raises."""
+def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) -> None:
+    """Plan, explain, print, draw. Raises `ConfigError` for files that cannot be read or written, and what the planner
+    raises.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -39,11 +42,22 @@ def tell(path: Path, seconds: float, output: Output) -> None:
     clock, rng = SystemClock(), random.Random(0)
     found = solve(read_what_if(text, path.name), clock=clock, rng=rng, seconds=seconds)
     why = explain(found, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
+    draw(svg, found, why)
     show(output, {"plan": document(found, why)}, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
         for line in sentences(found, why):
             print(clean(line))
+
+
+def draw(path: Path | None, found: Solution, why: Explanation) -> None:
+    """Into a file, where one was asked for. Raises `ConfigError`."""
+    if path is None:
+        return
+    try:
+        path.write_text(drawing(found, why), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def rows(places: Sequence[Place]) -> list[Plain]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from atoll.coordinator.planner.explain import left_out
-from atoll.coordinator.planner.measured import problem_of
-from atoll.coordinator.planner.problem import Pin, Wishes, read_layers
+from atoll.coordinator.planner.measured import problem_of, wishes_of
+from atoll.coordinator.planner.problem import Pin, read_layers
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
 from atoll.core.clock import Clock
@@ -19,7 +20,7 @@ def answer(question: Question, clock: Clock) -> Answer:
     """Search for as long as the question allows."""
     pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
     layers = read_layers(question.layers, question.spec.data.sequence_length)
-    seen = problem_of(question.nodes, layers, question.spec, Wishes(pins=pins))
+    seen = problem_of(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
     try:
         if question.wanted:
             change = fixed(seen.problem, question.current, question.wanted, question.standbys)
@@ -38,7 +39,7 @@ def answer(question: Question, clock: Clock) -> Answer:
     return _told(change, seen.doubts)
 
 
-def _told(change: Change, doubts: tuple[str, ...]) -> Answer:
+def _told(change: Change, doubts: Mapping[str, str]) -> Answer:
     problem = change.tables.problem
     reasons = left_out(change.tables, change.evaluation, max(2, _LOOKS // change.tables.count))
     return Answer(

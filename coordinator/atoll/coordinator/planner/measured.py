@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from atoll.coordinator.planner.capacity import holds_whole, training_of
 from atoll.coordinator.planner.links import complete
-from atoll.coordinator.planner.problem import Layer, Links, Machine, Problem, Reach, Wishes
-from atoll.coordinator.planner.question import Measured, shares_memory
+from atoll.coordinator.planner.problem import Goal, Layer, Links, Machine, Pin, Problem, Reach, Wishes
+from atoll.coordinator.planner.question import Measured, Preferences, shares_memory
 from atoll.coordinator.planner.shares import MAX_UPLINK, needs_relay
 from atoll.core.run_spec import RunSpec
 
@@ -31,17 +31,29 @@ _UNKNOWN_RTT_SECONDS = 0.15  # between two that nobody measured, not even over o
 _LEAST_SECONDS = 1e-12  # that a layer takes a token: no word of a node's may stop the planner's arithmetic
 
 
+def wishes_of(preferences: Preferences, pins: tuple[Pin, ...] = ()) -> Wishes:
+    """What the operator wants, for solvers."""
+    return Wishes(
+        goal=Goal(preferences.goal),
+        pins=pins,
+        hysteresis=preferences.hysteresis,
+        unproven_hysteresis=max(Wishes().unproven_hysteresis, preferences.hysteresis),
+        horizon_seconds=preferences.horizon_seconds,
+        rtt_cap_seconds=preferences.rtt_cap_seconds,
+    )
+
+
 @dataclass(frozen=True)
 class Seen:
     """The problem, and what about the nodes' words people should know."""
 
     problem: Problem
-    doubts: tuple[str, ...]
+    doubts: Mapping[str, str]  # by name
 
 
 def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSpec, wishes: Wishes) -> Seen:
     """What to plan for these nodes. Raises nothing: `checks.check_problem` judges the result."""
-    doubts: list[str] = []
+    doubts: dict[str, str] = {}
     training = training_of(spec)
     told = [_machine(node, layers) for node in nodes]
     found = [_correction(node, machine, layers) for node, machine in zip(nodes, told, strict=True)]
@@ -49,7 +61,7 @@ def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSp
     usual = statistics.median_low([factor for factor in found if factor] or [1.0])
     machines = tuple(_scaled(machine, factor, usual) for machine, factor in zip(told, found, strict=True))
     rtt, rate = _tables(nodes, doubts)
-    return Seen(Problem(machines, _linked(complete(rtt, rate)), layers, training, wishes), tuple(doubts))
+    return Seen(Problem(machines, _linked(complete(rtt, rate)), layers, training, wishes), doubts)
 
 
 def _linked(links: Links) -> Links:
@@ -112,12 +124,12 @@ def _told(machine: Machine, layers: Sequence[Layer], *, again: bool = False) -> 
     return math.fsum((1 + again) * times[layer.kind][0] + times[layer.kind][1] for layer in layers)
 
 
-def _compare(nodes: Sequence[Measured], found: Sequence[float], doubts: list[str]) -> None:
+def _compare(nodes: Sequence[Measured], found: Sequence[float], doubts: dict[str, str]) -> None:
     """What they compute with what they said; an owner's limits count in both."""
     for node, factor in zip(nodes, found, strict=True):
         if factor and not 1 / OFF <= factor <= OFF:
             slower, times = ("slower", factor) if factor > 1 else ("faster", 1 / factor)
-            doubts.append(f"{node.name} trains {times:.1f} times {slower} than its profile says")
+            doubts[node.name] = f"{node.name} trains {times:.1f} times {slower} than its profile says"
 
 
 def _scaled(machine: Machine, factor: float, usual: float) -> Machine:
@@ -127,7 +139,7 @@ def _scaled(machine: Machine, factor: float, usual: float) -> Machine:
     return replace(machine, seconds_per_token=times, proven=factor > 0)
 
 
-def _tables(nodes: Sequence[Measured], doubts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def _tables(nodes: Sequence[Measured], doubts: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
     """Round trips (NaN: not measured) and bytes per second, [source, target]."""
     places = {node.peer_id: place for place, node in enumerate(nodes)}
     rtt = np.full((len(nodes), len(nodes)), np.nan)
@@ -137,13 +149,14 @@ def _tables(nodes: Sequence[Measured], doubts: list[str]) -> tuple[np.ndarray, n
             if peer in places:
                 rtt[source, places[peer]] = path.rtt_seconds
                 rate[source, places[peer]] = path.bytes_per_second or np.inf
-    doubts.extend(_liars(nodes, rtt))
+    for name, told in _liars(nodes, rtt).items():
+        doubts[name] = f"{doubts[name]}; {told}" if name in doubts else told
     return rtt, rate
 
 
-def _liars(nodes: Sequence[Measured], rtt: np.ndarray) -> list[str]:
+def _liars(nodes: Sequence[Measured], rtt: np.ndarray) -> dict[str, str]:
     """Who disagrees with most of those that it measured, and they with it."""
-    told = []
+    told = {}
     for place, node in enumerate(nodes):
         ratios = (rtt[place] + _NOISE_SECONDS) / (rtt[:, place] + _NOISE_SECONDS)
         ratios = ratios[np.isfinite(ratios)]
@@ -151,5 +164,5 @@ def _liars(nodes: Sequence[Measured], rtt: np.ndarray) -> list[str]:
             continue
         usual = statistics.median(ratios.tolist())
         if not 1 / OFF <= usual <= OFF:
-            told.append(f"{node.name} says its round trips are {usual:.2g} times what the other ends measure")
+            told[node.name] = f"{node.name} says its round trips are {usual:.2g} times what the other ends measure"
     return told

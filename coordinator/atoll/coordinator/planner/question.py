@@ -31,6 +31,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Preferences:
+    """What the operator wants of plans: the part of `problem.Wishes` that is not about single nodes."""
+
+    goal: str = "time"  # or "price": a `problem.Goal`
+    hysteresis: float = 0.05  # a plan that disturbs others must be better by this share
+    horizon_seconds: float = 6 * 3600.0  # over which it must pay for its moves
+    rtt_cap_seconds: float = 0.08  # inside a route; what is above counts more
+
+
+@dataclass(frozen=True)
 class Question:
     """Which plan should a run have now?"""
 
@@ -42,6 +52,7 @@ class Question:
     current: tuple[NamedRoute, ...] = ()  # that they follow, with who is gone by now
     standbys: NamedRoute = ()  # who holds which layers without a place on a route, in no order
     wanted: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
+    preferences: Preferences = Preferences()
     seconds: float = 2.0  # to search
     steps: int | None = None  # of the search, at most; where a result must repeat
 
@@ -57,7 +68,7 @@ class Answer:
     fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name, of anchor and momentum
     before_tokens_per_second: float = 0.0  # predicted of what can go on as it is
     tokens_per_second: float = 0.0  # predicted
-    doubts: tuple[str, ...] = ()  # about what nodes say of themselves
+    doubts: Mapping[str, str] = field(default_factory=dict)  # by name: how its word differs from what others see
 
 
 def shares_memory(profile: mb.NodeProfile) -> bool:

@@ -168,7 +168,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             )
         figures = await self._controller.read(lambda store: store.plan_figures(run.run_id))
         own = next((item for item in figures if item.version == version), None)
-        return plan_views.plan_view(self._controller.state, pb.Signed.FromString(row.sealed), own)
+        state, wishes = self._controller.state, self._controller.policy.preferences
+        return plan_views.plan_view(state, pb.Signed.FromString(row.sealed), own, wishes)
 
     async def PlanHistory(self, request: wire.PlanHistoryRequest, context: Context) -> wire.PlanHistoryResponse:
         """Oldest first."""

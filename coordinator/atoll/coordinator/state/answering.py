@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from atoll.coordinator.planner.drafting import Part, Route
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import asking, preparation, standbys
+from atoll.coordinator.state import asking, doubts, preparation, standbys
 from atoll.coordinator.state.edges import move
 from atoll.coordinator.state.fitness import Present, difference, present
 from atoll.coordinator.state.issuing import Notes, issue_routes
@@ -35,6 +35,7 @@ def take(
         return draft.done(None)
     about = memory.asked_about if waits else asking.about(state, run_id, here)
     draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
+    doubts.tell(draft, run_id, answer.doubts)
     _tell_missing(draft, run_id, answer.missing)
     if answer.missing:
         return draft.done(None)

@@ -35,6 +35,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
         pins=pins_of(state, usable),
         current=named(state, memory.plan),
         standbys=_standbys(state, memory.plan),
+        preferences=policy.preferences,
         seconds=policy.solve_seconds,
         steps=policy.solve_steps,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.planner.question import Answer, Question, is_known
-from atoll.coordinator.state import asking
+from atoll.coordinator.state import asking, doubts
 from atoll.coordinator.state.records import PlanFigures
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.core.plan import Plan
@@ -75,6 +75,7 @@ def take_prediction(state: State, now: Moment, run_id: str, question: Question, 
     if memory.question is None or memory.question.number != question.number:
         return draft.done(None)
     draft.remember(run_id, question=None)
+    doubts.tell(draft, run_id, answer.doubts)
     standing = asking.named(state, memory.plan) == question.wanted
     if standing and memory.figures is not None and answer.tokens_per_second:
         draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))

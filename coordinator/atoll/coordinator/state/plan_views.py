@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
-from atoll.coordinator.planner.question import Answer, NamedRoute, Question
+from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.state.records import Node, PlanFigures
 from atoll.coordinator.state.rooms import room_of
@@ -16,7 +17,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
 
-def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None) -> admin.PlanView:
+def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None, wishes: Preferences) -> admin.PlanView:
     """A plan as it was signed, and what is known of it beside."""
     message = plan_pb2.Plan.FromString(sealed.payload)
     memory, plan = state.memory[message.run_id], Plan.from_proto(message)
@@ -32,6 +33,7 @@ def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None) -> a
         ],
         missing=memory.missing if newest else "",
         figures=figures_view(figures) if figures else None,
+        wishes=admin.PlanWishes(**asdict(wishes)),
     )
 
 
@@ -76,7 +78,8 @@ def part_in_plan(state: State, node: Node) -> admin.NodeView:
     """The fields of a node's view that tell its part in the newest plan, and nothing else."""
     memory = state.memory[node.run_id]
     plan = memory.plan
-    view = admin.NodeView(pin=node.pin, left_out=memory.left_out.get(node.peer_id, ""))
+    left_out, doubt = memory.left_out.get(node.peer_id, ""), memory.doubted.get(node.peer_id, "")
+    view = admin.NodeView(pin=node.pin, left_out=left_out, doubt=doubt)
     assigned = plan.assignment(node.peer_id) if plan else None
     if plan is not None and assigned is not None:
         view.span.CopyFrom(plan_pb2.Span(first=assigned.first_layer, last=assigned.last_layer))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from atoll.coordinator.planner.question import Question
+from atoll.coordinator.planner.question import Preferences, Question
 from atoll.coordinator.state.allowance import Allowance
 from atoll.coordinator.state.paths import Path
 from atoll.coordinator.state.preparation import Coming, Preparation
@@ -54,7 +54,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient the coordinator is, in seconds."""
+    """How patient the coordinator is, in seconds, and what plans it prefers."""
 
     silence_seconds: float = 15.0  # without a heartbeat a stream counts as gone
     lost_after_seconds: float = 20.0  # without a stream a node leaves the plan
@@ -71,6 +71,7 @@ class Policy:
         10.0  # that all who decide must have been back, with older rounds, before the run goes back
     )
     lost_layers_seconds: float = 60.0  # that all who should hold some layers must have said that these are lost
+    preferences: Preferences = field(default_factory=Preferences)
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class RunMemory:
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
+    doubted: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its word differs from what others see
     missing: str = ""  # why there is no plan that could be followed now
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # monotonic, when its pace was looked at last

@@ -14,6 +14,7 @@ from atoll.coordinator.state import views
 from atoll.coordinator.state.records import Evaluation, Event, Node, Round, Run
 from atoll.coordinator.state.snapshot import Moment, State
 from atoll.coordinator.text import enum_word
+from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
 VERSION = 1
@@ -67,6 +68,7 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         "rounds_opened": view.rounds_opened,
         "rounds_committed": view.rounds_committed,
         "plan_version": view.plan_version,
+        "plan": _plan(state.memory[run.run_id].plan),
         "nodes_ready": view.nodes_ready,
         "min_nodes": view.min_nodes,
         "validation_loss": view.validation_loss,
@@ -77,6 +79,23 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         ],
         "rounds": [_round(state, row) for row in rounds[-RECENT_ROUNDS:]],
     }
+
+
+def _plan(plan: Plan | None) -> dict[str, object] | None:
+    """Who holds what: routes as lists of stages, in their order, and who stands by."""
+    if plan is None:
+        return None
+    return {
+        "version": plan.version,
+        "layers": plan.layers,
+        "routes": [[_stage(plan, peer) for peer in route] for route in plan.routes],
+        "standbys": [_stage(plan, peer) for peer in plan.standbys],
+    }
+
+
+def _stage(plan: Plan, peer: str) -> dict[str, object]:
+    span = plan.span(peer)
+    return {"peer_id": peer, "first": span.start, "last": span.stop - 1}
 
 
 def _round(state: State, row: Round) -> dict[str, object]:

@@ -1,6 +1,6 @@
 // The status page: asks for /api/status every two seconds and draws what it says. Only reads.
 
-import { lossChart, roundsChart } from "./charts.js";
+import { lossChart, planChart, roundsChart } from "./charts.js";
 import { $, bytes, clock, count, duration, el, show } from "./dom.js";
 
 const REFRESH_MS = 2000;
@@ -49,7 +49,18 @@ function draw() {
   lossChart($("loss"), run.losses);
   $("rounds-note").textContent = run.rounds.length ? `the latest ${run.rounds.length}` : "";
   roundsChart($("rounds"), run.rounds);
+  drawPlan(run.plan, nodes);
   drawNodes(nodes);
+}
+
+// Only where the model is cut: replicas are all alike.
+function drawPlan(plan, nodes) {
+  const cut = plan && (plan.standbys.length > 0 || plan.routes.some((route) => route.length > 1));
+  $("plan-panel").hidden = !cut;
+  if (!cut) return;
+  const standing = plan.standbys.length ? `, ${plan.standbys.length} standing by` : "";
+  $("plan-note").textContent = `${plan.version}: ${plan.routes.length} ${plan.routes.length === 1 ? "route" : "routes"} over ${plan.layers} layers${standing}`;
+  planChart($("plan"), plan, new Map(nodes.map((node) => [node.peer_id, node])));
 }
 
 function drawCards(run, nodes) {

@@ -1,4 +1,4 @@
-// The two charts, drawn as SVG by hand: a loss curve over tokens and a strip of the latest rounds.
+// The charts, drawn as SVG by hand: a loss curve over tokens, a strip of the latest rounds, and who holds which layers.
 
 import { count, duration, el, svg } from "./dom.js";
 
@@ -66,6 +66,51 @@ export function roundsChart(box, rounds) {
     { x: PAD.left + (i + 0.5) * step, y: height - 6, "text-anchor": "middle" }, String(item.number))));
   box.replaceChildren(svg("svg", { role: "img", "aria-label": "latest rounds" },
     ...ticks(0, most * 1.08, 4).map((value) => rule(value, y(value), width, " s")), ...bars, ...names));
+}
+
+const ROUTE = { left: 84, top: 18, height: 40, gap: 8, letter: 6.6 };
+
+export function planChart(box, plan, nodes) {
+  const rows = [...plan.routes.map((route, i) => [`route ${i + 1}`, route]), ...lanes(plan.standbys).map((lane) => ["stand by", lane])];
+  const height = ROUTE.top + rows.length * (ROUTE.height + ROUTE.gap);
+  box.style.minHeight = `${height}px`;
+  const width = Math.max(box.clientWidth, 240);
+  const x = scale(0, plan.layers, ROUTE.left, width - PAD.right);
+  const every = Math.ceil(plan.layers / Math.max(1, Math.floor((width - ROUTE.left) / 48)));
+  const marks = [];
+  for (let layer = 0; layer < plan.layers; layer += every) {
+    marks.push(svg("line", { class: "grid", x1: x(layer), x2: x(layer), y1: ROUTE.top - 4, y2: height }),
+      svg("text", { x: x(layer) + 2, y: ROUTE.top - 6 }, String(layer)));
+  }
+  const drawn = rows.map(([name, stages], i) => {
+    const top = ROUTE.top + i * (ROUTE.height + ROUTE.gap);
+    return svg("g", {}, svg("text", { x: 0, y: top + ROUTE.height / 2 + 4 }, name), ...stages.map((stage) => boxOf(stage, nodes, x, top)));
+  });
+  box.replaceChildren(svg("svg", { role: "img", "aria-label": "who holds which layers" }, ...marks, ...drawn));
+}
+
+function boxOf(stage, nodes, x, top) {
+  const node = nodes.get(stage.peer_id);
+  const [left, right] = [x(stage.first), x(stage.last + 1) - 3];
+  const span = stage.first === stage.last ? `${stage.first}` : `${stage.first}–${stage.last}`;
+  const name = node ? node.name : `…${stage.peer_id.slice(-6)}`;
+  const fits = (text) => (text.length * ROUTE.letter < right - left - 10 ? text : "");
+  return svg("g", { class: `stage ${node && node.connected ? "good" : "bad"}` },
+    svg("rect", { x: left, y: top, width: right - left, height: ROUTE.height, rx: 5 }),
+    svg("text", { class: "name", x: left + 8, y: top + 17 }, fits(name) || fits(`${name.slice(0, Math.max(1, Math.floor((right - left - 10) / ROUTE.letter) - 1))}…`)),
+    svg("text", { x: left + 8, y: top + 32 }, fits(span)),
+    svg("title", {}, `${name}: layers ${span}${node ? `, ${node.connected ? node.detail || node.state : "offline"}` : ""}`));
+}
+
+// Standbys side by side where their layers do not overlap.
+function lanes(standbys) {
+  const made = [];
+  for (const stage of [...standbys].sort((a, b) => a.first - b.first)) {
+    const free = made.find((lane) => lane[lane.length - 1].last < stage.first);
+    if (free) free.push(stage);
+    else made.push([stage]);
+  }
+  return made;
 }
 
 function story(item) {
