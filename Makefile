@@ -15,7 +15,7 @@ demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 
 test: $(VENV)/ready  ## everything but soaks and GPUs; one after the other what has the cores to itself
 	$(BIN)/pytest -m "$(USUAL) and not swarm and not wan" -n logical --dist worksteal
-	$(BIN)/pytest -m "$(USUAL) and (swarm or wan)"
+	$(BIN)/pytest -m "$(USUAL) and (swarm or wan)" --durations=12
 
 check: $(VENV)/ready protos-check  ## style, types, layers, dependencies
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from atoll.core.errors import PartInvalid
 from atoll.core.fragments import cut_layers, turn_of
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS, is_finite
-from atoll.node.averaging.outer import due_tokens, outer_schedule, outer_step, weighted_mean
+from atoll.node.averaging.outer import PULLS, due_tokens, outer_schedule, outer_step, weighted_mean
 from atoll.node.averaging.partition import part_elements, partition, shares
 from atoll.node.averaging.screening import inner_products, judge
 from atoll.node.training.corpus import Corpus
@@ -279,7 +279,7 @@ class VirtualSwarm:
 
     def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
         """What the butterfly computes: contributions coded once, the average coded once."""
-        codec = CODECS[self._it.codec]
+        codec, pull = CODECS[self._it.codec], PULLS[self._spec.sync.weights]
         average_E = torch.empty_like(next(iter(gradients.values())))
         ranges = partition(average_E.numel(), self.members, self.bandwidth)
         cut = shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
@@ -298,9 +298,8 @@ class VirtualSwarm:
                 if not counted:  # a zero update, as in a real exchange
                     average_E[part.start : part.end] = 0.0
                     continue
-                mean_E = weighted_mean(
-                    list(counted.values()), [weights[peer] for peer in counted], [factors[peer] for peer in counted]
-                )
+                pulls = [pull(weights[peer]) for peer in counted]
+                mean_E = weighted_mean(list(counted.values()), pulls, [factors[peer] for peer in counted])
                 average_E[part.start : part.end] = codec.decode(codec.encode(mean_E), part.elements)
         return Averaged(average_E, left_out, sum(len(share.parts) for share in cut))
 

@@ -16,7 +16,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer, PartsHeld
 from atoll.node.averaging.average import Average, Take
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.outer import weighted_mean
+from atoll.node.averaging.outer import by_tokens, weighted_mean
 from atoll.node.averaging.partition import Part, partition
 from atoll.node.averaging.settlement import settle
 from atoll.node.transport_memory import Fault, MemoryHub, Passage
@@ -58,10 +58,11 @@ class Swarm:
         executor: Executor | None = None,
         patience: timedelta = TIMEOUT,
         screening: bool = False,  # vectors here have nothing in common
+        pull: Callable[[int], int] = by_tokens,
     ) -> None:
         self.hub = MemoryHub(fault) if fault else MemoryHub()
         self.weights = dict(weights)
-        self.screening = screening
+        self.screening, self.pull = screening, pull
         self.codec = CODECS[codec]
         self.start = start_message(weights, codec, bandwidth)
         self.vectors = {
@@ -105,6 +106,7 @@ class Swarm:
             timeout,
             STALL,
             change=1.0 if self.screening else None,
+            pull=self.pull,
         )
         self.exchanges[peer] = exchange
         self.servers[peer].begin(exchange)

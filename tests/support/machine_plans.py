@@ -11,6 +11,7 @@ from atoll.core import protocol
 from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
+from atoll.node.averaging.outer import by_tokens
 from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -22,6 +23,7 @@ POLICY = RoundPolicy(
     part_elements=256,
     codecs=("int4",),
     screening=True,
+    pull=by_tokens,
     change_per_token=1.0,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),

@@ -98,6 +98,7 @@ class SyncSection(Section):
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.8
     outer_warmup_tokens: Count = 0  # from plain averaging to the two values above
+    weights: Literal["tokens", "roots"] = "tokens"  # of contributions: what was trained for them, or its square root
     screening: bool = True  # contributions that do not look like training are left out of sums
     part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # at most; a multiple of 128
 

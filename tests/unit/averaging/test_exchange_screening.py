@@ -15,7 +15,7 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.decide import build_start, check_payload, check_settle, check_verdicts, manifest_payload
-from atoll.node.averaging.outer import weighted_mean
+from atoll.node.averaging.outer import by_roots, weighted_mean
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from atoll.v1.manifest_pb2 import Verdict
@@ -44,6 +44,19 @@ def test_who_trains_backwards_is_in_no_sum_and_every_reducer_says_so() -> None:
             parts = len(swarm.parts_of(peer))
             assert swarm.held[peer].verdicts == (Verdict(reducer=place, contributor=4, parts_left_out=parts),)
             check_verdicts(swarm.start, swarm.held[peer].verdicts, said_by=peer)
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def test_contributions_can_weigh_the_roots_of_their_tokens() -> None:
+    async def scene() -> None:
+        tokens = {"a": 100, "b": 400, "c": 1600, "d": 0}
+        swarm = Swarm(tokens, "fp32", screening=False, pull=by_roots)
+        await swarm.run()
+        mean_E = weighted_mean(list(swarm.vectors.values()), [1, 2, 4, 0])
+        for peer in tokens:
+            assert torch.equal(swarm.averages[peer], mean_E)
         await swarm.close()
 
     run_virtually(scene())

@@ -9,6 +9,7 @@ from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.run_spec import SyncSection
 from atoll.node.averaging.outer import (
+    by_roots,
     due_tokens,
     holds,
     is_stale,
@@ -122,6 +123,12 @@ def test_progress_is_stale_when_it_is_little_beside_what_was_missed(tokens, usua
 def test_the_weighted_mean_leaves_out_weight_zero():
     values = [torch.full((3,), 1.0), torch.full((3,), float("nan")), torch.full((3,), 4.0)]
     assert torch.allclose(weighted_mean(values, [2, 0, 1]), torch.full((3,), 2.0))
+
+
+@given(st.integers(0, 2**50))
+def test_roots_of_tokens_are_whole_numbers_near_the_root(tokens):
+    assert by_roots(tokens) == pytest.approx(1024 * tokens**0.5, abs=1)
+    assert (by_roots(tokens) == 0) == (tokens == 0)
 
 
 def test_a_flipped_bit_changes_only_its_layers_digest():

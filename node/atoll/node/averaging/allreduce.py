@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.average import Average, Take
 from atoll.node.averaging.codecs import is_finite
+from atoll.node.averaging.outer import by_tokens
 from atoll.node.averaging.partition import Share
 from atoll.node.averaging.patience import next_frame
 from atoll.node.averaging.reducer import Reducer
@@ -76,10 +77,12 @@ class Exchange:
         stall: timedelta,
         *,
         change: float | None,
+        pull: Callable[[int], int] = by_tokens,
     ) -> None:
         """`take` gets the average, part by part.
 
-        `change`: what the optimiser moves an element a token, for screening; None: nobody is screened.
+        `change`: what the optimiser moves an element a token, for screening; None: nobody is screened. `pull`: how much
+        a contribution of so many tokens weighs.
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
@@ -94,7 +97,7 @@ class Exchange:
         for share in self._average.shares:
             if share.reducer == self._me:
                 self._reducer = Reducer(
-                    self._me, self._weights, share, contribution_E, self._average, stall, change=change
+                    self._me, self._weights, share, contribution_E, self._average, stall, change=change, pull=pull
                 )
         self._desk = RepairDesk(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came

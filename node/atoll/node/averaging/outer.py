@@ -11,6 +11,7 @@ on some machines and not on others: measured).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -105,6 +106,22 @@ def layer_state(layer: int, anchor_E: Tensor, momentum_E: Tensor, round_number: 
 def digest(values_E: Tensor) -> bytes:
     """SHA-256 of the little-endian fp32 bytes."""
     return hashlib.sha256(values_E.contiguous().numpy().data.cast("B")).digest()
+
+
+def by_tokens(tokens: int) -> int:
+    """A contribution weighs what was trained for it."""
+    return tokens
+
+
+def by_roots(tokens: int) -> int:
+    """It weighs the square root of that, in 1/1024: the noise of gradients falls with more steps, their drift grows.
+
+    Integers, so that all machines agree; 0 for nothing.
+    """
+    return math.isqrt(tokens << 20)
+
+
+PULLS = {"tokens": by_tokens, "roots": by_roots}
 
 
 def shares_of(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:

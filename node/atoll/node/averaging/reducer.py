@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -24,6 +24,7 @@ from atoll.core.errors import DeadlineExceeded, PartInvalid, Unreachable, first_
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.averaging.average import Average
 from atoll.node.averaging.codecs import Opened
+from atoll.node.averaging.outer import by_tokens
 from atoll.node.averaging.partition import Part, Share
 from atoll.node.averaging.patience import SLICES, happens, next_frame
 from atoll.node.averaging.sums import Source, encoded_mean, factors_of, plain
@@ -94,8 +95,12 @@ class Reducer:
         stall: timedelta,
         *,
         change: float | None,
+        pull: Callable[[int], int] = by_tokens,
     ) -> None:
-        """`change` is what `screening.judge` needs to know of the optimiser; None: nobody is judged."""
+        """`weights` are tokens, `pull` says how much so many weigh.
+
+        `change` is what `screening.judge` needs to know of the optimiser; None: nobody is judged.
+        """
         self.partial: set[str] = set()  # contributors that a sum lacks
         self.given_up: set[str] = set()
         self._me = me
@@ -105,6 +110,7 @@ class Reducer:
         self._average = average
         self._stall = stall
         self._change = change
+        self._pull = pull
         self._places = {peer: place for place, peer in enumerate(weights)}
         self._left_out: Counter[int] = Counter()  # parts, by contributor
         self._scaled: Counter[int] = Counter()
@@ -250,5 +256,5 @@ class Reducer:
         factors = (1.0,) * len(present)
         if self._change is not None:
             factors = factors_of(sources, work, elements, self._change)
-        body = encoded_mean(self._average.codec, sources, work, factors, elements)
+        body = encoded_mean(self._average.codec, sources, [self._pull(it) for it in work], factors, elements)
         return body, dict(zip(present, factors, strict=True))

@@ -93,6 +93,7 @@ class Results:
             timedelta(seconds=seconds),
             max(policy.stall, timedelta(seconds=seconds * _STALL)),
             change=policy.change_per_token if policy.screening else None,
+            pull=policy.pull,
         )
         self.end_exchange()
         if self._served is not None:

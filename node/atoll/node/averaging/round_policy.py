@@ -10,7 +10,7 @@ from atoll.core.fragments import cut_layers
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codec_choice import allowed
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.outer import due_tokens
+from atoll.node.averaging.outer import PULLS, due_tokens
 from atoll.node.averaging.partition import MOST_PART_BYTES
 from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
 
@@ -46,6 +46,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         part_elements=spec.sync.part_elements,
         codecs=codecs,
         screening=spec.sync.screening,
+        pull=PULLS[spec.sync.weights],
         change_per_token=spec.optimizer.learning_rate / spec.tokens_per_step,
         due_tokens=lambda committed, members: due_tokens(
             spec.sync, committed, members * spec.tokens_per_step, len(fragments)

@@ -44,6 +44,7 @@ class RoundPolicy:
     part_elements: int  # that a part has at most
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screening: bool
+    pull: Callable[[int], int]  # tokens → how much a contribution weighs in sums
     change_per_token: float  # of one element, by the optimiser at its full rate
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
