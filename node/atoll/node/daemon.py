@@ -379,6 +379,7 @@ class Daemon:
         if self._host is not None:
             request.multiaddrs.extend(self._host.multiaddrs())
             request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second
+            request.status.downlink_bytes_per_second = self._host.traffic.downlink_bytes_per_second
         request.paths.extend(self._new_paths(first))
         self._layers_told = self._layers_told and not first
         if facts is not None and not self._layers_told:
@@ -476,6 +477,7 @@ class Daemon:
             "streams_refused": self._host.streams_refused if self._host else 0,
             "direct_peers": sorted(self._host.direct_peers()) if self._host else [],
             "uplink_bytes_per_second": round(self._host.uplink_bytes_per_second) if self._host else 0,
+            "downlink_bytes_per_second": round(self._host.traffic.downlink_bytes_per_second) if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
             **self._manners.describe(self._checkpoints.problem),
         }

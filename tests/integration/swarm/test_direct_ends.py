@@ -9,7 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.direct_pair import TALK, direct_pair, shout
 
+from atoll.core.frames import FrameKind
 from atoll.node.direct import tls, wire
 
 PATIENCE = timedelta(seconds=10)
@@ -74,3 +76,19 @@ async def test_a_read_on_a_connection_that_was_lost_meanwhile_says_so(tmp_path: 
         with pytest.raises((asyncio.IncompleteReadError, OSError)):
             await reader.readexactly(size)
     writer.transport.abort()
+
+
+async def test_what_comes_over_a_direct_connection_is_counted_as_it_comes(tmp_path: Path) -> None:
+    """Not when a whole frame is there: several large ones that end together would look like a fast link."""
+    body = bytes(4 << 20)
+    async with direct_pair(tmp_path) as pair:
+        pieces: list[int] = []
+        pair.a.traffic.arrived = pieces.append  # type: ignore[method-assign]
+        pair.b.door.handle(TALK, shout)
+        stream = await pair.a.talk(pair.b)
+        await stream.send(FrameKind.MESSAGE, b"", body)
+        frame = await stream.receive(PATIENCE)
+        await stream.close()
+    assert bytes(frame.body) == body
+    assert sum(pieces) >= len(body)
+    assert max(pieces) < len(body) / 8

@@ -15,6 +15,7 @@ from unit.coordinator.world import World, spec_toml
 from atoll.coordinator.planner.checks import check_problem
 from atoll.coordinator.planner.measured import Measured, problem_of
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
+from atoll.coordinator.planner.shares import MAX_UPLINK
 from atoll.coordinator.state import paths
 from atoll.coordinator.state.paths import MOST_PATHS, Path
 from atoll.coordinator.text import tidied
@@ -92,6 +93,14 @@ def test_times_of_layers_that_cannot_be_are_not_looked_at(took):
     found, _ = problem(stage)
     assert found.machines[0].seconds_per_token["block"] == (1e-5, 2e-5)
     assert not found.machines[0].proven
+
+
+@pytest.mark.parametrize(("came", "counts"), [(0.0, 5e6), (2e6, 5e6), (2e7, 2e7), (1e300, MAX_UPLINK)])
+def test_a_downlink_carries_what_came_over_it_and_what_goes_out_at_least(came, counts):
+    home = node("home")
+    home.status.downlink_bytes_per_second = came
+    found, _ = problem(home)
+    assert found.machines[0].downlink_bytes_per_second == counts
 
 
 def test_who_says_its_round_trips_are_a_tenth_is_corrected_and_named():

@@ -23,7 +23,7 @@ from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.model import Decoder, initialise
-from atoll.node.training.pace import RECENT_STEPS, Pace
+from atoll.node.training.pace import TIMED_STEPS, Pace
 from atoll.node.training.run_model import run_model
 from atoll.node.training.session import Session
 from atoll.node.training.shape import ModelShape
@@ -235,8 +235,8 @@ def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
             pace.end(64, 1.0)
             done.append(computed)
     if done:
-        recent = done[-1] - (done[-1 - RECENT_STEPS] if len(done) > RECENT_STEPS else 0.0)
-        assert pace.busy_seconds_per_token() == pytest.approx(recent / share / (64 * min(len(done), RECENT_STEPS)))
+        recent = done[-1] - (done[-1 - TIMED_STEPS] if len(done) > TIMED_STEPS else 0.0)
+        assert pace.busy_seconds_per_token() == pytest.approx(recent / share / (64 * min(len(done), TIMED_STEPS)))
     now += pace.rest_seconds(now)
     assert computed / now == pytest.approx(share)
 

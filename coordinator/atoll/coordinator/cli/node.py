@@ -152,9 +152,14 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),
-        ("uplink", f"{status.uplink_bytes_per_second / 125_000:.1f} Mbit/s" if status.uplink_bytes_per_second else "–"),
+        ("uplink", _rate(status.uplink_bytes_per_second)),
+        ("downlink, at least", _rate(status.downlink_bytes_per_second)),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 125_000:.1f} Mbit/s" if bytes_per_second else "–"
 
 
 def _computing(status: mb.NodeStatus) -> str:

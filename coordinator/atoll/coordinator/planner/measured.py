@@ -79,7 +79,8 @@ def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
         device_memory_bytes=float(profile.device_memory_bytes),
         host_memory_bytes=float(profile.host_memory_bytes),
         uplink_bytes_per_second=uplink,
-        downlink_bytes_per_second=uplink,  # homes receive faster than they send: on the safe side
+        # what came in at most is a bound from below; homes receive at least as fast as they send
+        downlink_bytes_per_second=max(uplink, min(status.downlink_bytes_per_second, MAX_UPLINK)),
         seconds_per_token={
             time.kind: (
                 max(time.forward_seconds_per_token, _LEAST_SECONDS),

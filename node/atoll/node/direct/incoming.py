@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 SPARE_BYTES = 64 * 1024  # that wait before anybody asks, about; larger reads have memory of their own
@@ -43,6 +44,7 @@ class Incoming(asyncio.StreamReader):
         self._gathers = 1  # bytes, as the kernel was told
         self._came = 0  # bytes in all
         self._connection: asyncio.BaseTransport | None = None
+        self.arrived: Callable[[int], None] | None = None  # told whenever bytes came
 
     def set_transport(self, transport: asyncio.BaseTransport) -> None:
         super().set_transport(transport)
@@ -124,6 +126,8 @@ class Incoming(asyncio.StreamReader):
     def came(self, count: int) -> None:
         """So many bytes are in what `room` gave."""
         self._came += count
+        if self.arrived is not None:
+            self.arrived(count)
         beside, self._beside = self._beside, None
         into = min(count, self._missing)
         if into:

@@ -115,10 +115,10 @@ class Listener:
     async def _identify(self, sock: socket.socket) -> Connection:
         reader, writer = await accept(sock, self._context, STRANGER_TIMEOUT)
         try:
-            prefix = unpack_prefix(await reader.readexactly(PREFIX.size), PROOF_BYTES)
+            prefix = unpack_prefix(bytes(await reader.readexactly(PREFIX.size)), PROOF_BYTES)
             if (prefix.kind, prefix.header_bytes, prefix.body_bytes) != (FrameKind.MESSAGE, PROOF_BYTES, 0):
                 raise FrameInvalid("a direct connection must begin with the proof of a ticket")
-            shown = check_frame(prefix, await reader.readexactly(PROOF_BYTES), b"").header
+            shown = check_frame(prefix, bytes(await reader.readexactly(PROOF_BYTES)), b"").header
             peer_id = self._tickets.redeem(shown)
             if peer_id is None:
                 raise FrameInvalid("the ticket is not good, or not any more")

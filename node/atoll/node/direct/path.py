@@ -157,6 +157,7 @@ class DirectPath:
             traffic=self._traffic,
             sends=self._pacer.wake,
         )
+        reader.arrived = self._traffic.arrived
         self._connections.add(connection)
         self._gate.opened(peer_id, connection)
         self._pacer.add(connection)

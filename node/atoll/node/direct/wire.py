@@ -24,7 +24,7 @@ class _Watched(Ends):
         self.on_lost()
 
 
-Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Wire = tuple[Incoming, asyncio.StreamWriter]
 
 
 async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timedelta) -> Wire:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
 from atoll.core.frames import Buffer
+from atoll.node.swarm.downlink import Downlink
 
 SMALL_FRAME_BYTES = 4 * 1024
 _PIECE_SECONDS = 0.05  # how long one stream may have the line before the next one's turn
@@ -83,12 +84,23 @@ class Traffic:
         self.sent: Counter[str] = Counter()  # bytes by protocol
         self.received: Counter[str] = Counter()
         self.up, self.down = Line(clock), Line(clock)
+        self._clock = clock
+        self._downlink = Downlink()
         self._allowed_total = math.inf
 
     @property
     def bytes_total(self) -> int:
         """Both ways, so far."""
         return self.sent.total() + self.received.total()
+
+    @property
+    def downlink_bytes_per_second(self) -> float:
+        """The most that came in lately on direct connections, of all peers together; 0: next to nothing did."""
+        return self._downlink.bytes_per_second(self._clock.monotonic())
+
+    def arrived(self, count: int) -> None:
+        """So many bytes are here, read or not."""
+        self._downlink.came(count, self._clock.monotonic())
 
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
         """Change the rates; 0 lifts a limit."""

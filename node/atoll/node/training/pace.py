@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 RECENT_STEPS = 32
+TIMED_STEPS = 8  # whose computing is told: what else the machine does changes
 
 
 class Pace:
@@ -15,7 +16,7 @@ class Pace:
         self.compute_share = compute_share
         self._rested = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
-        self._busy: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)  # seconds, tokens
+        self._busy: deque[tuple[float, int]] = deque(maxlen=TIMED_STEPS)  # seconds, tokens
         self._worked = 0.0  # in the step under way, its rests included
         self._next = 0.0
         self._began = 0.0

@@ -1,0 +1,35 @@
+"""A bound from below of what a downlink carries, from what others happen to send."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.node.swarm.downlink import MEMORY_SECONDS, WINDOW_SECONDS, Downlink
+
+
+@given(
+    st.floats(1e4, 1e8),
+    st.lists(st.tuples(st.integers(1, 128 * 1024), st.floats(0.0, 20.0)), min_size=1, max_size=80),
+)
+def test_it_never_says_more_than_the_link_carries(rate: float, pieces: list[tuple[int, float]]) -> None:
+    """Pieces come one after the other over a link of that rate, with pauses."""
+    link, now = Downlink(), 100.0
+    for size, pause in pieces:
+        now += pause + size / rate
+        link.came(size, now)
+        assert link.bytes_per_second(now) <= rate * 1.001
+    assert link.bytes_per_second(now + WINDOW_SECONDS) <= rate * 1.001
+
+
+def test_it_says_most_of_what_a_busy_link_carries_and_forgets_it_after_an_hour() -> None:
+    link, now = Downlink(), 0.0
+    for _ in range(100):
+        now += 0.1
+        link.came(100_000, now)
+    assert link.bytes_per_second(now) == pytest.approx(1e6, rel=0.06)
+    for minute in range(50):
+        link.came(1000, now + 60 * minute)
+    assert link.bytes_per_second(now + 0.9 * MEMORY_SECONDS) == pytest.approx(1e6, rel=0.06)
+    assert link.bytes_per_second(now + 1.1 * MEMORY_SECONDS) < 1000
