@@ -118,7 +118,7 @@ class RevokeTokenResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "doubt")
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "availability", "failures_per_hour", "doubt")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,8 @@ class NodeView(_message.Message):
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    AVAILABILITY_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     DOUBT_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
@@ -154,8 +156,10 @@ class NodeView(_message.Message):
     route: int
     left_out: str
     pin: str
+    availability: float
+    failures_per_hour: float
     doubt: str
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., doubt: _Optional[str] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., availability: _Optional[float] = ..., failures_per_hour: _Optional[float] = ..., doubt: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ("run_id",)

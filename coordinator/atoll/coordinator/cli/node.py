@@ -148,6 +148,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("follows plan", status.plan_version or "–"),
         ("part in the plan", _part(node)),
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
+        ("there", _there(node)),
         ("in doubt", node.doubt or "–"),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
@@ -156,6 +157,12 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("downlink, at least", _rate(status.downlink_bytes_per_second)),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _there(node: wire.NodeView) -> str:
+    if not node.availability:
+        return "–"
+    return f"{node.availability:.1%} of the time, lost {24 * node.failures_per_hour:.1f} times a day"
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -148,7 +148,18 @@ def best_of(best: Solution) -> dict[str, object]:
 
 def _measured(node: wire.NodeView, name: str, *, alone: bool) -> Measured:
     paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
-    return Measured(node.peer_id, name, node.profile, node.status, tuple(node.multiaddrs), paths, alone)
+    there = node.availability or 1.0
+    return Measured(
+        node.peer_id,
+        name,
+        node.profile,
+        node.status,
+        tuple(node.multiaddrs),
+        paths,
+        alone,
+        availability=there,
+        failures_per_hour=node.failures_per_hour,
+    )
 
 
 def _named(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:

@@ -28,6 +28,7 @@ OFF = 3.0  # times: a figure so far from what others see is told to people
 _NOISE_SECONDS = 0.01  # that a busy node adds to a round trip now and then
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # of a link that was not measured yet: a home's uplink
 _UNKNOWN_RTT_SECONDS = 0.15  # between two that nobody measured, not even over others: rather far than near
+_LEAST_AVAILABILITY = 0.01
 _LEAST_SECONDS = 1e-12  # that a layer takes a token: no word of a node's may stop the planner's arithmetic
 
 
@@ -93,6 +94,8 @@ def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
         shares_memory=shares_memory(profile),
         holds_whole=holds_whole(profile),
         price_per_hour=profile.price_per_hour,
+        availability=min(max(node.availability, _LEAST_AVAILABILITY), 1.0),
+        failures_per_hour=node.failures_per_hour,
         kind=profile.device_name or profile.device,
     )
 

@@ -28,6 +28,8 @@ class Measured:
     multiaddrs: tuple[str, ...]
     paths: Mapping[str, Path]
     alone: bool = True  # trains without others; the pace of a stage is its route's and says little of it
+    availability: float = 1.0  # share of the time that it is there
+    failures_per_hour: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of
+from atoll.coordinator.state import presence
 from atoll.coordinator.state.fitness import Present, present
 from atoll.coordinator.state.paths import fresh
 from atoll.coordinator.state.pinning import pins_of
@@ -78,7 +79,15 @@ def _measured(state: State, plan: Plan | None, peer: str, now: Moment) -> Measur
     last = max(item.last_layer for item in plan.assignments) if plan else 0
     alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
     return Measured(
-        peer, node.name, live.profile, live.status, node.multiaddrs, fresh(live.paths, now.monotonic), alone
+        peer_id=peer,
+        name=node.name,
+        profile=live.profile,
+        status=live.status,
+        multiaddrs=node.multiaddrs,
+        paths=fresh(live.paths, now.monotonic),
+        alone=alone,
+        availability=presence.availability(node, live, now.monotonic),
+        failures_per_hour=presence.failures_per_hour(node, live, now.monotonic),
     )
 
 

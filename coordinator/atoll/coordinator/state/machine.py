@@ -23,6 +23,7 @@ from atoll.coordinator.state import (
     lifecycle,
     pace,
     paths,
+    presence,
     recovery,
     reports,
 )
@@ -117,7 +118,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
         )
     left = fresh.stored.spend(STORED, now.monotonic)
     draft.set_live(peer_id, replace(fresh, stored=left or fresh.stored))
-    draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
+    draft.put(replace(presence.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
     if left is not None:  # who does nothing else is not news
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
@@ -319,13 +320,15 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
 
 def _end_stream(draft: Draft, peer_id: str, live: Live) -> None:
     draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
-    draft.put(replace(draft.state.nodes[peer_id], last_seen_ms=draft.now.unix_ms))
+    node = presence.went(draft.state.nodes[peer_id], live, draft.now.monotonic)
+    draft.put(replace(node, last_seen_ms=draft.now.unix_ms))
 
 
 def _lose(draft: Draft, peer_id: str, live: Live) -> None:
     draft.set_live(peer_id, replace(live, lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
+        draft.put(presence.lost(node))
         draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
 
 

@@ -48,6 +48,9 @@ class Node:
     multiaddrs: tuple[str, ...] = ()  # kept so that seeds are known right after a restart
     token_id: str = ""  # that admitted it last
     pin: str = ""  # the operator's: layers "0-5", or "out"; empty: none
+    there_seconds: float = 0.0  # with a stream, faded (`presence.py`)
+    away_seconds: float = 0.0  # without one
+    losses: float = 0.0  # without a goodbye
 
 
 @dataclass(frozen=True)

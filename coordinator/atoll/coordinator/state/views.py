@@ -12,6 +12,7 @@ from atoll.coordinator.state import checkpoints
 from atoll.coordinator.state.fitness import ready_count
 from atoll.coordinator.state.paths import fresh
 from atoll.coordinator.state.plan_views import part_in_plan
+from atoll.coordinator.state.presence import availability, failures_per_hour
 from atoll.coordinator.state.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.state.votes import Answer
@@ -56,6 +57,8 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         banned=node.banned,
         draining=node.draining,
         multiaddrs=node.multiaddrs,
+        availability=availability(node, live, monotonic),
+        failures_per_hour=failures_per_hour(node, live, monotonic),
         paths=[
             mb.PeerPath(peer_id=peer, rtt_seconds=path.rtt_seconds, bytes_per_second=path.bytes_per_second)
             for peer, path in sorted(fresh(live.paths, monotonic).items() if live else ())

@@ -1,0 +1,103 @@
+"""How much of the time nodes are there, as the coordinator sees it, and what the planner makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.coordinator.routed import RoutedWorld
+from unit.coordinator.world import FIT, World
+
+from atoll.coordinator.planner.measured import problem_of
+from atoll.coordinator.planner.problem import Wishes, read_layers
+from atoll.coordinator.state import presence
+from atoll.coordinator.state.records import Node
+from atoll.coordinator.state.snapshot import Live, Moment
+
+DAY, HOUR = 86400.0, 3600.0
+
+
+def after(*spells: tuple[float, float], lost: bool = True) -> Node:
+    """A node that was there, then away, for so many seconds each time, and came back."""
+    node, now = Node("peer", "ann", "reef", ("node",), b"", 1, 0), 0.0
+    for there, away in spells:
+        node = presence.went(node, Live(session=1, seen=now, came=now), now + there)
+        node = presence.lost(node) if lost else node
+        node = presence.came(node, Live(session=0, seen=now + there), now + there + away)
+        now += there + away
+    return node
+
+
+def seen(node: Node) -> float:
+    return presence.availability(node, None, 0.0)
+
+
+def test_who_is_new_counts_as_always_there_and_a_blink_changes_little() -> None:
+    assert seen(after()) == 1.0
+    assert seen(after((HOUR, 10.0))) > 0.999
+
+
+@pytest.mark.parametrize(("there", "away"), [(8 * HOUR, 16 * HOUR), (HOUR, 0.25 * HOUR), (20 * DAY, 0.5 * DAY)])
+def test_after_weeks_it_is_the_share_of_the_time(there: float, away: float) -> None:
+    spells = int(40 * DAY / (there + away)) + 1
+    found = after(*[(there, away)] * spells)
+    assert seen(found) == pytest.approx(there / (there + away), abs=0.07)
+    told = presence.failures_per_hour(found, None, 0.0) * there / HOUR
+    assert told == pytest.approx(1.0, rel=0.3)
+
+
+def test_an_absence_counts_as_a_day_at_most_and_a_goodbye_is_no_failure() -> None:
+    assert seen(after((DAY, 300 * DAY))) == pytest.approx(seen(after((DAY, DAY))))
+    assert presence.failures_per_hour(after((DAY, HOUR), lost=False), None, 0.0) == 0.0
+
+
+def test_a_node_that_has_become_better_is_believed() -> None:
+    bad = [(HOUR, HOUR)] * 200
+    assert seen(after(*bad)) < 0.6
+    assert seen(after(*bad, *[(DAY, 60.0)] * 30)) > 0.93
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=30), st.floats(0, 1e12))
+def test_it_is_a_share_and_a_rate_whatever_happens(spells: list[tuple[float, float]], now: float) -> None:
+    node, live = after(*spells), Live(session=1, seen=now, came=0.0)
+    assert 0 < presence.availability(node, live, now) <= 1
+    assert 0 <= presence.failures_per_hour(node, live, now) < 3600
+
+
+def test_the_coordinator_keeps_it_over_a_restart_and_does_not_count_its_own_absence() -> None:
+    world = World()
+    world.train("ann", "bob")
+    ann = world.identities["ann"].peer_id
+    world.wait(100)
+    world.hang_up("ann")
+    world.wait(50)
+    world.connect("ann")
+    world.wait(40)
+    world.connect("ann")  # the older stream was not closed
+    kept = world.state.nodes[ann]
+    assert kept.there_seconds == pytest.approx(140, abs=5)
+    assert kept.away_seconds == pytest.approx(50, abs=1)
+    assert kept.losses == pytest.approx(1, abs=0.01)
+    world.now = Moment(world.now.unix_ms + 10**6, world.now.monotonic + 1000)
+    world.restart()
+    assert world.state.nodes[ann] == kept
+    world.connect("ann")
+    assert world.state.nodes[ann].away_seconds == pytest.approx(kept.away_seconds, abs=1)
+
+
+def test_the_planner_hears_of_it() -> None:
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    world.hang_up("bob")
+    world.wait(HOUR)
+    world.connect("bob")
+    world.say("bob", FIT)
+    world.wait(world.policy.replan_seconds + 5)
+    question = world.asked[-1]
+    wishes, layers = Wishes(), read_layers(question.layers, 64)
+    assert min(it.availability for it in problem_of(question.nodes, layers, question.spec, wishes).problem.machines) < 1
+    told = {node.name: node for node in question.nodes}
+    assert told["bob"].availability == pytest.approx(DAY / (DAY + HOUR), rel=0.01)
+    assert told["bob"].failures_per_hour > 0
+    assert told["ann"].availability == 1.0
+    assert told["ann"].failures_per_hour == 0.0
