@@ -153,15 +153,15 @@ def _speed(problem: Problem, source: int, target: int) -> float:
 def _compute(problem: Problem, stage: Stage) -> float:
     """Seconds of a micro-batch."""
     machine, training = problem.machines[stage.machine], problem.training
-    whole = stage.last - stage.first + 1 == len(problem.layers)
+    ends = stage.last == len(problem.layers) - 1  # the last of a route keeps what backward needs
+    recomputes = training.activation_checkpointing if ends and stage.first == 0 else not ends
     seconds = 0.0
     for layer in problem.layers[stage.first : stage.last + 1]:
         forward, backward = machine.seconds_per_token.get(layer.kind) or (
             layer.flops_per_token / machine.flops_per_second,
             training.backward_per_forward * layer.flops_per_token / machine.flops_per_second,
         )
-        again = 0.0 if whole and not training.activation_checkpointing else forward
-        seconds += forward + backward + again
+        seconds += forward + backward + (forward if recomputes else 0.0)
     return seconds * training.micro_batch_tokens
 
 

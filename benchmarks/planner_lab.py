@@ -146,6 +146,7 @@ async def measure(setting: Setting, seconds: float, root: Path, report: Report) 
             version = await cell(swarm, setting, "planned", names, version, seconds, report)
             planned = await spans_of(swarm, version)
             dealt = [random_spans(planned, random.Random(seed)) for seed in range(_DEALS)]
+            dealt = [spans for spans in dealt if spans != by_name(planned)]
             for name, choices in (("equal", [equal_spans(planned)]), ("random", dealt)):
                 if choices == [by_name(planned)]:
                     report.cell(topology=setting.topology.name, layout=name, routes="what was planned is equal")
@@ -176,12 +177,12 @@ async def cell(
         rates = await trained(swarm, [route[0] for route in routes], seconds)
         history = (await json_of(swarm, "plan", "history"))["plans"]
         newest = history[-1] if history[-1]["version"] >= history[0]["version"] else history[0]
-        if newest["version"] == version:
+        later = (await json_of(swarm, "plan", "explain", "--seconds", "0.5"))["plan"]
+        if newest["version"] == version and len(later["routes"]) == len(rates):
             break
         version = await settled(swarm, names, newest["version"])
     predicted = newest["predicted_tokens_per_second"]
     rate = sum(rates) if all(rates) else 0.0
-    later = (await json_of(swarm, "plan", "explain", "--seconds", "0.5"))["plan"]
     told = {place["machine"]: place for place in later["places"]}
     report.cell(
         topology=setting.topology.name,

@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core
+    settings.register_profile("worker", deadline=None)  # the cores are busy
+    settings.load_profile("worker")
 
 
 @pytest.fixture

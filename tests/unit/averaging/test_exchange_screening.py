@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from support.virtual_time import run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.round_id import RoundId
+from atoll.node.averaging import reducer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.decide import build_start, check_payload, check_settle, check_verdicts, manifest_payload
 from atoll.node.averaging.outer import by_roots, weighted_mean
+from atoll.node.averaging.sums import Source
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from atoll.v1.manifest_pb2 import Verdict
@@ -60,6 +62,27 @@ def test_contributions_can_weigh_the_roots_of_their_tokens() -> None:
         await swarm.close()
 
     run_virtually(scene())
+
+
+def test_who_weighs_roots_is_judged_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How noisy an update may be follows from its work, whatever it weighs."""
+    judged: list[list[int]] = []
+
+    def judge(sources: Sequence[Source], work: Sequence[int], *rest: object) -> tuple[float, ...]:
+        judged.append(sorted(work))
+        return (1.0,) * len(sources)
+
+    monkeypatch.setattr(reducer, "factors_of", judge)
+
+    async def scene() -> None:
+        swarm = Swarm({"a": 10_000, "b": 2_500, "c": 100}, "fp32", screening=True, pull=by_roots)
+        await swarm.run()
+        assert torch.equal(swarm.averages["a"], weighted_mean(list(swarm.vectors.values()), [10, 5, 1]))
+        await swarm.close()
+
+    run_virtually(scene())
+    assert judged
+    assert all(work == [100, 2_500, 10_000] for work in judged)
 
 
 def test_a_huge_update_is_scaled_down_and_the_manifest_will_say_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,12 +14,15 @@ from hypothesis import strategies as st
 from unit.coordinator.world import World, spec_toml
 
 from atoll.coordinator.planner.checks import check_problem
-from atoll.coordinator.planner.measured import Measured, problem_of
+from atoll.coordinator.planner.measured import OFF, Measured, problem_of, wishes_of
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
+from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.planner.shares import MAX_UPLINK
+from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.state import paths
 from atoll.coordinator.state.paths import MOST_PATHS, Path
 from atoll.coordinator.text import tidied
+from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1.plan_pb2 import Span
@@ -59,7 +63,7 @@ def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
     honest = node("honest", trains=1 / SECONDS * 0.8)
     boaster = node("boaster", trains=1 / SECONDS / 10)
     found, doubts = problem(honest, boaster, node("new"))
-    for machine, factor in zip(found.machines, (1 / 0.8, 10.0, 1 / 0.8), strict=True):  # who is new is as others are
+    for machine, factor in zip(found.machines, (1 / 0.8, 10.0, OFF), strict=True):  # who is new is as others are
         forward, backward = machine.seconds_per_token["block"]
         assert (forward, backward) == pytest.approx((factor * 1e-5, factor * 2e-5))
     assert [machine.proven for machine in found.machines] == [True, True, False]
@@ -67,15 +71,56 @@ def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
     assert "boaster trains 10.0 times slower" in doubts["boaster"]
 
 
-def test_a_stage_is_corrected_by_what_its_own_layers_take():
-    """Two blocks, which it computes forward, forward again and backward; its pace is its route's and says nothing."""
-    took = mb.SpanTime(layers=Span(first=1, last=2), seconds_per_token=1.5 * 2 * 4e-5)
-    stage = replace(node("stage", trains=1.0), alone=False)
-    stage.status.computed.CopyFrom(took)
-    found, doubts = problem(stage)
-    assert found.machines[0].seconds_per_token["block"] == pytest.approx((1.5e-5, 3e-5))
-    assert found.machines[0].proven
+def stage(name: str, first: int, last: int, seconds: float, *, learned: float = 0.0) -> Measured:
+    """A node that took so long a token of these layers."""
+    found = replace(node(name, trains=1.0), alone=False, learned=learned)
+    found.status.computed.CopyFrom(mb.SpanTime(layers=Span(first=first, last=last), seconds_per_token=seconds))
+    return found
+
+
+def test_stages_are_corrected_by_what_their_own_layers_take():
+    """Two blocks forward twice and backward; a block and the head, whose stage is the last, forward once."""
+    middle, last = stage("middle", 1, 2, 1.5 * 2 * 4e-5), stage("last", 4, 5, 1.5 * (3e-5 + 3 * KINDS["head"]))
+    found, doubts = problem(middle, last)
+    for machine in found.machines:
+        assert machine.seconds_per_token["block"] == pytest.approx((1.5e-5, 3e-5))
+        assert machine.proven
     assert not doubts
+
+
+def test_who_has_no_figure_now_counts_as_it_was_seen_last_and_a_newcomer_rather_slow():
+    known = replace(node("known"), alone=False, learned=2.0)
+    found, _ = problem(known, stage("other", 1, 2, 1.2 * 2 * 4e-5), node("new"))
+    times = [machine.seconds_per_token["block"][0] for machine in found.machines]
+    assert times == pytest.approx([2e-5, 1.2e-5, 2e-5])
+    assert [machine.proven for machine in found.machines] == [True, True, False]
+
+
+@pytest.mark.parametrize("seconds", [1e308, 5e-324, 1e-300, 1e30])
+@pytest.mark.parametrize("layer", [0.0, 5e307, 5e-324])
+def test_no_word_of_a_node_s_stops_the_planner(seconds, layer):
+    wild, fast = stage("wild", 1, 2, seconds), node("fast", trains=5e-324)
+    for time in wild.profile.layer_times:
+        time.forward_seconds_per_token = time.backward_seconds_per_token = layer
+    wild.profile.price_per_hour, wild.profile.tokens_per_second = 5e-324, 1e308
+    for goal in ("time", "price"):
+        seen = problem_of([wild, fast, node("new")], LAYERS, SPEC, wishes_of(Preferences(goal=goal)))
+        check_problem(seen.problem)
+        found = solve(seen.problem, clock=SystemClock(), rng=random.Random(0), seconds=0.5, steps=3)
+        assert math.isfinite(found.evaluation.tokens_per_second)
+        assert all(len(told) < 100 for told in seen.doubts.values())
+
+
+def test_who_asks_for_nothing_is_no_bargain_where_plans_are_to_be_cheap():
+    dear, free = node("dear"), node("free")
+    dear.profile.price_per_hour = 2.0
+    cheap = wishes_of(Preferences(goal="price"))
+    seen = problem_of([dear, free], LAYERS, SPEC, cheap)
+    check_problem(seen.problem)
+    assert [machine.price_per_hour for machine in seen.problem.machines] == [2.0, 2.0]
+    nobody = problem_of([free], LAYERS, SPEC, cheap)
+    check_problem(nobody.problem)
+    assert nobody.problem.wishes.goal == "time"
 
 
 @pytest.mark.parametrize(
@@ -88,9 +133,9 @@ def test_a_stage_is_corrected_by_what_its_own_layers_take():
     ],
 )
 def test_times_of_layers_that_cannot_be_are_not_looked_at(took):
-    stage = replace(node("stage"), alone=False)
-    stage.status.computed.CopyFrom(took)
-    found, _ = problem(stage)
+    odd = replace(node("stage"), alone=False)
+    odd.status.computed.CopyFrom(took)
+    found, _ = problem(odd)
     assert found.machines[0].seconds_per_token["block"] == (1e-5, 2e-5)
     assert not found.machines[0].proven
 

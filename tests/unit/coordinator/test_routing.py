@@ -10,10 +10,11 @@ from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.planner.drafting import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
-from atoll.coordinator.state import admission, recovery
+from atoll.coordinator.state import admission, machine, recovery
 from atoll.coordinator.state.plan_views import part_in_plan
 from atoll.core.errors import InvalidTransition
 from atoll.v1 import membership_pb2 as mb
+from atoll.v1 import plan_pb2
 
 
 @pytest.fixture
@@ -77,11 +78,11 @@ def test_machines_that_cost_too_much_are_left_out_where_the_operator_asks_for_pr
 
 
 def test_who_computes_far_slower_than_it_said_is_named_once_and_shown(pair: RoutedWorld) -> None:
-    told = 6 * 4e-6  # seconds a token of six layers, forward twice and backward, by its own word
-
     def doubt(name: str, **slower: float) -> str:
         for other, times in slower.items():
-            pair.computed[other] = times * told
+            first, last = pair.spans()[other]
+            again = 1e-6 if last < LAYERS - 1 else 0.0  # the last stage computes nothing twice
+            pair.computed[other] = times * (last - first + 1) * (3e-6 + again)
             pair.say(other)
         pair.wait(pair.policy.replan_seconds + 5)
         return part_in_plan(pair.state, pair.state.nodes[pair.identities[name].peer_id]).doubt
@@ -93,6 +94,33 @@ def test_who_computes_far_slower_than_it_said_is_named_once_and_shown(pair: Rout
     assert not doubt("ann", ann=1)
     assert doubt("bob", bob=0.2).startswith("bob trains 5.0 times faster")
     assert len(pair.told("node.doubted")) == 2
+
+
+def test_what_was_learnt_of_a_node_outlives_its_trainer(pair: RoutedWorld) -> None:
+    """A trainer that begins anew, with other layers perhaps, has no figure for a while."""
+    pair.computed = dict.fromkeys(("ann", "bob"), 2.0 * 6 * 4e-06)
+    for name in pair.computed:
+        pair.say(name)
+    pair.wait(pair.policy.replan_seconds + 5)
+    learned = {node.name: node.learned for node in pair.asked[-1].nodes}
+    pair.computed = {}
+    for name in learned:
+        pair.say(name)
+    pair.wait(pair.policy.replan_seconds + 5)
+    found = {node.name: node.learned for node in pair.asked[-1].nodes}
+    assert all(factor > 1.9 for factor in found.values())
+    assert not any(node.status.HasField("computed") for node in pair.asked[-1].nodes)
+
+
+def test_the_time_of_layers_that_nobody_gave_a_node_counts_nothing(pair: RoutedWorld) -> None:
+    pair.cards(cid=6)
+    told = mb.SpanTime(layers=plan_pb2.Span(first=0, last=5), seconds_per_token=1e-9)
+    peer = pair.identities["cid"].peer_id
+    status = mb.NodeStatus(state=FIT, computed=told)
+    pair.take(machine.heartbeat(pair.state, pair.now, peer, pair.sessions[peer], mb.HeartbeatRequest(status=status)))
+    pair.wait(5)
+    asked = next(node for node in pair.asked[-1].nodes if node.name == "cid")
+    assert not asked.status.HasField("computed")
 
 
 def test_who_has_no_part_is_told_why_once() -> None:

@@ -29,6 +29,10 @@ def test_it_says_most_of_what_a_busy_link_carries_and_forgets_it_after_an_hour()
         now += 0.1
         link.came(100_000, now)
     assert link.bytes_per_second(now) == pytest.approx(1e6, rel=0.06)
+    link.came(64 * 1024, now)
+    for piece in range(400):  # what waited while nobody read
+        link.came(128 * 1024, now + 3 + piece / 1e5)
+    now += 3
     for minute in range(50):
         link.came(1000, now + 60 * minute)
     assert link.bytes_per_second(now + 0.9 * MEMORY_SECONDS) == pytest.approx(1e6, rel=0.06)

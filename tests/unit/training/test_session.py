@@ -234,9 +234,14 @@ def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
         if number % in_step == in_step - 1:
             pace.end(64, 1.0)
             done.append(computed)
-    if done:
-        recent = done[-1] - (done[-1 - TIMED_STEPS] if len(done) > TIMED_STEPS else 0.0)
-        assert pace.busy_seconds_per_token() == pytest.approx(recent / share / (64 * min(len(done), TIMED_STEPS)))
+    timed = done[1:]  # the first step warms up
+    if timed:
+        before = done[-1 - min(len(timed), TIMED_STEPS)]
+        per_token = (done[-1] - before) / (64 * min(len(timed), TIMED_STEPS))
+        assert pace.busy_seconds_per_token() == pytest.approx(per_token / share)
+        pace.compute_share = 1.0  # the owner lends all of it
+        assert pace.busy_seconds_per_token() == pytest.approx(per_token)
+        pace.compute_share = share
     now += pace.rest_seconds(now)
     assert computed / now == pytest.approx(share)
 

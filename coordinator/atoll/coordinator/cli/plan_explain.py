@@ -11,12 +11,12 @@ from pathlib import Path as FilePath
 
 from atoll.coordinator.cli.client import Client
 from atoll.coordinator.cli.output import show
-from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, draw, rows
+from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, check_writable, draw, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.explain import explain
 from atoll.coordinator.planner.measured import problem_of, wishes_of
-from atoll.coordinator.planner.problem import Layout, Problem, Stage, read_layers
+from atoll.coordinator.planner.problem import Goal, Layout, Problem, Stage, read_layers
 from atoll.coordinator.planner.question import Measured, Preferences
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
@@ -51,6 +51,7 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
 
     Raises `ConfigError` for a file that cannot be written, `InvalidTransition` before there is a plan to explain.
     """
+    check_writable(svg)
     run = client.call(client.stub.GetRun, wire.RunRequest(run_id=run_id))
     if not run.plan_version:
         raise InvalidTransition(f"run {run.run_id} has no plan yet", "it gets one when training begins")
@@ -77,7 +78,7 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
 def preferences_of(view: wire.PlanView) -> Preferences:
     """What the coordinator's settings say; the usual ones where it did not tell them."""
     told = view.wishes
-    if not told.goal:
+    if told.goal not in set(Goal):
         return Preferences()
     return Preferences(told.goal, told.hysteresis, told.horizon_seconds, told.rtt_cap_seconds)
 
@@ -125,13 +126,15 @@ def compared(now: Solution, live: Live) -> Iterator[str]:
 
 def advice(now: Solution, best: Solution) -> Iterator[str]:
     """What another layout of the same machines would bring."""
-    gain = best.evaluation.tokens_per_second / max(now.evaluation.tokens_per_second, 1e-12) - 1
+    cheap = now.problem.wishes.goal is Goal.PRICE
+    gain = best.evaluation.score / max(now.evaluation.score, 1e-300) - 1
     if gain < 0.01:
-        yield "no other layout of these machines would be noticeably faster"
+        yield f"no other layout of these machines would be noticeably {'cheaper' if cheap else 'faster'}"
         return
     stages = Counter(len(route) for route in best.evaluation.layout.routes)
     shapes = ", ".join(f"{count} × {length}" for length, count in sorted(stages.items()))
-    yield f"another layout would reach {100 * gain:+.0f} %: routes × stages {shapes}"
+    what = " of tokens for the same money" if cheap else ""
+    yield f"another layout would reach {100 * gain:+.0f} %{what}: routes × stages {shapes}"
 
 
 def best_of(best: Solution) -> dict[str, object]:

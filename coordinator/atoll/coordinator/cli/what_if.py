@@ -39,6 +39,7 @@ def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) ->
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"cannot read {path}: {reason}") from error
+    check_writable(svg)
     clock, rng = SystemClock(), random.Random(0)
     found = solve(read_what_if(text, path.name), clock=clock, rng=rng, seconds=seconds)
     why = explain(found, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
@@ -48,6 +49,15 @@ def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) ->
         print()
         for line in sentences(found, why):
             print(clean(line))
+
+
+def check_writable(path: Path | None) -> None:
+    """Before a search of minutes. Raises `ConfigError`."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def draw(path: Path | None, found: Solution, why: Explanation) -> None:

@@ -20,6 +20,7 @@ _HEAD, _ROW, _GAP, _LINE = 58, 46, 10, 18
 _CHARACTER = 6.6  # of text of 12 pixels, on average
 _MOST_TICKS = 16
 _MOST_NAMED = 12  # machines that were left out
+_MOST_SHOWN = 7  # regions in the legend
 _COLOURS = ("#3b7dd8", "#d9822b", "#2f9e6e", "#b4508c", "#7a6bd1", "#8a8f3c", "#c25450", "#4c9aa8")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1c2733}.small{font-size:11px;fill:#5a6773}"
@@ -34,7 +35,8 @@ def drawing(found: Solution, why: Explanation) -> str:
     floor = _HEAD + len(routes) * (_ROW + _GAP)
     notes = list(_notes(why))
     height = floor + _LINE * (len(notes) + 1)
-    title = f"{count_text(found.evaluation.tokens_per_second)} tokens/s in {len(routes)} routes"
+    count = f"{len(routes)} route" + ("" if len(routes) == 1 else "s")
+    title = f"{count_text(found.evaluation.tokens_per_second)} tokens/s in {count}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         f'role="img" aria-label={quoteattr(title)}><style>{_STYLE}</style>',
@@ -61,8 +63,9 @@ def _axis(layers: int, floor: int) -> Iterator[str]:
 
 
 def _legend(regions: Sequence[int]) -> Iterator[str]:
-    x = _WIDTH - _RIGHT - 84 * len(regions)
-    for place, region in enumerate(regions):
+    shown = regions[:_MOST_SHOWN]
+    x = _WIDTH - _RIGHT - 84 * len(shown)
+    for place, region in enumerate(shown):
         at = x + 84 * place
         yield f'<rect x="{at}" y="14" width="11" height="11" rx="2" fill="{_colour(region)}"/>'
         yield _text(at + 16, 24, f"region {region + 1}", "small")
@@ -70,9 +73,8 @@ def _legend(regions: Sequence[int]) -> Iterator[str]:
 
 def _box(place: Place, layers: int, top: int) -> str:
     x, right, colour = _x(place.first, layers), _x(place.last + 1, layers), _colour(place.region)
-    width, filled = right - x - 3, min(1.0, place.computing) * _ROW
-    sets_pace = place.waits_for.startswith("its ")
-    frame = f'stroke="{colour}" stroke-width="{2.5 if sets_pace else 1}"'
+    width, filled = max(1.0, right - x - 3), min(1.0, place.computing) * _ROW
+    frame = f'stroke="{colour}" stroke-width="{2.5 if place.sets_pace else 1}"'
     span = f"{place.first}–{place.last}" if place.first < place.last else str(place.first)
     told = (
         f"{clean(place.machine)}: layers {span}; computes {place.computing:.0%} of the time; "

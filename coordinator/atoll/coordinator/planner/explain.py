@@ -42,6 +42,7 @@ class Place:
     memory_lent_bytes: float
     computing: float  # share of the time
     waits_for: str
+    sets_pace: bool  # of its route
     bytes_per_day: float  # that it sends, at most
 
 
@@ -154,6 +155,7 @@ def _places(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator
                 memory_lent_bytes=machine.device_memory_bytes,
                 computing=float(seconds / cost.flush_seconds) * slower,
                 waits_for=reason if setter == machine.name else f"{setter}: {reason}",
+                sets_pace=setter == machine.name,
                 bytes_per_day=of_rounds + sent,
             )
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
 from atoll.coordinator.planner.explain import left_out
-from atoll.coordinator.planner.measured import problem_of, wishes_of
+from atoll.coordinator.planner.measured import Seen, problem_of, wishes_of
 from atoll.coordinator.planner.problem import Pin, read_layers
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
@@ -35,11 +34,12 @@ def answer(question: Question, clock: Clock) -> Answer:
                 standbys=question.standbys,
             )
     except ConfigError as error:  # what it is to be made from, or that none is possible
-        return Answer(missing=f"{error}: {error.remedy}" if error.remedy else str(error), doubts=seen.doubts)
-    return _told(change, seen.doubts)
+        missing = f"{error}: {error.remedy}" if error.remedy else str(error)
+        return Answer(missing=missing, doubts=seen.doubts, corrections=seen.corrections)
+    return _told(change, seen)
 
 
-def _told(change: Change, doubts: Mapping[str, str]) -> Answer:
+def _told(change: Change, seen: Seen) -> Answer:
     problem = change.tables.problem
     reasons = left_out(change.tables, change.evaluation, max(2, _LOOKS // change.tables.count))
     return Answer(
@@ -49,5 +49,6 @@ def _told(change: Change, doubts: Mapping[str, str]) -> Answer:
         fetched_bytes=change.fetched_bytes,
         before_tokens_per_second=change.before.tokens_per_second,
         tokens_per_second=change.evaluation.tokens_per_second,
-        doubts=doubts,
+        corrections=seen.corrections,
+        doubts=seen.doubts,
     )

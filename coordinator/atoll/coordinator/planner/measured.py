@@ -4,8 +4,8 @@ A profile is its node's own word, so it is compared with what others see: a roun
 both ends measured, and speeds are scaled to what the node really trains. Whoever is far off is named.
 
 Layers are timed one by one, when a trainer is loaded; computing many of them in turn, beside the machine's other work,
-takes another time. So who trains is corrected by what its span takes, and who does not train yet by as much as others
-usually are.
+takes another time. So who trains is corrected by what its span takes it, by its own clock, and who never did by as much
+as others usually are, rather more: nobody should lose a place to a figure that was not seen at work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _NOISE_SECONDS = 0.01  # that a busy node adds to a round trip now and then
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # of a link that was not measured yet: a home's uplink
 _UNKNOWN_RTT_SECONDS = 0.15  # between two that nobody measured, not even over others: rather far than near
 _LEAST_AVAILABILITY = 0.01
-_LEAST_SECONDS = 1e-12  # that a layer takes a token: no word of a node's may stop the planner's arithmetic
+# no word of a node's may stop the planner's arithmetic
+_LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e3  # that a layer takes a token
+_MOST_TOKENS_PER_SECOND = 1e12
+_LEAST_PRICE, _MOST_PRICE = 1e-6, 1e9  # an hour; less is nothing
+_MOST_TIMES = 1e3  # that a layer's time may be off: beyond, neither figure is believed
 
 
 def wishes_of(preferences: Preferences, pins: tuple[Pin, ...] = ()) -> Wishes:
@@ -50,6 +54,7 @@ class Seen:
 
     problem: Problem
     doubts: Mapping[str, str]  # by name
+    corrections: Mapping[str, float]  # by name: how many times what they told their layers take those who train
 
 
 def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSpec, wishes: Wishes) -> Seen:
@@ -59,10 +64,14 @@ def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSp
     told = [_machine(node, layers) for node in nodes]
     found = [_correction(node, machine, layers) for node, machine in zip(nodes, told, strict=True)]
     _compare(nodes, found, doubts)
-    usual = statistics.median_low([factor for factor in found if factor] or [1.0])
-    machines = tuple(_scaled(machine, factor, usual) for machine, factor in zip(told, found, strict=True))
+    learned = [factor or node.learned for node, factor in zip(nodes, found, strict=True)]
+    usual = _usual([factor for factor in learned if factor])
+    machines = [_scaled(machine, factor, usual) for machine, factor in zip(told, learned, strict=True)]
+    corrections = {node.name: factor for node, factor in zip(nodes, found, strict=True) if factor}
     rtt, rate = _tables(nodes, doubts)
-    return Seen(Problem(machines, _linked(complete(rtt, rate)), layers, training, wishes), doubts)
+    machines, wishes = _priced(machines, wishes)
+    problem = Problem(tuple(machines), _linked(complete(rtt, rate)), layers, training, wishes)
+    return Seen(problem, doubts, corrections)
 
 
 def _linked(links: Links) -> Links:
@@ -84,8 +93,8 @@ def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
         downlink_bytes_per_second=max(uplink, min(status.downlink_bytes_per_second, MAX_UPLINK)),
         seconds_per_token={
             time.kind: (
-                max(time.forward_seconds_per_token, _LEAST_SECONDS),
-                max(time.backward_seconds_per_token, _LEAST_SECONDS),
+                min(max(time.forward_seconds_per_token, _LEAST_SECONDS), _MOST_SECONDS),
+                min(max(time.backward_seconds_per_token, _LEAST_SECONDS), _MOST_SECONDS),
             )
             for time in profile.layer_times
         },
@@ -93,7 +102,7 @@ def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
         reach=Reach.RELAYED if needs_relay(node.multiaddrs) else Reach.PUBLIC,
         shares_memory=shares_memory(profile),
         holds_whole=holds_whole(profile),
-        price_per_hour=profile.price_per_hour,
+        price_per_hour=min(profile.price_per_hour, _MOST_PRICE) if profile.price_per_hour >= _LEAST_PRICE else 0.0,
         availability=min(max(node.availability, _LEAST_AVAILABILITY), 1.0),
         failures_per_hour=node.failures_per_hour,
         kind=profile.device_name or profile.device,
@@ -102,26 +111,45 @@ def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
 
 def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
     """Of forward and backward, from the probe of whole steps; for kinds of layers without a time of their own."""
-    return 3 * tokens_per_second * math.fsum(layer.flops_per_token for layer in layers)
+    return 3 * min(tokens_per_second, _MOST_TOKENS_PER_SECOND) * math.fsum(layer.flops_per_token for layer in layers)
+
+
+def _priced(machines: list[Machine], wishes: Wishes) -> tuple[list[Machine], Wishes]:
+    """Where plans are to be cheap, who asks for nothing counts as the dearest, so that a missing word is no bargain.
+
+    Where nobody has a price there is none to make small.
+    """
+    dearest = max((machine.price_per_hour for machine in machines), default=0.0)
+    if wishes.goal is not Goal.PRICE:
+        return machines, wishes
+    if not dearest:
+        return machines, replace(wishes, goal=Goal.TIME)
+    return [replace(it, price_per_hour=it.price_per_hour or dearest) for it in machines], wishes
 
 
 def _correction(node: Measured, machine: Machine, layers: Sequence[Layer]) -> float:
-    """How many times what it told its layers take at work; 0: not known."""
+    """How many times what it told its layers take at work; 0: not known, or not to be believed."""
     status = node.status
     if node.alone and status.tokens_per_second:
-        told, took = _told(machine, layers), 1 / status.tokens_per_second
+        told, took = _told(machine, layers), 1 / max(status.tokens_per_second, _LEAST_SECONDS)
     else:
         computed = status.computed
         first, last = computed.layers.first, computed.layers.last
         if not (0 < computed.seconds_per_token < math.inf and first <= last < len(layers)):
             return 0.0
-        whole = last - first + 1 == len(layers)
-        told, took = _told(machine, layers[first : last + 1], again=not whole), computed.seconds_per_token
-    return took / told if told else 0.0
+        again = last < len(layers) - 1  # the last stage keeps what backward needs
+        told, took = _told(machine, layers[first : last + 1], again=again), computed.seconds_per_token
+    factor = took / told if told else 0.0
+    return factor if 1 / _MOST_TIMES <= factor <= _MOST_TIMES else 0.0
+
+
+def _usual(factors: Sequence[float]) -> float:
+    """By how much those who are at work are off: the middle one, the higher of two."""
+    return min(max(statistics.median_high(factors or [1.0]), 1.0), OFF)
 
 
 def _told(machine: Machine, layers: Sequence[Layer], *, again: bool = False) -> float:
-    """Seconds per token by the times of its layers, `again`: with what stages recompute; 0 where one is missing."""
+    """Seconds per token by the times of its layers, `again`: forward twice; 0 where one is missing."""
     times = machine.seconds_per_token
     if any(layer.kind not in times for layer in layers):
         return 0.0
@@ -129,11 +157,15 @@ def _told(machine: Machine, layers: Sequence[Layer], *, again: bool = False) -> 
 
 
 def _compare(nodes: Sequence[Measured], found: Sequence[float], doubts: dict[str, str]) -> None:
-    """What they compute with what they said; an owner's limits count in both."""
+    """What they compute with what they said."""
     for node, factor in zip(nodes, found, strict=True):
+        probed, trained = node.profile.tokens_per_second, node.status.tokens_per_second
+        if node.alone and probed and trained:
+            factor = probed / trained
         if factor and not 1 / OFF <= factor <= OFF:
             slower, times = ("slower", factor) if factor > 1 else ("faster", 1 / factor)
-            doubts[node.name] = f"{node.name} trains {times:.1f} times {slower} than its profile says"
+            told = f"{times:.1f}" if times <= _MOST_TIMES else f"more than {_MOST_TIMES:.0f}"
+            doubts[node.name] = f"{node.name} trains {told} times {slower} than its profile says"
 
 
 def _scaled(machine: Machine, factor: float, usual: float) -> Machine:

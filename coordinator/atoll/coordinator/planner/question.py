@@ -30,6 +30,7 @@ class Measured:
     alone: bool = True  # trains without others; the pace of a stage is its route's and says little of it
     availability: float = 1.0  # share of the time that it is there
     failures_per_hour: float = 0.0
+    learned: float = 0.0  # how many times what it told its layers took when that was measured last; 0: never
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Answer:
     fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name, of anchor and momentum
     before_tokens_per_second: float = 0.0  # predicted of what can go on as it is
     tokens_per_second: float = 0.0  # predicted
+    corrections: Mapping[str, float] = field(default_factory=dict)  # by name, of those at work: see `Measured.learned`
     doubts: Mapping[str, str] = field(default_factory=dict)  # by name: how its word differs from what others see
 
 

@@ -50,11 +50,11 @@ class _Option:
     placed: frozenset[str]  # of those
     unproven: frozenset[str]  # who would get a place, and whose speed is only told
 
-    def needed(self, other: _Option, wishes: Wishes) -> float:
-        """By which share it must be better than `other` to be taken instead."""
+    def needed(self, other: _Option, before: _Option, wishes: Wishes) -> float:
+        """By which share it must be better than `other` to be taken instead, where `before` is what stands."""
         if self.placed >= other.placed and self.moved_bytes <= other.moved_bytes:
             return _WORTH_ADDING
-        ousts = not self.placed >= other.placed and not self.unproven <= other.unproven
+        ousts = not self.placed >= before.placed and self.unproven
         return wishes.unproven_hysteresis if ousts else wishes.hysteresis
 
 
@@ -124,7 +124,7 @@ def _chosen(
     options = [_option(tables, current, standbys, layout) for layout in layouts]
     before = best = options[0]
     for option in sorted(options[1:], key=lambda it: it.moved_bytes):
-        if option.net_score > best.net_score * (1 + option.needed(best, tables.problem.wishes)):
+        if option.net_score > best.net_score * (1 + option.needed(best, before, tables.problem.wishes)):
             best = option
     total, over = bytes_text(sum(best.fetched_bytes.values())), duration_text(tables.problem.wishes.horizon_seconds)
     if not before.value.score:

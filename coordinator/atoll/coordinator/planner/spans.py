@@ -31,6 +31,7 @@ class SpanTables:
         received = leaves[start] * training.activation_ratio + leaves[end] * training.gradient_ratio
         self.sent_per_token, self.received_per_token = sent, received
         self.recomputes: BoolArray = ~self.is_whole | training.activation_checkpointing
+        self.computes_again: BoolArray = self.recomputes & ((end < count) | self.is_whole)  # the last keeps its graph
         self.device_bytes = self._device_bytes(problem, leaves[start], leaves[end])
         self.host_bytes = self.parameters * training.host_bytes_per_parameter
 

@@ -130,11 +130,11 @@ class Tables:
         return found if profile.holds_whole is None else np.where(spans.is_whole, profile.holds_whole, found)
 
     def compute_seconds(self, machine: int) -> FloatArray:
-        """Of one micro-batch, by span, [a, b]: forward, forward again where it recomputes, backward."""
+        """Of one micro-batch, by span, [a, b]: forward, forward again but for a route's last, backward."""
         forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
         once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
         return np.asarray(
-            self.problem.training.micro_batch_tokens * (once + np.where(self.spans.recomputes, again, 0.0))
+            self.problem.training.micro_batch_tokens * (once + np.where(self.spans.computes_again, again, 0.0))
         )
 
     def _stage(self, machine: int) -> StageTable:

@@ -35,7 +35,7 @@ def take(
         return draft.done(None)
     about = memory.asked_about if waits else asking.about(state, run_id, here)
     draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
-    doubts.tell(draft, run_id, answer.doubts)
+    doubts.learn(draft, run_id, question, answer)
     _tell_missing(draft, run_id, answer.missing)
     if answer.missing:
         return draft.done(None)

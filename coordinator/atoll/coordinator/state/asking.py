@@ -13,6 +13,7 @@ from atoll.coordinator.state.pinning import pins_of
 from atoll.coordinator.state.snapshot import Live, Moment, Policy, RunMemory, State
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
+from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
 UNPREPARED_SECONDS = 600.0  # for which who did not fetch its layers in time is given none
@@ -30,7 +31,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
     usable = _usable(state, memory, here, now.monotonic)
     return Question(
         number=memory.questions + 1,
-        nodes=tuple(_measured(state, memory.plan, peer, now) for peer in usable),
+        nodes=tuple(_measured(state, memory, peer, now) for peer in usable),
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,
         pins=pins_of(state, usable),
@@ -73,8 +74,8 @@ def _usable(state: State, memory: RunMemory, here: Present, now: float) -> tuple
     )
 
 
-def _measured(state: State, plan: Plan | None, peer: str, now: Moment) -> Measured:
-    live, node = live_of(state, peer), state.nodes[peer]
+def _measured(state: State, memory: RunMemory, peer: str, now: Moment) -> Measured:
+    live, node, plan = live_of(state, peer), state.nodes[peer], memory.plan
     planned = plan.assignment(peer) if plan else None
     last = max(item.last_layer for item in plan.assignments) if plan else 0
     alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
@@ -82,13 +83,25 @@ def _measured(state: State, plan: Plan | None, peer: str, now: Moment) -> Measur
         peer_id=peer,
         name=node.name,
         profile=live.profile,
-        status=live.status,
+        status=_of_its_layers(live.status, plan.span(peer) if plan else range(0)),
         multiaddrs=node.multiaddrs,
         paths=fresh(live.paths, now.monotonic),
         alone=alone,
         availability=presence.availability(node, live, now.monotonic),
         failures_per_hour=presence.failures_per_hour(node, live, now.monotonic),
+        learned=memory.corrections.get(peer, 0.0),
     )
+
+
+def _of_its_layers(status: mb.NodeStatus, span: range) -> mb.NodeStatus:
+    """Without the time of other layers than the plan gives it: nobody asked it to compute those."""
+    told = status.computed.layers
+    if not status.HasField("computed") or (told.first, told.last + 1) == (span.start, span.stop):
+        return status
+    kept = mb.NodeStatus()
+    kept.CopyFrom(status)
+    kept.ClearField("computed")
+    return kept
 
 
 def named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:

@@ -1,20 +1,23 @@
-"""Nodes whose word about themselves is far from what others see: told to people once, shown while it is so. Pure.
+"""What the planner found out about nodes: how far their word is from what was measured. Pure.
 
-The planner finds them (`planner/measured.py`) and goes by what was measured.
+Whoever is far off is told to people once, and shown while it is so. By how much a node's layers take longer at work
+than it said is kept: a trainer that begins with other layers has no figure for a while, and its node should not look
+as fast as its word meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state.snapshot import Draft
 
 
-def tell(draft: Draft, run_id: str, by_name: Mapping[str, str]) -> None:
-    """What the planner doubts now, by the names of nodes."""
-    memory = draft.state.memory[run_id]
-    doubted = {node.peer_id: by_name[node.name] for node in draft.state.members_of(run_id) if node.name in by_name}
-    for peer in sorted(doubted.keys() - memory.doubted.keys()):
-        draft.event("node.doubted", run_id, peer, f"{doubted[peer]}: plans go by what was measured")
-    if doubted != memory.doubted:
-        draft.remember(run_id, doubted=doubted)
+def learn(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
+    """Of those who were asked about; of the others nothing changes."""
+    memory, peers = draft.state.memory[run_id], {node.name: node.peer_id for node in question.nodes}
+    found = {peers[name]: told for name, told in answer.doubts.items() if name in peers}
+    for peer in sorted(found.keys() - memory.doubted.keys()):
+        draft.event("node.doubted", run_id, peer, f"{found[peer]}: plans go by what was measured")
+    asked = set(peers.values())
+    doubted = {peer: told for peer, told in memory.doubted.items() if peer not in asked} | found
+    learned = {peers[name]: factor for name, factor in answer.corrections.items() if name in peers}
+    draft.remember(run_id, doubted=doubted, corrections={**memory.corrections, **learned})

@@ -75,7 +75,7 @@ def take_prediction(state: State, now: Moment, run_id: str, question: Question, 
     if memory.question is None or memory.question.number != question.number:
         return draft.done(None)
     draft.remember(run_id, question=None)
-    doubts.tell(draft, run_id, answer.doubts)
+    doubts.learn(draft, run_id, question, answer)
     standing = asking.named(state, memory.plan) == question.wanted
     if standing and memory.figures is not None and answer.tokens_per_second:
         draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))

@@ -174,6 +174,7 @@ class RunMemory:
     links_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
     doubted: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its word differs from what others see
+    corrections: Mapping[str, float] = field(default_factory=dict)  # by peer id: see `Measured.learned`
     missing: str = ""  # why there is no plan that could be followed now
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # monotonic, when its pace was looked at last

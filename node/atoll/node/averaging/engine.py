@@ -504,13 +504,13 @@ class AveragingEngine:
 
     async def _keep_progress(self, before: Head, head: Head, counted: bool | None) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        ranges = self._ranges(head)
+        ranges, usual = self._ranges(head), self._tally.usual
         if counted:
             self._tally.count(before.round + 1)
         tokens = self._tally.uncounted(self._trainer.status.tokens)
         missed = head.round - before.round - bool(counted)
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
-        if counted is None or (whole_turn and is_stale(tokens, self._tally.usual, missed)):
+        if counted is None or (whole_turn and is_stale(tokens, usual, missed)):
             await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
             self._tally.begin_anew(self._trainer.status.tokens)
         elif counted:

@@ -1,8 +1,8 @@
 """How much came in at most, of all peers together: what the link carries at least. Pure: it is told the time.
 
 Nobody can measure a downlink alone, and others send when they have something. So this is a lower bound, of windows of
-two seconds. The largest piece of each is left out, because most of it may have come before. What was seen is forgotten
-after an hour.
+two seconds. The largest piece of each is left out, because most of it may have come before; and the best window,
+because all that waited while this process stood still comes in one. What was seen is forgotten after an hour.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Downlink:
     def __init__(self) -> None:
         self._began = float("-inf")  # of the window
         self._bytes = self._largest = 0
-        self._best: deque[tuple[float, float]] = deque()  # when, bytes per second; each above all that came later
+        self._windows: deque[tuple[float, float]] = deque(maxlen=int(MEMORY_SECONDS / WINDOW_SECONDS))  # when, bytes/s
 
     def came(self, count: int, now: float) -> None:
         """So many bytes were read at once."""
@@ -34,14 +34,10 @@ class Downlink:
         if now - self._began >= WINDOW_SECONDS:
             self._end_window()
             self._bytes = self._largest = 0
-        while self._best and now - self._best[0][0] > MEMORY_SECONDS:
-            self._best.popleft()
-        return self._best[0][1] if self._best else 0.0
+        rates = sorted(rate for at, rate in self._windows if now - at <= MEMORY_SECONDS)
+        return rates[-2] if len(rates) > 1 else 0.0
 
     def _end_window(self) -> None:
         rate = (self._bytes - self._largest) / WINDOW_SECONDS
-        if rate <= 0:
-            return
-        while self._best and self._best[-1][1] <= rate:
-            self._best.pop()
-        self._best.append((self._began, rate))
+        if rate > 0:
+            self._windows.append((self._began, rate))

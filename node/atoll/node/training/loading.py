@@ -105,8 +105,9 @@ class Loaded:
         return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12)
 
     def _seconds_per_token(self, span: Span) -> float:
-        """Of a stage, which computes its span twice and backward once."""
-        seconds = {kind: 2 * forward + backward for kind, forward, backward in self.times}
+        """Of a stage, which computes its span forward, forward again but for the last of a route, and backward."""
+        times = 1 if span.last == len(self.run.table.layers) - 1 else 2
+        seconds = {kind: times * forward + backward for kind, forward, backward in self.times}
         return sum(seconds[row.kind] for row in self.run.table.layers[span.first : span.last + 1])
 
 

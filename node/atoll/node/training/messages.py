@@ -40,7 +40,7 @@ class TrainerStatus:
     tokens: int = 0
     tokens_per_second: float = 0.0  # over the last seconds of training, pauses between steps included
     step_seconds: float = 0.0  # the same as a time per step
-    busy_seconds_per_token: float = 0.0  # that computing took, its owner's limits included; 0: not measured yet
+    busy_seconds_per_token: float = 0.0  # that computing took, at the owner's share of the time; 0: not measured yet
     train_loss: float = 0.0  # nats per token, mean over the last steps
     data_stall_seconds: float = 0.0
     samples_repeated: int = 0

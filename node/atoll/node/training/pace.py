@@ -17,7 +17,8 @@ class Pace:
         self._rested = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
         self._busy: deque[tuple[float, int]] = deque(maxlen=TIMED_STEPS)  # seconds, tokens
-        self._worked = 0.0  # in the step under way, its rests included
+        self._worked = 0.0  # in the step under way
+        self._first = True  # step of this process: it warms kernels and memory
         self._next = 0.0
         self._began = 0.0
 
@@ -29,13 +30,14 @@ class Pace:
     def worked(self, began: float, ended: float) -> None:
         """A piece of a step, or all of it, took that time."""
         self._rested = ended + (ended - began) * (1 / self.compute_share - 1)
-        self._worked += (ended - began) / self.compute_share
+        self._worked += ended - began
 
     def end(self, tokens: int, loss: float) -> None:
         """It is done."""
         self._steps.append((self._began, tokens, loss))
-        if self._worked:
-            self._busy.append((max(self._worked, self.minimum_step_seconds), tokens))
+        if self._worked and not self._first:
+            self._busy.append((self._worked, tokens))
+        self._first = False
 
     def forget(self) -> None:
         """Training was interrupted: the gap is not a slow step."""
@@ -59,8 +61,9 @@ class Pace:
         return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))
 
     def busy_seconds_per_token(self) -> float:
-        """That recent steps computed, and rested for its owner; waiting for others is not in it. 0: not known."""
-        return sum(seconds for seconds, _ in self._busy) / max(1, sum(tokens for _, tokens in self._busy))
+        """That recent steps computed, and would rest at the present share; no other waiting is in it. 0: not known."""
+        seconds = sum(seconds for seconds, _ in self._busy) / self.compute_share
+        return seconds / max(1, sum(tokens for _, tokens in self._busy))
 
     def loss(self) -> float:
         """Mean of the recent steps."""

@@ -31,7 +31,7 @@ from atoll.node.training.pace import Pace
 from atoll.node.training.shared import map_vector, size_for
 
 PUSH_SECONDS = 0.5
-TIMED_EVERY = 16  # steps on a GPU
+TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU
 
 
 class Channel(Protocol):
@@ -95,7 +95,7 @@ class Session:
     def _is_timed(self) -> bool:
         """Whether to wait for the device: a GPU is ahead of its program, and should be in most steps."""
         always = self._here.device.type == "cpu" or self._pace.compute_share < 1
-        return always or self._steps % TIMED_EVERY == TIMED_EVERY - 1
+        return always or self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
 
     def _wait_seconds(self, loop: InnerLoop | StageLoop) -> float:
         """Until there may be work."""

@@ -91,7 +91,8 @@ export function planChart(box, plan, nodes) {
 
 function boxOf(stage, nodes, x, top) {
   const node = nodes.get(stage.peer_id);
-  const [left, right] = [x(stage.first), x(stage.last + 1) - 3];
+  const left = x(stage.first);
+  const right = Math.max(left + 1, x(stage.last + 1) - 3);
   const span = stage.first === stage.last ? `${stage.first}` : `${stage.first}–${stage.last}`;
   const name = node ? node.name : `…${stage.peer_id.slice(-6)}`;
   const fits = (text) => (text.length * ROUTE.letter < right - left - 10 ? text : "");

@@ -1,0 +1,22 @@
+"""What a node tells of itself, from what its trainer pushed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from atoll.node.status import LiveStatus
+from atoll.node.training.messages import TrainerStatus
+from atoll.v1.plan_pb2 import Span
+
+
+def told(status: TrainerStatus, span: tuple[int, int] | None) -> LiveStatus:
+    facts = SimpleNamespace(span=span, device_name="cpu")
+    return LiveStatus(facts=facts, trainer=SimpleNamespace(status=status))  # type: ignore[arg-type]
+
+
+def test_the_time_of_its_layers_is_told_once_it_is_known() -> None:
+    found = told(TrainerStatus(busy_seconds_per_token=0.25, tokens_per_second=3.0), (4, 7)).to_proto(0, 0)
+    assert found.computed.layers == Span(first=4, last=7)
+    assert found.computed.seconds_per_token == 0.25
+    assert not told(TrainerStatus(tokens_per_second=3.0), (4, 7)).to_proto(0, 0).HasField("computed")
+    assert not told(TrainerStatus(busy_seconds_per_token=0.25), None).to_proto(0, 0).HasField("computed")
