@@ -22,7 +22,7 @@ def after(*spells: tuple[float, float], lost: bool = True) -> Node:
     node, now = Node("peer", "ann", "reef", ("node",), b"", 1, 0), 0.0
     for there, away in spells:
         node = presence.went(node, Live(session=1, seen=now, came=now), now + there)
-        node = presence.lost(node) if lost else node
+        node = presence.lost(node, Live(session=0, seen=now, came=1.0)) if lost else node
         node = presence.came(node, Live(session=0, seen=now + there), now + there + away)
         now += there + away
     return node
@@ -82,6 +82,9 @@ def test_the_coordinator_keeps_it_over_a_restart_and_does_not_count_its_own_abse
     world.restart()
     assert world.state.nodes[ann] == kept
     world.connect("ann")
+    world.wait(world.policy.lost_after_seconds + 5)  # bob did not come back
+    assert world.state.live[world.identities["bob"].peer_id].lost
+    assert world.state.nodes[world.identities["bob"].peer_id].losses == 0.0
     assert world.state.nodes[ann].away_seconds == pytest.approx(kept.away_seconds, abs=1)
 
 

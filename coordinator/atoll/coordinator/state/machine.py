@@ -328,7 +328,7 @@ def _lose(draft: Draft, peer_id: str, live: Live) -> None:
     draft.set_live(peer_id, replace(live, lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
-        draft.put(presence.lost(node))
+        draft.put(presence.lost(node, live))
         draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
 
 

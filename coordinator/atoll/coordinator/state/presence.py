@@ -36,9 +36,9 @@ def went(node: Node, live: Live, now: float) -> Node:
     return replace(faded, there_seconds=faded.there_seconds + there)
 
 
-def lost(node: Node) -> Node:
-    """It was gone for too long, and had not said goodbye."""
-    return replace(node, losses=node.losses + 1)
+def lost(node: Node, live: Live) -> Node:
+    """It was gone for too long, and had not said goodbye; since our start, else each start would count it again."""
+    return replace(node, losses=node.losses + 1) if live.came else node
 
 
 def availability(node: Node, live: Live | None, now: float) -> float:
