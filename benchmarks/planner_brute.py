@@ -113,10 +113,12 @@ def _memory(problem: Problem, stage: Stage) -> tuple[float, float]:
     if whole and not training.activation_checkpointing:
         per_token = sum(layer.workspace_bytes_per_token for layer in span)
     else:
-        waiting = 1 if whole else min(training.in_flight, training.micro_batches)
+        after = len(layers) - stage.first - 1  # stages, at most
+        waiting = 1 if whole else min(training.micro_batches, after * (1 + training.ahead) + 1)
         enters = layers[stage.first - 1].activation_bytes_per_token if stage.first else 0
+        leaves = 0 if span[-1] is layers[-1] else span[-1].activation_bytes_per_token
         kept = sum(layer.activation_bytes_per_token for layer in span if layer is not layers[-1])
-        per_token = waiting * enters + kept + max(layer.workspace_bytes_per_token for layer in span)
+        per_token = waiting * (enters + leaves + 16) + kept + max(layer.workspace_bytes_per_token for layer in span)
     return device + per_token * training.micro_batch_tokens, own * training.host_bytes_per_parameter
 
 
@@ -203,9 +205,10 @@ def _rate(problem: Problem, route: tuple[Stage, ...], *, penalised: bool) -> flo
             through += tokens * (sent / forth + returned / back) + rtt
             through += wishes.rtt_weight * max(0.0, rtt - wishes.rtt_cap_seconds) if penalised else 0.0
             period = max(period, tokens * sent / forth, tokens * returned / back)
-    window = min(training.in_flight, training.micro_batches)
-    flush = through + (training.micro_batches - 1) * max(period, through / window)
+    window = min(training.micro_batches, (len(route) - 1) * (1 + training.ahead) + 1)
     members: list[Machine] = [problem.machines[stage.machine] for stage in route]
+    flush = through + (training.micro_batches - 1) * max(period, through / window)
+    flush = max(flush, *(it.minimum_step_seconds for it in members))
     failures = sum(it.failures_per_hour for it in members) / 3600
     present = sum(it.availability for it in members) / len(members)
     return tokens * training.micro_batches / flush * present / (1 + failures * (wishes.recovery_seconds + flush / 2))

@@ -77,7 +77,7 @@ def small(rng: random.Random, most: int = 8, layers: tuple[int, int] = (5, 12)) 
         micro_batch_tokens=rng.choice((512, 2048)),
         micro_batches=rng.choice((1, 4, 16)),
         round_tokens=rng.choice((20_000, 200_000, 1_000_000, 10_000_000)),
-        in_flight=rng.choice((2, 8)),
+        ahead=rng.choice((0, 5)),
     )
     need = 16.0 * sum(layer.parameters for layer in table)
     machines = tuple(_small_machine(rng, number, need) for number in range(rng.randint(2, most)))
@@ -106,6 +106,7 @@ def _small_machine(rng: random.Random, number: int, need: float) -> Machine:
     down = math.exp(rng.uniform(math.log(20), math.log(2000))) * MBIT
     return Machine(
         name=f"m{number}",
+        minimum_step_seconds=rng.choice((0.5, 5.0, 50.0)) if rng.random() < 0.1 else 0.0,
         device_memory_bytes=need * rng.choice((0.2, 0.4, 0.8, 1.5)) + 1e8,
         host_memory_bytes=need * rng.choice((0.5, 2.0)),
         uplink_bytes_per_second=down * rng.uniform(0.1, 1),
@@ -170,7 +171,7 @@ def _city_problem(machines: list[Machine], places: list[str], rng: random.Random
     rtt: FloatArray = between[np.ix_(index, index)]
     last_mile = np.array([rng.uniform(0, 0.005) for _ in machines])
     rtt = rtt + last_mile[:, None] + last_mile[None, :]
-    training = Training(micro_batch_tokens=2048, micro_batches=16, round_tokens=500_000 * len(machines), in_flight=16)
+    training = Training(micro_batch_tokens=2048, micro_batches=16, round_tokens=500_000 * len(machines))
     return Problem(tuple(machines), complete(rtt, np.full(rtt.shape, np.inf)), seven_billion(), training)
 
 

@@ -21,34 +21,35 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError
 from atoll.node.lab.corpus import write_python_corpus
+from atoll.node.lab.demo import RUN
 from atoll.node.lab.launcher import LocalSwarm
 from atoll.node.lab.wan.network import wan_network
-from atoll.node.lab.wan.topology import SEED, Topology, load_topology, parse_topology
+from atoll.node.lab.wan.topology import SEED, Host, Topology, load_topology, parse_topology
 from benchmarks.common import Report
 from benchmarks.swarm_lab import reported
 
-RUN = "lab"
 LAYERS = 12
-_SHARE = 0.1  # of a core, at full speed
+_CORES = 0.4  # that all hosts together compute with: coordinator, daemons and links have the rest of two
 _READY, _PLANNED = timedelta(seconds=240), timedelta(seconds=180)
 _STANDS_SECONDS = 25.0  # in which no other plan came
 _LOOK_SECONDS = 0.5
-_DEALS = 20  # of spans at random, until none is refused for want of memory
+_DEALS = 40  # of spans at random, until none is refused for want of memory
 _OFF = 0.15
 _NOTES = (
-    f"a decoder of 8.6 M parameters in {LAYERS} layers; hosts compute for {_SHARE:g} of the time at full speed; tokens "
+    f"a decoder of 8.6 M parameters in {LAYERS} layers; all hosts together compute with {_CORES:g} of a core; tokens "
     "of drivers, from flush to flush, beside what the coordinator predicted when it issued the plan, and what it would "
     "predict at the end, with links and speeds as they were measured by then"
 )
 
 SPEC = """version = 1
 [run]
-name = "lab"
+name = "{run}"
 min_nodes = {nodes}
 stop_tokens = 1000000000
 [model]
@@ -119,34 +120,24 @@ def settings() -> dict[str, Setting]:
     unequal = parse_topology(UNEQUAL, "unequal-6")
     lent = {"paris-1": 250, "paris-2": 210, "berlin-1": 250, "berlin-2": 210, "chicago-1": 210, "chicago-2": 210}
     return {
-        "two-regions-8": Setting(regions, {host.name: 210 for host in regions.trainers}),
+        "two-regions-8": Setting(regions, {host.name: 250 for host in regions.trainers}),
         "unequal-6": Setting(unequal, lent),
     }
 
 
 async def measure(setting: Setting, seconds: float, root: Path, report: Report, others: bool) -> None:
     """One topology. Raises what the launcher raises."""
-    corpus = root / "corpus.txt"
-    write_python_corpus(corpus, 1 << 20)
     names = [host.name for host in setting.topology.trainers]
     async with wan_network(setting.topology) as network:
         swarm = LocalSwarm(root, network)
         try:
-            await swarm.start_coordinator()
-            await swarm.create_run(SPEC.format(nodes=len(names), corpus=json.dumps(str(corpus))))
-            await swarm.start_member(SEED, "seed")
-            await swarm.until(lambda: swarm.in_state(SEED, "ready"), "the seed did not become ready", _READY)
+            await begin(swarm, len(names))
             for host in setting.topology.trainers:
-                share, most = f"{_SHARE * host.speed:g}", str(setting.megabytes[host.name])
-                flags = ("--cpu-threads", "1", "--compute-share", share, "--memory-megabytes", most)
-                await swarm.start_member(host.name, "node", *flags)
-                problem = f"{host.name} did not measure its layers"  # one after the other: each has cores of its own
-                await swarm.until(lambda name=host.name: measured_itself(swarm, name), problem, _READY)
+                await join(swarm, setting, host)
             version = await settled(swarm, names, 0)
             version = await cell(swarm, setting, "planned", names, version, seconds, report)
             planned = await spans_of(swarm, version)
             dealt = [random_spans(planned, random.Random(seed)) for seed in range(_DEALS)]
-            dealt = [spans for spans in dealt if spans != by_name(planned)]
             for name, choices in (("equal", [equal_spans(planned)]), ("random", dealt)) if others else ():
                 if choices == [by_name(planned)]:
                     report.cell(topology=setting.topology.name, layout=name, routes="what was planned is equal")
@@ -158,6 +149,27 @@ async def measure(setting: Setting, seconds: float, root: Path, report: Report, 
                     report.cell(topology=setting.topology.name, layout=name, note=f"could not run: {error}")
         finally:
             await swarm.close()
+
+
+async def begin(swarm: LocalSwarm, nodes: int) -> str:
+    """The coordinator, the run (its text is returned) and the seed."""
+    corpus = swarm.root / "corpus.txt"
+    write_python_corpus(corpus, 1 << 20)
+    text = SPEC.format(run=RUN, nodes=nodes, corpus=json.dumps(str(corpus)))
+    await swarm.start_coordinator()
+    await swarm.create_run(text)
+    await swarm.start_member(SEED, "seed")
+    await swarm.until(lambda: swarm.in_state(SEED, "ready"), "the seed did not become ready", _READY)
+    return text
+
+
+async def join(swarm: LocalSwarm, setting: Setting, host: Host) -> None:
+    """Start that host's node, and wait until it measured its layers: one after the other, each has cores of its own."""
+    of_all = host.speed / sum(other.speed for other in setting.topology.trainers)
+    share, most = f"{_CORES * of_all:.3g}", str(setting.megabytes[host.name])
+    flags = ("--cpu-threads", "1", "--compute-share", share, "--memory-megabytes", most)
+    await swarm.start_member(host.name, "node", *flags)
+    await swarm.until(lambda: measured_itself(swarm, host.name), f"{host.name} did not measure its layers", _READY)
 
 
 def measured_itself(swarm: LocalSwarm, name: str) -> bool:
@@ -259,7 +271,7 @@ async def spans_of(swarm: LocalSwarm, version: int) -> list[list[tuple[str, int,
 
 def equal_spans(routes: Sequence[Sequence[tuple[str, int, int]]]) -> dict[str, tuple[int, int]]:
     """The same routes, cut into spans as equal as can be."""
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for route in routes:
         ends = [LAYERS * place // len(route) for place in range(len(route) + 1)]
         found |= {name: (ends[place], ends[place + 1] - 1) for place, (name, _, _) in enumerate(route)}
@@ -272,10 +284,16 @@ def by_name(routes: Sequence[Sequence[tuple[str, int, int]]]) -> dict[str, tuple
 
 
 def random_spans(routes: Sequence[Sequence[tuple[str, int, int]]], rng: random.Random) -> dict[str, tuple[int, int]]:
-    """The same spans, dealt out anew."""
-    names, spans = [name for route in routes for name, _, _ in route], [part[1:] for route in routes for part in route]
+    """The same nodes in routes of the same lengths, drawn and cut at random, none a third longer than an equal one."""
+    names = [name for route in routes for name, _, _ in route]
     rng.shuffle(names)
-    return dict(zip(names, spans, strict=True))
+    found: dict[str, tuple[int, int]] = {}
+    for route in routes:
+        ends = [0, LAYERS]
+        while any(after - before > LAYERS / len(route) * 4 / 3 for before, after in pairwise(ends)):
+            ends = [0, *sorted(rng.sample(range(1, LAYERS), len(route) - 1)), LAYERS]
+        found |= {names.pop(): (before, after - 1) for before, after in pairwise(ends)}
+    return found
 
 
 async def pinned(

@@ -373,9 +373,11 @@ class Daemon:
                         mb.LayerTime(kind=kind, **times) for kind, times in _by_kind(facts.layer_times, share)
                     ],
                     price_per_hour=self._config.price_per_hour,
+                    minimum_step_seconds=self._manners.config.minimum_step_seconds,
                     whole_model_bytes=facts.whole_model_bytes,
                 )
             )
+        request.status.clock_offset_seconds = self._link.clock_offset.seconds
         if self._host is not None:
             request.multiaddrs.extend(self._host.multiaddrs())
             request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second

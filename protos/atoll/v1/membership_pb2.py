@@ -27,19 +27,19 @@ from atoll.v1 import plan_pb2 as atoll_dot_v1_dot_plan__pb2
 from atoll.v1 import manifest_pb2 as atoll_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61toll/v1/membership.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x13\x61toll/v1/plan.proto\x1a\x17\x61toll/v1/manifest.proto\"6\n\x0cRenewRequest\x12\x0f\n\x07\x63sr_der\x18\x01 \x01(\x0c\x12\x15\n\rcsr_signature\x18\x02 \x01(\x0c\"y\n\rRenewResponse\x12\x1d\n\x15\x63\x65rtificate_chain_pem\x18\x01 \x01(\x0c\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\x12#\n\tdeny_list\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"`\n\tLayerTime\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12!\n\x19\x66orward_seconds_per_token\x18\x02 \x01(\x01\x12\"\n\x1a\x62\x61\x63kward_seconds_per_token\x18\x03 \x01(\x01\"J\n\x08PeerPath\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x13\n\x0brtt_seconds\x18\x02 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\"\x8e\x02\n\x0bNodeProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\x03 \x01(\x04\x12\x19\n\x11host_memory_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x63pu_threads\x18\x05 \x01(\r\x12\x15\n\ratoll_version\x18\x06 \x01(\t\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12(\n\x0blayer_times\x18\x08 \x03(\x0b\x32\x13.atoll.v1.LayerTime\x12\x16\n\x0eprice_per_hour\x18\t \x01(\x01\x12\x19\n\x11whole_model_bytes\x18\n \x01(\x04\"E\n\x08SpanTime\x12\x1e\n\x06layers\x18\x01 \x01(\x0b\x32\x0e.atoll.v1.Span\x12\x19\n\x11seconds_per_token\x18\x02 \x01(\x01\"\xd4\x04\n\nNodeStatus\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.atoll.v1.NodeState\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x12\n\ntrain_loss\x18\x06 \x01(\x01\x12\x12\n\nhead_round\x18\x07 \x01(\x04\x12\x11\n\thead_hash\x18\x08 \x01(\x0c\x12\x14\n\x0cplan_version\x18\t \x01(\x04\x12\x1c\n\x14\x61veraging_bytes_sent\x18\n \x01(\x04\x12\x1c\n\x14\x61veraging_bytes_fp32\x18\x0b \x01(\x04\x12\x18\n\x10other_bytes_sent\x18\x0c \x01(\x04\x12\x1a\n\x12\x64\x61ta_stall_seconds\x18\r \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x0e \x01(\t\x12\x15\n\rrounds_joined\x18\x0f \x01(\x04\x12\x18\n\x10samples_repeated\x18\x10 \x01(\x04\x12\x1f\n\x17uplink_bytes_per_second\x18\x11 \x01(\x01\x12 \n\x08prepared\x18\x12 \x01(\x0b\x32\x0e.atoll.v1.Span\x12\x16\n\x0eprepared_round\x18\x14 \x01(\x04\x12\x13\n\x0blost_layers\x18\x13 \x03(\r\x12!\n\x19\x64ownlink_bytes_per_second\x18\x17 \x01(\x01\x12$\n\x08\x63omputed\x18\x16 \x01(\x0b\x32\x12.atoll.v1.SpanTime\x12\x15\n\rmissing_stage\x18\x15 \x01(\t\"\xa6\x01\n\x0bRoundReport\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12-\n\x08manifest\x18\x04 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nwire_bytes\x18\x06 \x01(\x04\"I\n\x10\x45valuationReport\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x18\n\x10\x63ommitted_tokens\x18\x03 \x01(\x04\"d\n\rGenesisReport\x12$\n\x06layers\x18\x01 \x01(\x0b\x32\x14.atoll.v1.LayerTable\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\"\xd9\x03\n\x10HeartbeatRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x07profile\x18\x02 \x01(\x0b\x32\x15.atoll.v1.NodeProfile\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x14.atoll.v1.NodeStatus\x12\x12\n\nmultiaddrs\x18\x04 \x03(\t\x12%\n\x06rounds\x18\x05 \x03(\x0b\x32\x15.atoll.v1.RoundReport\x12/\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32\x1a.atoll.v1.EvaluationReport\x12(\n\x07genesis\x18\x07 \x01(\x0b\x32\x17.atoll.v1.GenesisReport\x12\x15\n\rcorpus_digest\x18\x08 \x01(\t\x12-\n\x0b\x63heckpoints\x18\t \x03(\x0b\x32\x18.atoll.v1.CheckpointInfo\x12\x1b\n\x13\x63heckpoints_changed\x18\n \x01(\x08\x12!\n\x05paths\x18\x0c \x03(\x0b\x32\x12.atoll.v1.PeerPath\x12#\n\tdeny_list\x18\x0b \x01(\x0b\x32\x10.atoll.v1.Signed\x12$\n\x06layers\x18\r \x01(\x0b\x32\x14.atoll.v1.LayerTable\"\xea\x02\n\x11HeartbeatResponse\x12\x1d\n\x15\x61\x63knowledged_sequence\x18\x01 \x01(\x04\x12%\n\trun_state\x18\x02 \x01(\x0e\x32\x12.atoll.v1.RunState\x12\x1e\n\x04plan\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\x12$\n\x06layers\x18\x04 \x01(\x0b\x32\x14.atoll.v1.LayerTable\x12,\n\x07genesis\x18\x05 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\x12#\n\tdeny_list\x18\x06 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\x1e\n\x05order\x18\x07 \x01(\x0e\x32\x0f.atoll.v1.Order\x12\r\n\x05seeds\x18\x08 \x03(\t\x12&\n\x07uploads\x18\t \x03(\x0b\x32\x15.atoll.v1.UploadOrder\x12\x1f\n\x07prepare\x18\n \x01(\x0b\x32\x0e.atoll.v1.Span\"@\n\x0bVoteRequest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\xce\x01\n\x0cVoteResponse\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x1d\n\x15promised_plan_version\x18\x02 \x01(\x04\x12\x18\n\x10promised_attempt\x18\x03 \x01(\r\x12*\n\x0f\x61\x63\x63\x65pted_ballot\x18\x04 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x18\n\x10\x61\x63\x63\x65pted_payload\x18\x05 \x01(\x0c\x12\x1e\n\x04vote\x18\x06 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x98\x01\n\x0e\x43heckpointInfo\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x17\n\x0fwritten_unix_ms\x18\x04 \x01(\x03\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x01(\x04\x12\x1e\n\x06layers\x18\x06 \x01(\x0b\x32\x0e.atoll.v1.Span\",\n\x0bUploadOrder\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\"=\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"h\n\x10\x43heckpointUpload\x12.\n\x07opening\x18\x01 \x01(\x0b\x32\x1b.atoll.v1.CheckpointOpeningH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\x0c\n\x04part\x18\x03 \x01(\rB\x06\n\x04what\"\xaa\x01\n\x11\x43heckpointOpening\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12-\n\x08manifest\x18\x03 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\x12\'\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x18.atoll.v1.CheckpointFile\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12\r\n\x05parts\x18\x06 \x01(\r\"\x1a\n\x18\x43heckpointUploadResponse\"\x1e\n\x0cLeaveRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse*\xea\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12NODE_STATE_JOINING\x10\x01\x12\x14\n\x10NODE_STATE_READY\x10\x02\x12\x1a\n\x16NODE_STATE_CATCHING_UP\x10\x03\x12\x17\n\x13NODE_STATE_TRAINING\x10\x04\x12\x15\n\x11NODE_STATE_PAUSED\x10\x05\x12\x17\n\x13NODE_STATE_DRAINING\x10\x06\x12\x17\n\x13NODE_STATE_FINISHED\x10\x07\x12\x15\n\x11NODE_STATE_FAILED\x10\x08*\xc7\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_CREATED\x10\x01\x12\x15\n\x11RUN_STATE_WAITING\x10\x02\x12\x15\n\x11RUN_STATE_GENESIS\x10\x03\x12\x16\n\x12RUN_STATE_TRAINING\x10\x04\x12\x14\n\x10RUN_STATE_PAUSED\x10\x05\x12\x16\n\x12RUN_STATE_FINISHED\x10\x06\x12\x15\n\x11RUN_STATE_STOPPED\x10\x07*H\n\x05Order\x12\x15\n\x11ORDER_UNSPECIFIED\x10\x00\x12\x17\n\x13ORDER_WRITE_GENESIS\x10\x01\x12\x0f\n\x0bORDER_DRAIN\x10\x02\x32\xde\x02\n\x11MembershipService\x12\x38\n\x05Renew\x12\x16.atoll.v1.RenewRequest\x1a\x17.atoll.v1.RenewResponse\x12H\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x1b.atoll.v1.HeartbeatResponse(\x01\x30\x01\x12\x38\n\x05Leave\x12\x16.atoll.v1.LeaveRequest\x1a\x17.atoll.v1.LeaveResponse\x12\x35\n\x04Vote\x12\x15.atoll.v1.VoteRequest\x1a\x16.atoll.v1.VoteResponse\x12T\n\x10UploadCheckpoint\x12\x1a.atoll.v1.CheckpointUpload\x1a\".atoll.v1.CheckpointUploadResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61toll/v1/membership.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x13\x61toll/v1/plan.proto\x1a\x17\x61toll/v1/manifest.proto\"6\n\x0cRenewRequest\x12\x0f\n\x07\x63sr_der\x18\x01 \x01(\x0c\x12\x15\n\rcsr_signature\x18\x02 \x01(\x0c\"y\n\rRenewResponse\x12\x1d\n\x15\x63\x65rtificate_chain_pem\x18\x01 \x01(\x0c\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\x12#\n\tdeny_list\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\"`\n\tLayerTime\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12!\n\x19\x66orward_seconds_per_token\x18\x02 \x01(\x01\x12\"\n\x1a\x62\x61\x63kward_seconds_per_token\x18\x03 \x01(\x01\"J\n\x08PeerPath\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x13\n\x0brtt_seconds\x18\x02 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\"\xac\x02\n\x0bNodeProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\x03 \x01(\x04\x12\x19\n\x11host_memory_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x63pu_threads\x18\x05 \x01(\r\x12\x15\n\ratoll_version\x18\x06 \x01(\t\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12(\n\x0blayer_times\x18\x08 \x03(\x0b\x32\x13.atoll.v1.LayerTime\x12\x16\n\x0eprice_per_hour\x18\t \x01(\x01\x12\x19\n\x11whole_model_bytes\x18\n \x01(\x04\x12\x1c\n\x14minimum_step_seconds\x18\x0b \x01(\x01\"E\n\x08SpanTime\x12\x1e\n\x06layers\x18\x01 \x01(\x0b\x32\x0e.atoll.v1.Span\x12\x19\n\x11seconds_per_token\x18\x02 \x01(\x01\"\xf2\x04\n\nNodeStatus\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.atoll.v1.NodeState\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x12\n\ntrain_loss\x18\x06 \x01(\x01\x12\x12\n\nhead_round\x18\x07 \x01(\x04\x12\x11\n\thead_hash\x18\x08 \x01(\x0c\x12\x14\n\x0cplan_version\x18\t \x01(\x04\x12\x1c\n\x14\x61veraging_bytes_sent\x18\n \x01(\x04\x12\x1c\n\x14\x61veraging_bytes_fp32\x18\x0b \x01(\x04\x12\x18\n\x10other_bytes_sent\x18\x0c \x01(\x04\x12\x1a\n\x12\x64\x61ta_stall_seconds\x18\r \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x0e \x01(\t\x12\x15\n\rrounds_joined\x18\x0f \x01(\x04\x12\x18\n\x10samples_repeated\x18\x10 \x01(\x04\x12\x1f\n\x17uplink_bytes_per_second\x18\x11 \x01(\x01\x12 \n\x08prepared\x18\x12 \x01(\x0b\x32\x0e.atoll.v1.Span\x12\x16\n\x0eprepared_round\x18\x14 \x01(\x04\x12\x13\n\x0blost_layers\x18\x13 \x03(\r\x12!\n\x19\x64ownlink_bytes_per_second\x18\x17 \x01(\x01\x12\x1c\n\x14\x63lock_offset_seconds\x18\x18 \x01(\x01\x12$\n\x08\x63omputed\x18\x16 \x01(\x0b\x32\x12.atoll.v1.SpanTime\x12\x15\n\rmissing_stage\x18\x15 \x01(\t\"\xa6\x01\n\x0bRoundReport\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12-\n\x08manifest\x18\x04 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x12\n\nwire_bytes\x18\x06 \x01(\x04\"I\n\x10\x45valuationReport\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x18\n\x10\x63ommitted_tokens\x18\x03 \x01(\x04\"d\n\rGenesisReport\x12$\n\x06layers\x18\x01 \x01(\x0b\x32\x14.atoll.v1.LayerTable\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\"\xd9\x03\n\x10HeartbeatRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x07profile\x18\x02 \x01(\x0b\x32\x15.atoll.v1.NodeProfile\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x14.atoll.v1.NodeStatus\x12\x12\n\nmultiaddrs\x18\x04 \x03(\t\x12%\n\x06rounds\x18\x05 \x03(\x0b\x32\x15.atoll.v1.RoundReport\x12/\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32\x1a.atoll.v1.EvaluationReport\x12(\n\x07genesis\x18\x07 \x01(\x0b\x32\x17.atoll.v1.GenesisReport\x12\x15\n\rcorpus_digest\x18\x08 \x01(\t\x12-\n\x0b\x63heckpoints\x18\t \x03(\x0b\x32\x18.atoll.v1.CheckpointInfo\x12\x1b\n\x13\x63heckpoints_changed\x18\n \x01(\x08\x12!\n\x05paths\x18\x0c \x03(\x0b\x32\x12.atoll.v1.PeerPath\x12#\n\tdeny_list\x18\x0b \x01(\x0b\x32\x10.atoll.v1.Signed\x12$\n\x06layers\x18\r \x01(\x0b\x32\x14.atoll.v1.LayerTable\"\xfb\x02\n\x11HeartbeatResponse\x12\x1d\n\x15\x61\x63knowledged_sequence\x18\x01 \x01(\x04\x12%\n\trun_state\x18\x02 \x01(\x0e\x32\x12.atoll.v1.RunState\x12\x1e\n\x04plan\x18\x03 \x01(\x0b\x32\x10.atoll.v1.Signed\x12$\n\x06layers\x18\x04 \x01(\x0b\x32\x14.atoll.v1.LayerTable\x12,\n\x07genesis\x18\x05 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\x12#\n\tdeny_list\x18\x06 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\x1e\n\x05order\x18\x07 \x01(\x0e\x32\x0f.atoll.v1.Order\x12\r\n\x05seeds\x18\x08 \x03(\t\x12&\n\x07uploads\x18\t \x03(\x0b\x32\x15.atoll.v1.UploadOrder\x12\x0f\n\x07unix_ms\x18\x0b \x01(\x03\x12\x1f\n\x07prepare\x18\n \x01(\x0b\x32\x0e.atoll.v1.Span\"@\n\x0bVoteRequest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"\xce\x01\n\x0cVoteResponse\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x1d\n\x15promised_plan_version\x18\x02 \x01(\x04\x12\x18\n\x10promised_attempt\x18\x03 \x01(\r\x12*\n\x0f\x61\x63\x63\x65pted_ballot\x18\x04 \x01(\x0b\x32\x11.atoll.v1.RoundId\x12\x18\n\x10\x61\x63\x63\x65pted_payload\x18\x05 \x01(\x0c\x12\x1e\n\x04vote\x18\x06 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x98\x01\n\x0e\x43heckpointInfo\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x17\n\x0fwritten_unix_ms\x18\x04 \x01(\x03\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x01(\x04\x12\x1e\n\x06layers\x18\x06 \x01(\x0b\x32\x0e.atoll.v1.Span\",\n\x0bUploadOrder\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\"=\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"h\n\x10\x43heckpointUpload\x12.\n\x07opening\x18\x01 \x01(\x0b\x32\x1b.atoll.v1.CheckpointOpeningH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\x0c\n\x04part\x18\x03 \x01(\rB\x06\n\x04what\"\xaa\x01\n\x11\x43heckpointOpening\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12-\n\x08manifest\x18\x03 \x01(\x0b\x32\x1b.atoll.v1.CommittedManifest\x12\'\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x18.atoll.v1.CheckpointFile\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12\r\n\x05parts\x18\x06 \x01(\r\"\x1a\n\x18\x43heckpointUploadResponse\"\x1e\n\x0cLeaveRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse*\xea\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12NODE_STATE_JOINING\x10\x01\x12\x14\n\x10NODE_STATE_READY\x10\x02\x12\x1a\n\x16NODE_STATE_CATCHING_UP\x10\x03\x12\x17\n\x13NODE_STATE_TRAINING\x10\x04\x12\x15\n\x11NODE_STATE_PAUSED\x10\x05\x12\x17\n\x13NODE_STATE_DRAINING\x10\x06\x12\x17\n\x13NODE_STATE_FINISHED\x10\x07\x12\x15\n\x11NODE_STATE_FAILED\x10\x08*\xc7\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_CREATED\x10\x01\x12\x15\n\x11RUN_STATE_WAITING\x10\x02\x12\x15\n\x11RUN_STATE_GENESIS\x10\x03\x12\x16\n\x12RUN_STATE_TRAINING\x10\x04\x12\x14\n\x10RUN_STATE_PAUSED\x10\x05\x12\x16\n\x12RUN_STATE_FINISHED\x10\x06\x12\x15\n\x11RUN_STATE_STOPPED\x10\x07*H\n\x05Order\x12\x15\n\x11ORDER_UNSPECIFIED\x10\x00\x12\x17\n\x13ORDER_WRITE_GENESIS\x10\x01\x12\x0f\n\x0bORDER_DRAIN\x10\x02\x32\xde\x02\n\x11MembershipService\x12\x38\n\x05Renew\x12\x16.atoll.v1.RenewRequest\x1a\x17.atoll.v1.RenewResponse\x12H\n\tHeartbeat\x12\x1a.atoll.v1.HeartbeatRequest\x1a\x1b.atoll.v1.HeartbeatResponse(\x01\x30\x01\x12\x38\n\x05Leave\x12\x16.atoll.v1.LeaveRequest\x1a\x17.atoll.v1.LeaveResponse\x12\x35\n\x04Vote\x12\x15.atoll.v1.VoteRequest\x1a\x16.atoll.v1.VoteResponse\x12T\n\x10UploadCheckpoint\x12\x1a.atoll.v1.CheckpointUpload\x1a\".atoll.v1.CheckpointUploadResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.v1.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODESTATE']._serialized_start=3487
-  _globals['_NODESTATE']._serialized_end=3721
-  _globals['_RUNSTATE']._serialized_start=3724
-  _globals['_RUNSTATE']._serialized_end=3923
-  _globals['_ORDER']._serialized_start=3925
-  _globals['_ORDER']._serialized_end=3997
+  _globals['_NODESTATE']._serialized_start=3564
+  _globals['_NODESTATE']._serialized_end=3798
+  _globals['_RUNSTATE']._serialized_start=3801
+  _globals['_RUNSTATE']._serialized_end=4000
+  _globals['_ORDER']._serialized_start=4002
+  _globals['_ORDER']._serialized_end=4074
   _globals['_RENEWREQUEST']._serialized_start=108
   _globals['_RENEWREQUEST']._serialized_end=162
   _globals['_RENEWRESPONSE']._serialized_start=164
@@ -49,41 +49,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEERPATH']._serialized_start=385
   _globals['_PEERPATH']._serialized_end=459
   _globals['_NODEPROFILE']._serialized_start=462
-  _globals['_NODEPROFILE']._serialized_end=732
-  _globals['_SPANTIME']._serialized_start=734
-  _globals['_SPANTIME']._serialized_end=803
-  _globals['_NODESTATUS']._serialized_start=806
-  _globals['_NODESTATUS']._serialized_end=1402
-  _globals['_ROUNDREPORT']._serialized_start=1405
-  _globals['_ROUNDREPORT']._serialized_end=1571
-  _globals['_EVALUATIONREPORT']._serialized_start=1573
-  _globals['_EVALUATIONREPORT']._serialized_end=1646
-  _globals['_GENESISREPORT']._serialized_start=1648
-  _globals['_GENESISREPORT']._serialized_end=1748
-  _globals['_HEARTBEATREQUEST']._serialized_start=1751
-  _globals['_HEARTBEATREQUEST']._serialized_end=2224
-  _globals['_HEARTBEATRESPONSE']._serialized_start=2227
-  _globals['_HEARTBEATRESPONSE']._serialized_end=2589
-  _globals['_VOTEREQUEST']._serialized_start=2591
-  _globals['_VOTEREQUEST']._serialized_end=2655
-  _globals['_VOTERESPONSE']._serialized_start=2658
-  _globals['_VOTERESPONSE']._serialized_end=2864
-  _globals['_CHECKPOINTINFO']._serialized_start=2867
-  _globals['_CHECKPOINTINFO']._serialized_end=3019
-  _globals['_UPLOADORDER']._serialized_start=3021
-  _globals['_UPLOADORDER']._serialized_end=3065
-  _globals['_CHECKPOINTFILE']._serialized_start=3067
-  _globals['_CHECKPOINTFILE']._serialized_end=3128
-  _globals['_CHECKPOINTUPLOAD']._serialized_start=3130
-  _globals['_CHECKPOINTUPLOAD']._serialized_end=3234
-  _globals['_CHECKPOINTOPENING']._serialized_start=3237
-  _globals['_CHECKPOINTOPENING']._serialized_end=3407
-  _globals['_CHECKPOINTUPLOADRESPONSE']._serialized_start=3409
-  _globals['_CHECKPOINTUPLOADRESPONSE']._serialized_end=3435
-  _globals['_LEAVEREQUEST']._serialized_start=3437
-  _globals['_LEAVEREQUEST']._serialized_end=3467
-  _globals['_LEAVERESPONSE']._serialized_start=3469
-  _globals['_LEAVERESPONSE']._serialized_end=3484
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=4000
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=4350
+  _globals['_NODEPROFILE']._serialized_end=762
+  _globals['_SPANTIME']._serialized_start=764
+  _globals['_SPANTIME']._serialized_end=833
+  _globals['_NODESTATUS']._serialized_start=836
+  _globals['_NODESTATUS']._serialized_end=1462
+  _globals['_ROUNDREPORT']._serialized_start=1465
+  _globals['_ROUNDREPORT']._serialized_end=1631
+  _globals['_EVALUATIONREPORT']._serialized_start=1633
+  _globals['_EVALUATIONREPORT']._serialized_end=1706
+  _globals['_GENESISREPORT']._serialized_start=1708
+  _globals['_GENESISREPORT']._serialized_end=1808
+  _globals['_HEARTBEATREQUEST']._serialized_start=1811
+  _globals['_HEARTBEATREQUEST']._serialized_end=2284
+  _globals['_HEARTBEATRESPONSE']._serialized_start=2287
+  _globals['_HEARTBEATRESPONSE']._serialized_end=2666
+  _globals['_VOTEREQUEST']._serialized_start=2668
+  _globals['_VOTEREQUEST']._serialized_end=2732
+  _globals['_VOTERESPONSE']._serialized_start=2735
+  _globals['_VOTERESPONSE']._serialized_end=2941
+  _globals['_CHECKPOINTINFO']._serialized_start=2944
+  _globals['_CHECKPOINTINFO']._serialized_end=3096
+  _globals['_UPLOADORDER']._serialized_start=3098
+  _globals['_UPLOADORDER']._serialized_end=3142
+  _globals['_CHECKPOINTFILE']._serialized_start=3144
+  _globals['_CHECKPOINTFILE']._serialized_end=3205
+  _globals['_CHECKPOINTUPLOAD']._serialized_start=3207
+  _globals['_CHECKPOINTUPLOAD']._serialized_end=3311
+  _globals['_CHECKPOINTOPENING']._serialized_start=3314
+  _globals['_CHECKPOINTOPENING']._serialized_end=3484
+  _globals['_CHECKPOINTUPLOADRESPONSE']._serialized_start=3486
+  _globals['_CHECKPOINTUPLOADRESPONSE']._serialized_end=3512
+  _globals['_LEAVEREQUEST']._serialized_start=3514
+  _globals['_LEAVEREQUEST']._serialized_end=3544
+  _globals['_LEAVERESPONSE']._serialized_start=3546
+  _globals['_LEAVERESPONSE']._serialized_end=3561
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=4077
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=4427
 # @@protoc_insertion_point(module_scope)

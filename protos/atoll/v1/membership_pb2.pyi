@@ -98,7 +98,7 @@ class PeerPath(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., rtt_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class NodeProfile(_message.Message):
-    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second", "layer_times", "price_per_hour", "whole_model_bytes")
+    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second", "layer_times", "price_per_hour", "whole_model_bytes", "minimum_step_seconds")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class NodeProfile(_message.Message):
     LAYER_TIMES_FIELD_NUMBER: _ClassVar[int]
     PRICE_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     WHOLE_MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MINIMUM_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     device: str
     device_name: str
     device_memory_bytes: int
@@ -119,7 +120,8 @@ class NodeProfile(_message.Message):
     layer_times: _containers.RepeatedCompositeFieldContainer[LayerTime]
     price_per_hour: float
     whole_model_bytes: int
-    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ...) -> None: ...
+    minimum_step_seconds: float
+    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ..., minimum_step_seconds: _Optional[float] = ...) -> None: ...
 
 class SpanTime(_message.Message):
     __slots__ = ("layers", "seconds_per_token")
@@ -130,7 +132,7 @@ class SpanTime(_message.Message):
     def __init__(self, layers: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., seconds_per_token: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "lost_layers", "downlink_bytes_per_second", "computed", "missing_stage")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +154,7 @@ class NodeStatus(_message.Message):
     PREPARED_ROUND_FIELD_NUMBER: _ClassVar[int]
     LOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DOWNLINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     MISSING_STAGE_FIELD_NUMBER: _ClassVar[int]
     state: NodeState
@@ -175,9 +178,10 @@ class NodeStatus(_message.Message):
     prepared_round: int
     lost_layers: _containers.RepeatedScalarFieldContainer[int]
     downlink_bytes_per_second: float
+    clock_offset_seconds: float
     computed: SpanTime
     missing_stage: str
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")
@@ -244,7 +248,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "prepare")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +258,7 @@ class HeartbeatResponse(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
@@ -264,8 +269,9 @@ class HeartbeatResponse(_message.Message):
     order: Order
     seeds: _containers.RepeatedScalarFieldContainer[str]
     uploads: _containers.RepeatedCompositeFieldContainer[UploadOrder]
+    unix_ms: int
     prepare: _plan_pb2.Span
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ...) -> None: ...
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "payload")

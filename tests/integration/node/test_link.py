@@ -5,6 +5,8 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,6 +48,23 @@ class PlainLink(CoordinatorLink):
         return False
 
 
+@asynccontextmanager
+async def serving(service):
+    """A link that runs, to that service."""
+    server = grpc.aio.server()
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = plain_link(f"127.0.0.1:{port}")
+    running = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+
+
 def plain_link(address):
     link = PlainLink(
         None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
@@ -55,15 +74,35 @@ def plain_link(address):
     return link
 
 
+class Early(membership_pb2_grpc.MembershipServiceServicer):
+    """A coordinator whose clock is behind by so many seconds, and which thinks over its first answers."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.answers = 0
+
+    async def Heartbeat(self, request_iterator, context):
+        async for request in request_iterator:
+            now = time.time() - self.seconds
+            self.answers += 1
+            await asyncio.sleep(0.5 if self.answers < 3 else 0)
+            yield mb.HeartbeatResponse(acknowledged_sequence=request.sequence, unix_ms=round(1000 * now))
+
+
+@pytest.mark.parametrize("seconds", [300.0, -300.0])
+async def test_a_node_finds_out_how_far_its_clock_is_off(seconds):
+    service = Early(seconds)
+    async with serving(service) as link:
+        async with asyncio.timeout(20):
+            while service.answers < 6:
+                link.hurry()
+                await asyncio.sleep(0.05)
+        assert link.clock_offset.seconds == pytest.approx(seconds, abs=0.1)
+
+
 async def test_reports_survive_every_broken_stream():
     service = Flaky()
-    server = grpc.aio.server()
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    link = plain_link(f"127.0.0.1:{port}")
-    running = asyncio.create_task(link.run())
-    try:
+    async with serving(service) as link:
         for number in range(5):
             link.report(mb.EvaluationReport(round=number))
             async with asyncio.timeout(20):
@@ -72,10 +111,6 @@ async def test_reports_survive_every_broken_stream():
         assert service.streams >= 2
         assert await link.flush(timedelta(seconds=5))
         assert set(service.durable) == set(range(5))
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await server.stop(0)
 
 
 async def starve():

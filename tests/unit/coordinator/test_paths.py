@@ -96,6 +96,18 @@ def test_who_has_no_figure_now_counts_as_it_was_seen_last_and_a_newcomer_rather_
     assert [machine.proven for machine in found.machines] == [True, True, False]
 
 
+@pytest.mark.parametrize("told", [math.nan, -1.0, math.inf, 30.0])
+def test_the_pace_that_an_owner_sets_is_planned_with_and_is_not_taken_for_its_speed(told):
+    paced, honest = node("paced", trains=0.1 / SECONDS), node("honest", trains=1 / SECONDS)
+    paced.profile.minimum_step_seconds, paced.status.step_seconds = told, 30.1
+    found, doubts = problem(paced, honest)
+    held = {30.0: 30.0, math.inf: 3600.0}.get(told, 0.0)
+    assert [machine.minimum_step_seconds for machine in found.machines] == [held, 0.0]
+    slow = found.machines[0].seconds_per_token["block"][0]
+    assert slow == pytest.approx(1e-5 if held else 1e-4)
+    assert ("paced" in doubts) == (not held)
+
+
 @pytest.mark.parametrize("seconds", [1e308, 5e-324, 1e-300, 1e30])
 @pytest.mark.parametrize("layer", [0.0, 5e307, 5e-324])
 def test_no_word_of_a_node_s_stops_the_planner(seconds, layer):

@@ -19,6 +19,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 app = typer.Typer(help="Nodes: list, show, drain, ban.", no_args_is_help=True)
+_CLOCK_AGREES_SECONDS = 0.5
 _COLUMNS = [
     Column("name"),
     Column("peer", "peer"),
@@ -150,6 +151,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
         ("there", _there(node)),
         ("in doubt", node.doubt or "–"),
+        ("clock", _clock(status.clock_offset_seconds)),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),
@@ -163,6 +165,13 @@ def _there(node: wire.NodeView) -> str:
     if not node.availability:
         return "–"
     return f"{node.availability:.1%} of the time, lost {24 * node.failures_per_hour:.1f} times a day"
+
+
+def _clock(ahead: float) -> str:
+    """Beside the coordinator's."""
+    if abs(ahead) < _CLOCK_AGREES_SECONDS:
+        return "agrees"
+    return f"{abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
 
 
 def _rate(bytes_per_second: float) -> str:

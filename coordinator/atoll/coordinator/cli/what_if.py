@@ -52,10 +52,14 @@ def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) ->
 
 
 def check_writable(path: Path | None) -> None:
-    """Before a search of minutes. Raises `ConfigError`."""
+    """Before a search of minutes; what does not exist is not left behind. Raises `ConfigError`."""
+    if path is None:
+        return
     try:
-        if path is not None:
-            path.open("a").close()
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

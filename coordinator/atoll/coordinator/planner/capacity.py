@@ -111,7 +111,6 @@ def training_of(spec: RunSpec) -> Training:
         borrowed_bytes_per_parameter=16.0,  # values and gradient, here and on their way
         lent_bytes_per_parameter=8.0,
         ahead=spec.pipeline.ahead,
-        most_waiting=micro_batches,
     )
 
 

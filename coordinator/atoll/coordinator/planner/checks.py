@@ -114,7 +114,7 @@ def _check_machine(machine: Machine, kinds: set[str]) -> None:
     positive = ("device_memory_bytes", "host_memory_bytes", "uplink_bytes_per_second", "downlink_bytes_per_second")
     for name in positive:
         _require(math.isfinite(getattr(machine, name)) and getattr(machine, name) > 0, machine, name)
-    for name in ("flops_per_second", "price_per_hour", "failures_per_hour"):
+    for name in ("flops_per_second", "minimum_step_seconds", "price_per_hour", "failures_per_hour"):
         _require(math.isfinite(getattr(machine, name)) and getattr(machine, name) >= 0, machine, name)
     _require(0 < machine.availability <= 1, machine, "availability")
     times = [seconds for pair in machine.seconds_per_token.values() for seconds in pair]
@@ -148,8 +148,9 @@ def _check_layers(problem: Problem) -> None:
 
 def _check_training(problem: Problem) -> None:
     training, wishes = problem.training, problem.wishes
-    counts = ("micro_batch_tokens", "micro_batches", "round_tokens", "in_flight")
+    counts = ("micro_batch_tokens", "micro_batches", "round_tokens")
     wrong = next((name for name in counts if getattr(training, name) < 1), None)
+    wrong = wrong or ("ahead" if training.ahead < 0 else None)
     for owner in (training, wishes):
         figures = {name: value for name, value in vars(owner).items() if isinstance(value, float)}
         wrong = wrong or next((name for name, value in figures.items() if not 0 <= value < math.inf), None)

@@ -6,6 +6,8 @@ micro-batches in flight W (1F1B; Narayanan et al., *Memory-efficient pipeline-pa
 
     flush = through + (M − 1) · max(period, through / W)
 
+and no less than the owner of any of its machines lets an inner step take.
+
 Routes do not wait for each other, so the swarm's rate is the sum of theirs, each less what failures cost. Every
 `round_tokens` each layer is averaged among its holders while training goes on; that costs nothing unless the transfer,
 beside the activations on the same links, takes longer than the tokens do, and then the round is late for all.
@@ -14,7 +16,7 @@ beside the activations on the same links, takes longer than the tokens do, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,13 +65,13 @@ class Evaluation:
         return self.price_per_second / self.tokens_per_second if self.tokens_per_second else math.inf
 
 
-def flush_seconds(tables: Tables, through: float, period: float) -> float:
-    """Seconds of one inner step of a route; infinite where it cannot be."""
+def flush_seconds(tables: Tables, through: float, period: float, machines: Collection[int]) -> float:
+    """Seconds of one inner step of a route over these; infinite where it cannot be."""
     if not math.isfinite(through):
         return math.inf  # and not NaN, which 0 · inf would be where M is 1
     training = tables.problem.training
-    window = min(training.in_flight, training.micro_batches)
-    return through + (training.micro_batches - 1) * max(period, through / window)
+    paced = through + (training.micro_batches - 1) * max(period, through / training.in_flight(len(machines)))
+    return max(tables.least_step(machines), paced)
 
 
 def route_rate(tables: Tables, flush: float, machines: Sequence[int]) -> float:
@@ -101,13 +103,13 @@ def route_cost(tables: Tables, route: Route) -> RouteCost:
             period = max(period, float(cut_bytes[a] * tables.hop_period_per_byte[pair]))
         before = stage.machine
     machines = [stage.machine for stage in route]
-    flush = flush_seconds(tables, through, period)
+    flush = flush_seconds(tables, through, period, machines)
     return RouteCost(
         through_seconds=through,
         period_seconds=period,
         flush_seconds=flush,
         tokens_per_second=route_rate(tables, flush, machines),
-        score_rate=route_rate(tables, flush_seconds(tables, through + penalty, period), machines),
+        score_rate=route_rate(tables, flush_seconds(tables, through + penalty, period, machines), machines),
         price_per_second=float(tables.price_per_second[machines].sum()),
     )
 

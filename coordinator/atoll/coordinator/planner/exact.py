@@ -68,7 +68,8 @@ def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict
         chunk = limits[start : start + _CHUNK]
         for subset, through in _through_by_subset(tables, machines, chunk):
             flush = [
-                flush_seconds(tables, it, limit) for it, limit in zip(through.tolist(), chunk.tolist(), strict=True)
+                flush_seconds(tables, it, limit, subset)
+                for it, limit in zip(through.tolist(), chunk.tolist(), strict=True)
             ]
             quickest = int(np.argmin(flush))
             if flush[quickest] < least.get(subset, (math.inf, 0.0))[0]:

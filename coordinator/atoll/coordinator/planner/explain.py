@@ -118,10 +118,13 @@ def bottleneck(tables: Tables, value: Evaluation) -> str:
 def _pace_setter(tables: Tables, route: Route) -> tuple[str, str]:
     """Who or what sets a route's period, and by what."""
     cost, training = route_cost(tables, route), tables.problem.training
-    window = min(training.in_flight, training.micro_batches)
+    window = training.in_flight(len(route))
     if len(route) > 1 and cost.through_seconds / window > cost.period_seconds * (1 + _NOT_A_LOSS):
         return "the way there and back", f"{window} micro-batches in flight do not cover {cost.through_seconds:.2f} s"
     names = [machine.name for machine in tables.problem.machines]
+    slowest = max((stage.machine for stage in route), key=lambda it: tables.least_step([it]))
+    if cost.flush_seconds <= tables.least_step([slowest]):
+        return names[slowest], f"its owner lets it step every {cost.flush_seconds:g} s at most"
     for stage in route:
         if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (1 - _NOT_A_LOSS):
             link = training.micro_batch_tokens * link_seconds(tables, stage.machine, stage.first, stage.last + 1)

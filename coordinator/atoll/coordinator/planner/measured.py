@@ -23,7 +23,9 @@ from atoll.coordinator.planner.problem import Goal, Layer, Links, Machine, Pin, 
 from atoll.coordinator.planner.question import Measured, Preferences, shares_memory
 from atoll.coordinator.planner.shares import MAX_UPLINK, needs_relay
 from atoll.core.run_spec import RunSpec
+from atoll.v1 import membership_pb2 as mb
 
+_PACED = 1.1  # times its owner's least step: one that is hardly longer was waited out
 OFF = 3.0  # times: a figure so far from what others see is told to people
 _NOISE_SECONDS = 0.01  # that a busy node adds to a round trip now and then
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # of a link that was not measured yet: a home's uplink
@@ -32,6 +34,7 @@ _LEAST_AVAILABILITY = 0.01
 # no word of a node's may stop the planner's arithmetic
 _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e3  # that a layer takes a token
 _MOST_TOKENS_PER_SECOND = 1e12
+_MOST_STEP_SECONDS = 3600.0  # that an owner may set
 _LEAST_PRICE, _MOST_PRICE = 1e-6, 1e9  # an hour; less is nothing
 _MOST_TIMES = 1e3  # that a layer's time may be off: beyond, neither figure is believed
 
@@ -102,11 +105,18 @@ def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
         reach=Reach.RELAYED if needs_relay(node.multiaddrs) else Reach.PUBLIC,
         shares_memory=shares_memory(profile),
         holds_whole=holds_whole(profile),
+        minimum_step_seconds=_pace(profile),
         price_per_hour=min(profile.price_per_hour, _MOST_PRICE) if profile.price_per_hour >= _LEAST_PRICE else 0.0,
         availability=min(max(node.availability, _LEAST_AVAILABILITY), 1.0),
         failures_per_hour=node.failures_per_hour,
         kind=profile.device_name or profile.device,
     )
+
+
+def _pace(profile: mb.NodeProfile) -> float:
+    """Below which its owner lets no step be; 0 where that is no number."""
+    told = profile.minimum_step_seconds
+    return min(told, _MOST_STEP_SECONDS) if told > 0 else 0.0
 
 
 def _flops(tokens_per_second: float, layers: Sequence[Layer]) -> float:
@@ -129,7 +139,9 @@ def _priced(machines: list[Machine], wishes: Wishes) -> tuple[list[Machine], Wis
 
 def _correction(node: Measured, machine: Machine, layers: Sequence[Layer]) -> float:
     """How many times what it told its layers take at work; 0: not known, or not to be believed."""
-    status = node.status
+    status, paced = node.status, _PACED * machine.minimum_step_seconds
+    if node.alone and 0 < status.step_seconds <= paced:
+        return 0.0  # it waited for its pace, which says nothing of its speed
     if node.alone and status.tokens_per_second:
         told, took = _told(machine, layers), 1 / max(status.tokens_per_second, _LEAST_SECONDS)
     else:

@@ -78,6 +78,7 @@ class Machine:
     reach: Reach = Reach.PUBLIC
     shares_memory: bool = False  # device and host memory are one: a CPU
     holds_whole: bool | None = None  # its own word on whether all layers fit; None: as computed
+    minimum_step_seconds: float = 0.0  # no inner step of a route that it is on is shorter
     price_per_hour: float = 0.0
     availability: float = 1.0  # share of the time that it is there
     failures_per_hour: float = 0.0
@@ -102,9 +103,7 @@ class Training:
     micro_batch_tokens: int
     micro_batches: int  # per inner step (flush) of one route
     round_tokens: int  # of the whole swarm between two outer rounds
-    in_flight: int = 8  # micro-batches on a route at a time, at most
-    ahead: int = 5  # of them, that each link keeps on their way beside those that stages work on
-    most_waiting: int = 0  # of which input and output may lie on a stage; 0: the inputs of those in flight
+    ahead: int = 5  # micro-batches that each link keeps on their way beside those that stages work on
     activation_ratio: float = INT8_OF_FP32  # bytes on the wire per byte of fp32 activation
     gradient_ratio: float = INT8_OF_FP32
     outer_bytes_per_parameter: float = INT4_BYTES
@@ -118,6 +117,10 @@ class Training:
     activation_checkpointing: bool = False  # of machines that hold everything; stages always run forward again
     link_efficiency: float = 0.9  # of a measured link that transfers reach
     protocol_round_trips: float = 6.0  # of an outer round beside its bytes
+
+    def in_flight(self, stages: int) -> int:
+        """Micro-batches on a route of so many stages at a time, at most: its first stage's credits."""
+        return min(self.micro_batches, (stages - 1) * (1 + self.ahead) + 1)
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,9 @@ class SpanTables:
         held = self.parameters * training.device_bytes_per_parameter + self.frozen * FP32_BYTES
         held += self.borrowed * training.borrowed_bytes_per_parameter + self.lent * training.lent_bytes_per_parameter
         kept = self._sums([it.kept_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
-        waiting = enters * np.where(self.is_whole, 1, min(training.in_flight, training.micro_batches))
-        if training.most_waiting:
-            stages = len(layers) - np.arange(len(layers) + 1)[:, None]  # from here on, at most
-            most = np.minimum(training.most_waiting, np.maximum(1, (stages - 1) * (1 + training.ahead) + 1))
-            waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
+        stages = len(layers) - np.arange(len(layers))  # from here on, at most
+        most = np.array([*(training.in_flight(int(it)) for it in stages), 1])[:, None]
+        waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
         at_once = self._sums([float(it.kept_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
         tokens, phases = training.micro_batch_tokens, _phases(problem)
         last = self._maxima([0.0 if it.kind == "embedding" else each for it, each in zip(layers, phases, strict=True)])

@@ -41,7 +41,7 @@ def best_split(tables: Tables, order: Sequence[int], bounds: Sequence[float] = B
     limits = least * (1 + 1e-12) * np.array(bounds)
     sums = _sums(tables, order, limits)
     through = sums[-1][:, :, -1].min(axis=1).tolist()
-    flush = [flush_seconds(tables, it, limit) for it, limit in zip(through, limits.tolist(), strict=True)]
+    flush = [flush_seconds(tables, it, limit, order) for it, limit in zip(through, limits.tolist(), strict=True)]
     best = min(range(len(flush)), key=lambda place: flush[place])
     route, end = [], tables.layers
     for machine, table in zip(reversed(order), reversed(sums), strict=True):

@@ -7,6 +7,7 @@ can take the next one; infinite where it may not be. A hop, between two machines
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +78,11 @@ class Tables:
         self.pins = {pin.machine: pin.span for pin in wishes.pins}
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
+
+    def least_step(self, machines: Iterable[int]) -> float:
+        """Seconds that an inner step of a route over these takes at least, by the word of their owners."""
+        every = self.problem.machines
+        return max((every[machine].minimum_step_seconds for machine in machines), default=0.0)
 
     def stage(self, machine: int) -> StageTable:
         """What `machine` would need for each span; infinite where memory, trust or a pin forbids it."""

@@ -67,7 +67,7 @@ class _Training(_Table):
     micro_batch_samples: Count = 1
     micro_batches: Count = 8
     round_tokens: Count
-    in_flight: Count = 8
+    ahead: Annotated[int, Field(ge=0, le=64)] = 5
 
 
 class _Wishes(_Table):
@@ -87,6 +87,7 @@ class _MachineRow(_Table):
     uplink_mbit: Positive = 100.0
     downlink_mbit: Positive = 100.0
     reach: Reach = Reach.PUBLIC
+    minimum_step_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
     price_per_hour: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     availability: Share = 1.0
     failures_per_hour: Annotated[float, Field(ge=0, le=1e3)] = 0.0
@@ -104,6 +105,7 @@ class _MachineRow(_Table):
                 flops_per_second=self.tflops * TFLOPS,
                 region=self.region,
                 reach=self.reach,
+                minimum_step_seconds=self.minimum_step_seconds,
                 price_per_hour=self.price_per_hour,
                 availability=self.availability,
                 failures_per_hour=self.failures_per_hour,
@@ -163,7 +165,7 @@ def read_what_if(text: str, where: str) -> Problem:
             micro_batch_tokens=file.training.micro_batch_samples * file.model.sequence_length,
             micro_batches=file.training.micro_batches,
             round_tokens=file.training.round_tokens,
-            in_flight=file.training.in_flight,
+            ahead=file.training.ahead,
         ),
         wishes=Wishes(
             goal=file.wishes.goal,

@@ -62,6 +62,7 @@ class Conversation:
         run = state.runs[node.run_id]
         response = mb.HeartbeatResponse(
             acknowledged_sequence=self._received,
+            unix_ms=self._controller.moment().unix_ms,
             run_state=views.run_state(run),
             order=views.order_for(state, node),
         )

@@ -24,6 +24,7 @@ from atoll.core.errors import Banned, CertificateInvalid, CorpusError, ProtocolM
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
+from atoll.node.control.clock_offset import ClockOffset
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.upload import upload
 from atoll.v1 import membership_pb2 as mb
@@ -35,6 +36,7 @@ VOTE_TIMEOUT = timedelta(seconds=8)
 MAX_REPORTS = 200  # in one heartbeat, and bytes: the rest goes with the next one
 MAX_REPORT_BYTES = 1 << 20
 _SILENCE = timedelta(seconds=30)  # the coordinator answers every heartbeat
+_CLOCK_OFF_SECONDS = 5.0  # people should know; nothing stops
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
 _FINAL = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
@@ -91,6 +93,8 @@ class CoordinatorLink:
     ) -> None:
         self.credentials = credentials
         self.connected = False
+        self.clock_offset = ClockOffset()
+        self._told_clock = False  # that it is far off
         self._identity = identity
         self._clock = clock
         self._describe = describe  # True: with the static facts
@@ -189,8 +193,18 @@ class CoordinatorLink:
             return False
         self.connected = True
         self._outgoing.acknowledged(response.acknowledged_sequence)
+        self._compare_clocks(response)
         self._received(response)
         return True
+
+    def _compare_clocks(self, answer: mb.HeartbeatResponse) -> None:
+        self.clock_offset.answered(answer.acknowledged_sequence, answer.unix_ms / 1000, self._clock.unix())
+        off = abs(self.clock_offset.seconds) >= _CLOCK_OFF_SECONDS
+        if off and not self._told_clock:
+            _log.warning(
+                "this machine's clock is not the coordinator's", ahead_seconds=round(self.clock_offset.seconds, 1)
+            )
+        self._told_clock = off
 
     async def _send(self, call: Call) -> None:
         """Heartbeats, one a beat and whenever there is a hurry, until cancelled or the call is over."""
@@ -205,6 +219,7 @@ class CoordinatorLink:
                     request.rounds.append(report)
                 else:
                     request.evaluations.append(report)
+            self.clock_offset.sent(self._sequence, self._clock.unix())
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -13,7 +13,7 @@ from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
 from atoll.coordinator.cli import main
 from atoll.coordinator.planner.explain import Explanation, explain
 from atoll.coordinator.planner.problem import Pin, Problem, Wishes
-from atoll.coordinator.planner.solve import solve
+from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.what_if import read_what_if
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, PlanInputInvalid
@@ -24,9 +24,12 @@ TOPOLOGIES = sorted(path for path in EXAMPLE.parent.glob("*.toml") if path.name 
 DOCS = ROOT / "docs/explain/planner.md"
 
 
+def solved(problem: Problem) -> Solution:
+    return solve(problem, clock=SystemClock(), rng=random.Random(0), seconds=10)
+
+
 def explained(problem: Problem) -> Explanation:
-    found = solve(problem, clock=SystemClock(), rng=random.Random(0), seconds=10)
-    return explain(found, clock=SystemClock(), rng=random.Random(0), seconds=1)
+    return explain(solved(problem), clock=SystemClock(), rng=random.Random(0), seconds=1)
 
 
 def test_the_example_is_planned_and_explained() -> None:
@@ -99,6 +102,14 @@ def test_who_is_left_out_is_told_why() -> None:
     assert "worse" in reasons["slow"]
     assert "holds no layer" in reasons["tiny"]
     assert "pinned out" in reasons["out"]
+
+
+def test_whose_owner_sets_a_pace_is_named_and_kept_to() -> None:
+    problem = swarm([machine("fast"), machine("paced", minimum_step_seconds=60.0)])
+    assert explained(problem).bottleneck == "paced, in route 2: its owner lets it step every 60 s at most"
+    rates = [route.tokens_per_second for route in solved(problem).evaluation.routes]
+    assert rates[1] == pytest.approx(TRAINING.micro_batch_tokens * TRAINING.micro_batches / 60)
+    assert rates[0] > 10 * rates[1]
 
 
 def test_the_bottleneck_is_who_has_it() -> None:

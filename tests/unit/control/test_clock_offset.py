@@ -1,0 +1,44 @@
+"""What a node makes of its heartbeats' times."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.node.control.clock_offset import ClockOffset
+
+WAY = st.floats(0.0, 2.0)
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.tuples(WAY, WAY, WAY), min_size=1, max_size=20))
+def test_it_is_off_by_no_more_than_half_of_the_shortest_way_of_the_last_heartbeats(
+    ahead: float, ways: list[tuple[float, float, float]]
+) -> None:
+    offset, now = ClockOffset(), 1.7e9
+    for sequence, (there, thinks, back) in enumerate(ways, 1):
+        offset.sent(sequence, now + ahead)
+        now += there + thinks
+        told = now
+        now += back
+        offset.answered(sequence, told, now + ahead)
+    shortest = min(sum(way) for way in ways[-8:])
+    assert abs(offset.seconds - ahead) <= shortest / 2 + 1e-5
+
+
+def test_answers_that_tell_nothing_change_nothing() -> None:
+    offset = ClockOffset()
+    offset.answered(1, 50.0, 60.0)  # to no heartbeat
+    offset.sent(2, 100.0)
+    offset.answered(2, 0.0, 100.2)  # of an older coordinator
+    offset.sent(3, 100.0)
+    offset.answered(3, 90.0, 99.0)  # the clock was set back meanwhile
+    assert offset.seconds == 0.0
+    offset.sent(4, 100.0)
+    offset.sent(5, 101.0)
+    offset.answered(5, 91.1, 101.2)  # both heartbeats at once
+    offset.answered(4, 50.0, 101.3)
+    assert abs(offset.seconds - 10.0) < 1e-9
+    for sequence in range(6, 200):
+        offset.sent(sequence, 200.0)
+    offset.answered(6, 1.0, 200.1)  # forgotten: too many were never answered
+    assert abs(offset.seconds - 10.0) < 1e-9
