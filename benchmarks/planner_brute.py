@@ -186,12 +186,14 @@ def _link_busy(problem: Problem, stage: Stage) -> float:
 
 def _rate(problem: Problem, route: tuple[Stage, ...], *, penalised: bool) -> float:
     training, wishes = problem.training, problem.wishes
-    tokens, through, period = training.micro_batch_tokens, 0.0, 0.0
+    tokens, period = training.micro_batch_tokens, 0.0
+    times: list[float] = []
+    hops: list[float] = []
     for place, stage in enumerate(route):
         machine, seconds = problem.machines[stage.machine], _compute(problem, stage)
         tied = _tied(problem, stage, lent=False) + _tied(problem, stage, lent=True)
         links = 1 / machine.uplink_bytes_per_second + 1 / machine.downlink_bytes_per_second
-        through += seconds + tied * training.tie_bytes_per_parameter * links / training.link_efficiency / 2
+        times.append(seconds + tied * training.tie_bytes_per_parameter * links / training.link_efficiency / 2)
         period = max(period, seconds, tokens * _link_busy(problem, stage))
         if place:
             forth, back = (
@@ -202,12 +204,15 @@ def _rate(problem: Problem, route: tuple[Stage, ...], *, penalised: bool) -> flo
                 return 0.0
             sent, returned = _cut(problem, stage.first - 1)
             rtt = float(problem.links.rtt_seconds[route[place - 1].machine, stage.machine])
-            through += tokens * (sent / forth + returned / back) + rtt
-            through += wishes.rtt_weight * max(0.0, rtt - wishes.rtt_cap_seconds) if penalised else 0.0
+            far = wishes.rtt_weight * max(0.0, rtt - wishes.rtt_cap_seconds) if penalised else 0.0
+            hops.append(tokens * (sent / forth + returned / back) + rtt + far)
             period = max(period, tokens * sent / forth, tokens * returned / back)
-    window = min(training.micro_batches, (len(route) - 1) * (1 + training.ahead) + 1)
     members: list[Machine] = [problem.machines[stage.machine] for stage in route]
-    flush = through + (training.micro_batches - 1) * max(period, through / window)
+    for first, last in combinations(range(len(route)), 2):
+        if (len(route) - 1 - first) * (1 + training.ahead) + 1 < training.micro_batches:
+            way = sum(times[first : last + 1]) + sum(hops[first:last])
+            period = max(period, way / ((last - first) * (1 + training.ahead) + 1))
+    flush = sum(times) + sum(hops) + (training.micro_batches - 1) * period
     flush = max(flush, *(it.minimum_step_seconds for it in members))
     failures = sum(it.failures_per_hour for it in members) / 3600
     present = sum(it.availability for it in members) / len(members)

@@ -71,11 +71,20 @@ async def measure(setting: Setting, root: Path, report: Report) -> None:
             await trains(swarm, version - 1)
             event = Event("is drained", (await stages(swarm))[-1])
             version = await measured(swarm, event, report, lambda: local.ctl("node", "drain", event.name))
+            await left(local, event.name)
             await trains(swarm, version - 1)
             gone = Event("is killed", (await stages(swarm))[-1])
             await measured(swarm, gone, report, lambda: kill(local, gone.name))
         finally:
             await local.close()
+
+
+async def left(local: LocalSwarm, name: str) -> None:
+    """Wait until a drained node's program has ended by itself."""
+    program = local.programs[name]
+    async with asyncio.timeout(_PATIENCE_SECONDS):
+        await program.child.wait()
+    del local.programs[name]
 
 
 async def nothing() -> None:

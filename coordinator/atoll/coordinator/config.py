@@ -46,9 +46,9 @@ class CoordinatorConfig(BaseModel):
     plan_debounce_seconds: Seconds = 1.0
     plan_search_seconds: Seconds = 2.0  # for the planner, where not every node holds the model
     plan_goal: Literal["time", "price"] = "time"  # tokens per second, or per money
-    plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = 0.05  # by which a plan that disturbs others must be better
-    plan_horizon_seconds: Annotated[float, Field(gt=0, le=365 * 86400)] = 6 * 3600.0  # over which it must pay for moves
-    plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 80.0  # inside a route; what is above counts more
+    plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = Preferences.hysteresis  # of plans that disturb others
+    plan_horizon_seconds: Annotated[float, Field(gt=0, le=365 * 86400)] = Preferences.horizon_seconds
+    plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 1000 * Preferences.rtt_cap_seconds  # inside a route
     genesis_seconds: Seconds = 600.0
     recover_seconds: Seconds = 10.0
     lost_layers_seconds: Seconds = 60.0  # that a layer is lost to all who should hold it

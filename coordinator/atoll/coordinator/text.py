@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 MAX_NAME_CHARACTERS = 256
+_SIGNED = ("clock_offset_seconds",)  # figures that may be below 0
 MAX_SENTENCE_CHARACTERS = 500
 _M = TypeVar("_M", bound=Message)
 _BREAKS = {"Zl", "Zp"}  # line and paragraph separators
@@ -33,7 +34,7 @@ def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
 
 
 def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
-    """A message as we keep it: fields and enum values that we know, clean strings, finite figures from 0 on.
+    """A message as we keep it: fields and enum values that we know, clean strings, finite figures that make sense.
 
     So are messages inside it; lists are left as they are.
     """
@@ -43,8 +44,8 @@ def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
     for field, value in message.ListFields():
         if isinstance(value, str):
             setattr(kept, field.name, clean(value, limit))
-        elif isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-            setattr(kept, field.name, 0.0)
+        elif isinstance(value, float) and not (math.isfinite(value) and (value >= 0 or field.name in _SIGNED)):
+            kept.ClearField(field.name)
         elif field.enum_type is not None and value not in field.enum_type.values_by_number:
             setattr(kept, field.name, 0)
         elif isinstance(value, Message):

@@ -377,7 +377,9 @@ class Daemon:
                     whole_model_bytes=facts.whole_model_bytes,
                 )
             )
-        request.status.clock_offset_seconds = self._link.clock_offset.seconds
+        ahead = self._link.clock_offset.seconds
+        if ahead is not None:
+            request.status.clock_offset_seconds = ahead
         if self._host is not None:
             request.multiaddrs.extend(self._host.multiaddrs())
             request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second

@@ -100,6 +100,7 @@ def test_who_has_no_figure_now_counts_as_it_was_seen_last_and_a_newcomer_rather_
 def test_the_pace_that_an_owner_sets_is_planned_with_and_is_not_taken_for_its_speed(told):
     paced, honest = node("paced", trains=0.1 / SECONDS), node("honest", trains=1 / SECONDS)
     paced.profile.minimum_step_seconds, paced.status.step_seconds = told, 30.1
+    paced.profile.tokens_per_second = 1 / SECONDS  # probed before that pace was set
     found, doubts = problem(paced, honest)
     held = {30.0: 30.0, math.inf: 3600.0}.get(told, 0.0)
     assert [machine.minimum_step_seconds for machine in found.machines] == [held, 0.0]

@@ -113,6 +113,30 @@ def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
     assert "bob trains 10.0 times slower than its profile says" in text
 
 
+def test_pins_bind_what_is_advised_and_help_is_beside_the_best_that_they_allow(capsys):
+    ann, bob = node("ann", bob=30), node("bob", ann=31)
+    given = answers(ann, bob)
+    for it, assignment, span in zip((ann, bob), given["GetPlan"].plan.assignments, ((0, 1), (2, 3)), strict=True):
+        given["ListNodes"].nodes[0 if it is ann else 1].pin = f"{span[0]}-{span[1]}"
+        assignment.span.first, assignment.span.last = span
+    del given["GetPlan"].plan.routes[1]
+    given["GetPlan"].plan.routes[0].peer_ids.append(bob.peer_id)
+    told = explained(given, capsys)
+    spans = [[(it["machine"], it["first"], it["last"]) for it in route] for route in told["best"]["routes"]]
+    assert spans == [[("ann", 0, 1), ("bob", 2, 3)]]
+    times = {it["what"]: it["times"] for it in told["plan"]["help"]}
+    assert times["ann's link twice as fast"] < 2
+    text = explained(given, capsys, Output.TEXT)
+    assert "no other layout of these machines would be noticeably faster" in text
+
+
+def test_what_a_node_says_that_makes_no_sense_is_told(capsys):
+    broken = node("bob", ann=31)
+    del broken.profile.layer_times[:]
+    with pytest.raises(InvalidTransition, match="nothing says how fast bob computes"):
+        explained(answers(node("ann", bob=30), broken), capsys)
+
+
 def test_the_coordinator_s_wishes_are_those_that_are_explained(capsys):
     """Both train for the same money, the slow one for ten times of it a token: who asks for price wants one."""
     ann, bob = node("ann", bob=3), node("bob", 4.0, ann=3)

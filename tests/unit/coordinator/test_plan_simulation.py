@@ -204,6 +204,7 @@ def check_settled(storm: Storm) -> None:
     gone = [peer for peer in world.plan.members if not state.live[peer].connected or state.nodes[peer].draining]
     nobody = not present(state, RUN, world.now.monotonic).members
     assert bool(memory.missing) or nobody or not gone
+    assert not memory.missing or memory.missing.startswith(("needs ", "no route covers", "no machine may hold"))
     assert memory.question is None
 
 

@@ -253,6 +253,11 @@ class World:
         if name in self.prepared:
             status.prepared_round = self.state.runs[RUN].head_round
             status.prepared.first, status.prepared.last = self.prepared[name].start, self.prepared[name].stop - 1
+        self.tell(name, status, **request)
+
+    def tell(self, name: str, status: mb.NodeStatus, **request: object) -> None:
+        """One heartbeat with exactly that status."""
+        peer = self.identities[name].peer_id
         told = {"profile": self.profiles.get(name), **request}
         message = mb.HeartbeatRequest(status=status, **told)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))

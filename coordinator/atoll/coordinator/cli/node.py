@@ -151,7 +151,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
         ("there", _there(node)),
         ("in doubt", node.doubt or "–"),
-        ("clock", _clock(status.clock_offset_seconds)),
+        ("clock", _clock(status)),
         ("sent for averaging", size(status.averaging_bytes_sent)),
         ("in fp32 it would be", size(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),
@@ -167,8 +167,11 @@ def _there(node: wire.NodeView) -> str:
     return f"{node.availability:.1%} of the time, lost {24 * node.failures_per_hour:.1f} times a day"
 
 
-def _clock(ahead: float) -> str:
+def _clock(status: mb.NodeStatus) -> str:
     """Beside the coordinator's."""
+    if not status.HasField("clock_offset_seconds"):
+        return "–"
+    ahead = status.clock_offset_seconds
     if abs(ahead) < _CLOCK_AGREES_SECONDS:
         return "agrees"
     return f"{abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"

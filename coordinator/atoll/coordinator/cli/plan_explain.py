@@ -12,12 +12,12 @@ from pathlib import Path as FilePath
 from atoll.coordinator.cli.client import Client
 from atoll.coordinator.cli.output import show
 from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, check_writable, draw, rows
-from atoll.coordinator.planner.checks import check_layout, check_problem
+from atoll.coordinator.planner.checks import check_layout, check_problem, without_unfit_pins
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.explain import explain
 from atoll.coordinator.planner.measured import problem_of, wishes_of
-from atoll.coordinator.planner.problem import Goal, Layout, Problem, Stage, read_layers
-from atoll.coordinator.planner.question import Measured, Preferences
+from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Stage, read_layers
+from atoll.coordinator.planner.question import Measured, Preferences, of_its_layers
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.tables import Tables
@@ -71,7 +71,7 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
     show(output, told, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
-        for line in (*compared(now, live), *facts(now, why), *advice(now, best), *live.doubts):
+        for line in (*compared(now, live), *facts(why), *advice(now, best), *live.doubts):
             print(clean(line))
 
 
@@ -99,18 +99,27 @@ def live_plan(
             f"{', '.join(map(clean, silent)) or 'a member'} has not told what it is since the coordinator started",
             "ask again when it is connected",
         )
-    spec = parse_run_spec(run.spec_toml)
+    spec, pins = parse_run_spec(run.spec_toml), []
+    for node, name in _named(members):
+        first, _, last = node.pin.partition("-")
+        pins += [Pin(name, (int(first), int(last)))] if last else []
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
-    known = [_measured(node, name, alone=node.peer_id in alone) for node, name in _named(members)]
-    seen = problem_of(known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences))
-    check_problem(seen.problem)
-    place = {node.peer_id: index for index, node in enumerate(members)}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
+    known = [_measured(node, name, spans[node.peer_id], alone=node.peer_id in alone) for node, name in _named(members)]
+    seen = problem_of(
+        known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences, tuple(pins))
+    )
+    if seen.refused:
+        raise InvalidTransition(f"this plan cannot be judged: {'; '.join(seen.refused.values())}")
+    check_problem(seen.problem)
+    problem, unfit = without_unfit_pins(seen.problem)
+    place = {node.peer_id: index for index, node in enumerate(members)}
     layout = Layout(tuple(tuple(Stage(place[peer], *spans[peer]) for peer in route.peer_ids) for route in plan.routes))
-    check_layout(seen.problem, layout)
+    check_layout(problem, layout)
     drivers = {route.peer_ids[0] for route in plan.routes}
     trained = sum(node.status.tokens_per_second for node in members if node.connected and node.peer_id in drivers)
-    return Live(seen.problem, layout, tuple(seen.doubts.values()), trained, _between(rounds))
+    doubts = (*seen.doubts.values(), *unfit.values())
+    return Live(problem, layout, doubts, trained, _between(rounds))
 
 
 def compared(now: Solution, live: Live) -> Iterator[str]:
@@ -149,14 +158,14 @@ def best_of(best: Solution) -> dict[str, object]:
     }
 
 
-def _measured(node: wire.NodeView, name: str, *, alone: bool) -> Measured:
+def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> Measured:
     paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     there = node.availability or 1.0
     return Measured(
         node.peer_id,
         name,
         node.profile,
-        node.status,
+        of_its_layers(node.status, *span),
         tuple(node.multiaddrs),
         paths,
         alone,

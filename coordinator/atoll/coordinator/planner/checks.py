@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from atoll.coordinator.planner.links import islands
-from atoll.coordinator.planner.problem import Goal, Layout, Machine, Pin, Problem
+from atoll.coordinator.planner.problem import Goal, Layer, Layout, Machine, Pin, Problem
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
 from atoll.core.units import bytes_text
@@ -38,6 +39,15 @@ def check_problem(problem: Problem) -> None:
         raise PlanInputInvalid(
             f"{free} has no price, and the plan is to be cheap", "set price_per_hour of all machines"
         )
+
+
+def problem_with(machine: Machine, layers: Sequence[Layer]) -> str:
+    """What keeps one machine out of any problem with these layers; empty: nothing."""
+    try:
+        _check_machine(machine, {layer.kind for layer in layers})
+    except PlanInputInvalid as error:
+        return str(error)
+    return ""
 
 
 def check_layout(problem: Problem, layout: Layout) -> None:
@@ -72,8 +82,8 @@ def why_infeasible(tables: Tables) -> NoFeasiblePlan:
             "add machines, lend more memory, or train a smaller model or micro-batch",
         )
     return NoFeasiblePlan(
-        f"no route covers all {tables.layers} layers, though {len(reach)} machines would have the memory; {fits}",
-        "pins, trusted ends or closed links forbid it: loosen one of them",
+        f"no route covers all {tables.layers} layers, though {len(reach)} machines have the memory in sum; {fits}",
+        "pins, trusted ends, closed links or spans that do not meet forbid it: loosen one, or lend more memory",
     )
 
 
@@ -189,11 +199,24 @@ def _check_pin(problem: Problem, pin: Pin) -> None:
 
 def check_pins_fit(tables: Tables) -> None:
     """Raises `PlanInputInvalid` for a pinned span that does not fit its machine's memory."""
+    for told in unfit_pins(tables).values():
+        raise PlanInputInvalid(told, "pin it to fewer layers, or lend more memory")
+
+
+def unfit_pins(tables: Tables) -> dict[str, str]:
+    """By machine: pinned spans that do not fit its memory, in words."""
     names = {machine.name: index for index, machine in enumerate(tables.problem.machines)}
+    found = {}
     for pin in tables.problem.wishes.pins:
         if pin.span is not None and not tables.fits(names[pin.machine])[pin.span[0], pin.span[1] + 1]:
-            need = float(tables.spans.device_bytes[pin.span[0], pin.span[1] + 1])
-            raise PlanInputInvalid(
-                f"{pin.machine} is pinned to layers {pin.span[0]}–{pin.span[1]}, which take {bytes_text(need)} there",
-                "pin it to fewer layers, or lend more memory",
-            )
+            need = bytes_text(float(tables.spans.device_bytes[pin.span[0], pin.span[1] + 1]))
+            layers = f"layers {pin.span[0]}–{pin.span[1]}"
+            found[pin.machine] = f"{pin.machine} is pinned to {layers}, which take {need} there"
+    return found
+
+
+def without_unfit_pins(problem: Problem) -> tuple[Problem, dict[str, str]]:
+    """With no part for machines whose pinned span does not fit any more, and why, by machine."""
+    unfit = unfit_pins(Tables(problem))
+    pins = tuple(replace(pin, span=None) if pin.machine in unfit else pin for pin in problem.wishes.pins)
+    return replace(problem, wishes=replace(problem.wishes, pins=pins)) if unfit else problem, unfit

@@ -1,10 +1,10 @@
 """What a layout is worth: the one evaluator that every solver, the explanation and the benchmarks ask. Pure.
 
 A route trains in flushes of M micro-batches of m tokens. The first one takes `through` seconds, the sum over its stages
-and hops there and back; the others follow one `period` apart, the slowest of its stages, links and of the bound on
-micro-batches in flight W (1F1B; Narayanan et al., *Memory-efficient pipeline-parallel DNN training*, ICML 2021, §2.2):
+and hops there and back; the others follow one `period` apart, the slowest of its stages, links and of the way between
+two stages, there and back, over the micro-batches that may be between them (`window.py`):
 
-    flush = through + (M − 1) · max(period, through / W)
+    flush = through + (M − 1) · period
 
 and no less than the owner of any of its machines lets an inner step take.
 
@@ -24,6 +24,7 @@ import numpy as np
 from atoll.coordinator.planner.exchange import busy_seconds, levels, most, who_reduces
 from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route
 from atoll.coordinator.planner.tables import Tables
+from atoll.coordinator.planner.window import Window, window
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RouteCost:
 
     through_seconds: float
     period_seconds: float  # of its slowest stage or link
+    window: Window  # that makes it longer
     flush_seconds: float
     tokens_per_second: float  # less what failures cost
     score_rate: float
@@ -69,9 +71,14 @@ def flush_seconds(tables: Tables, through: float, period: float, machines: Colle
     """Seconds of one inner step of a route over these; infinite where it cannot be."""
     if not math.isfinite(through):
         return math.inf  # and not NaN, which 0 · inf would be where M is 1
+    return max(tables.least_step(machines), through + (tables.problem.training.micro_batches - 1) * period)
+
+
+def least_period(tables: Tables, through: float, period: float, stages: int) -> float:
+    """What is known of a period with its window before the route is: from its first stage to its last and back."""
     training = tables.problem.training
-    paced = through + (training.micro_batches - 1) * max(period, through / training.in_flight(len(machines)))
-    return max(tables.least_step(machines), paced)
+    credits = training.in_flight(stages)
+    return max(period, through / credits) if credits < training.micro_batches else period
 
 
 def route_rate(tables: Tables, flush: float, machines: Sequence[int]) -> float:
@@ -89,27 +96,38 @@ def route_rate(tables: Tables, flush: float, machines: Sequence[int]) -> float:
 
 def route_cost(tables: Tables, route: Route) -> RouteCost:
     """One route, whatever the others do. A route that cannot be has no rate."""
-    through, penalty, period = 0.0, 0.0, 0.0
+    period = 0.0
+    totals: list[float] = []
+    hops: list[float] = []
+    penalties: list[float] = []
     before: int | None = None
     cut_bytes = tables.spans.cut_bytes_per_token
     for stage in route:
         table, a, b = tables.stage(stage.machine), stage.first, stage.last + 1
-        through += float(table.total[a, b])
+        totals.append(float(table.total[a, b]))
         period = max(period, float(table.period[a, b]))
         if before is not None:
             pair = before, stage.machine
-            through += float(cut_bytes[a] * tables.hop_total_per_byte[pair] + tables.hop_latency[pair])
-            penalty += float(tables.hop_penalty[pair])
+            hops.append(float(cut_bytes[a] * tables.hop_total_per_byte[pair] + tables.hop_latency[pair]))
+            penalties.append(float(tables.hop_penalty[pair]))
             period = max(period, float(cut_bytes[a] * tables.hop_period_per_byte[pair]))
         before = stage.machine
     machines = [stage.machine for stage in route]
-    flush = flush_seconds(tables, through, period, machines)
+    through, penalty = math.fsum((*totals, *hops)), math.fsum(penalties)
+    binds = window(tables.problem.training, totals, hops, period)
+    flush = flush_seconds(tables, through, max(period, binds.period_seconds), machines)
+    score_flush = flush
+    if penalty:
+        far = [hop + more for hop, more in zip(hops, penalties, strict=True)]
+        longer = window(tables.problem.training, totals, far, period).period_seconds
+        score_flush = flush_seconds(tables, through + penalty, max(period, longer), machines)
     return RouteCost(
         through_seconds=through,
         period_seconds=period,
+        window=binds,
         flush_seconds=flush,
         tokens_per_second=route_rate(tables, flush, machines),
-        score_rate=route_rate(tables, flush_seconds(tables, through + penalty, period, machines), machines),
+        score_rate=route_rate(tables, score_flush, machines),
         price_per_second=float(tables.price_per_second[machines].sum()),
     )
 

@@ -2,9 +2,10 @@
 
 Routes meet only in the outer round. So first every subset of machines is asked for its best route: by dynamic
 programming over (machines used, last machine, layers covered), after Held and Karp (*A dynamic programming approach to
-sequencing problems*, 1962), once for every value that the route's period can have. Then all ways to divide the machines
-into routes are tried in the order of what they would be worth without outer rounds, until none can be better than the
-best seen. Where a round binds, other routes of the same machines may be better than their fastest: all are tried.
+sequencing problems*, 1962), once for every value that the period of its stages and hops can have. Then all ways to
+divide the machines into routes are tried in the order of what they would be worth without outer rounds and with windows
+from end to end alone, until none can be better than the best seen. Where a round or another window binds, other routes
+of the same machines may be better than those found: all are tried.
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ from itertools import combinations, permutations
 import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.cost import Evaluation, evaluate, flush_seconds, round_latency, route_cost, score
+from atoll.coordinator.planner.cost import (
+    Evaluation,
+    evaluate,
+    flush_seconds,
+    least_period,
+    round_latency,
+    route_cost,
+    route_rate,
+    score,
+)
 from atoll.coordinator.planner.problem import FloatArray, Layout, Route, Stage
 from atoll.coordinator.planner.tables import Tables
 
 MOST_MACHINES = 8
 _MOST_ROUTES = 20_000  # of the same machines, where a round binds; beyond, the gap is told
-_CHUNK = 64  # values of the period at a time: bounds memory
+_CHUNK = 64  # values of the period at a time, at most: bounds memory
+_CHUNK_CELLS = 200_000  # of them, times spans
 _HARDLY = 1e-9  # relative: what rounding may make of equal scores
 
 
@@ -53,22 +64,34 @@ def solve_exactly(tables: Tables, machines: Sequence[int], budget: Budget) -> Ex
     for bound, subsets in _divisions(tables, routes):
         if best is not None and bound <= best.score * (1 + _HARDLY):
             break
-        best, proven = _improve(tables, [routes[subset] for subset in subsets], bound, best, budget)
+        best, proven = _improve(tables, [routes[subset].route for subset in subsets], bound, best, budget)
         unproven = unproven if proven else max(unproven, bound)
         if budget.over():
             return Exact(best, bound)
     return Exact(best, max(unproven, best.score if best else 0.0))
 
 
-def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict[frozenset[int], Route] | None:
-    """The fastest route that uses exactly these machines, for each subset that has one; None: the budget ended."""
+@dataclass(frozen=True)
+class Fastest:
+    """A route of some machines, and the rate (`RouteCost.score_rate`) that no route of them exceeds."""
+
+    route: Route
+    bound: float
+
+
+def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict[frozenset[int], Fastest] | None:
+    """The fastest route that uses exactly these machines, for each subset that has one; None: the budget ended.
+
+    Where a window binds that is not from end to end it need not be the fastest: then its rate is below its bound.
+    """
     least: dict[frozenset[int], tuple[float, float]] = {}  # seconds of a flush, limit of the period
     limits = _periods(tables, machines)
-    for start in range(0, len(limits), _CHUNK):
-        chunk = limits[start : start + _CHUNK]
+    size = max(1, min(_CHUNK, _CHUNK_CELLS // (tables.layers + 1) ** 2))
+    for start in range(0, len(limits), size):
+        chunk = limits[start : start + size]
         for subset, through in _through_by_subset(tables, machines, chunk):
             flush = [
-                flush_seconds(tables, it, limit, subset)
+                flush_seconds(tables, it, least_period(tables, it, limit, len(subset)), subset)
                 for it, limit in zip(through.tolist(), chunk.tolist(), strict=True)
             ]
             quickest = int(np.argmin(flush))
@@ -76,7 +99,10 @@ def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict
                 least[subset] = flush[quickest], float(chunk[quickest])
         if budget.over():
             return None
-    return {subset: _route(tables, sorted(subset), limit) for subset, (_, limit) in least.items()}
+    return {
+        subset: Fastest(_route(tables, sorted(subset), limit), route_rate(tables, flush, sorted(subset)))
+        for subset, (flush, limit) in least.items()
+    }
 
 
 def _periods(tables: Tables, machines: Sequence[int]) -> FloatArray:
@@ -155,16 +181,16 @@ def _first_layer(
     return int(np.argmin(before[0] + totals))
 
 
-def _divisions(tables: Tables, routes: dict[frozenset[int], Route]) -> list[tuple[float, tuple[frozenset[int], ...]]]:
-    """All ways to divide machines into routes, some left out, by what they are worth if no outer round binds."""
-    costs = {subset: route_cost(tables, route) for subset, route in routes.items()}
+def _divisions(tables: Tables, routes: dict[frozenset[int], Fastest]) -> list[tuple[float, tuple[frozenset[int], ...]]]:
+    """All ways to divide machines into routes, some left out, by what they are worth at most if no round binds."""
+    prices = {subset: float(tables.price_per_second[sorted(subset)].sum()) for subset in routes}
     found: list[tuple[float, tuple[frozenset[int], ...]]] = []
 
     def extend(chosen: tuple[frozenset[int], ...], left: list[frozenset[int]]) -> None:
         for place, subset in enumerate(left):
             more = (*chosen, subset)
-            rate = math.fsum(costs[it].score_rate for it in more)
-            price = math.fsum(costs[it].price_per_second for it in more)
+            rate = math.fsum(routes[it].bound for it in more)
+            price = math.fsum(prices[it] for it in more)
             rate = min(rate, _most_by_rounds(tables, more))
             found.append((score(tables, rate, price, len(more), [*frozenset().union(*more)]), more))
             extend(more, [it for it in left[place + 1 :] if not it & subset])

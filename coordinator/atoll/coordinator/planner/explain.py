@@ -57,10 +57,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Help:
-    """Something that could be had, and the tokens per second with it."""
+    """Something that could be had: tokens per second with it, in terms of those with the best layout without it."""
 
     what: str
-    tokens_per_second: float
+    times: float
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,14 @@ def bottleneck(tables: Tables, value: Evaluation) -> str:
 def _pace_setter(tables: Tables, route: Route) -> tuple[str, str]:
     """Who or what sets a route's period, and by what."""
     cost, training = route_cost(tables, route), tables.problem.training
-    window = training.in_flight(len(route))
-    if len(route) > 1 and cost.through_seconds / window > cost.period_seconds * (1 + _NOT_A_LOSS):
-        return "the way there and back", f"{window} micro-batches in flight do not cover {cost.through_seconds:.2f} s"
     names = [machine.name for machine in tables.problem.machines]
     slowest = max((stage.machine for stage in route), key=lambda it: tables.least_step([it]))
     if cost.flush_seconds <= tables.least_step([slowest]):
         return names[slowest], f"its owner lets it step every {cost.flush_seconds:g} s at most"
+    if cost.window.period_seconds > cost.period_seconds * (1 + _NOT_A_LOSS):
+        ends = " – ".join(names[route[place].machine] for place in (cost.window.first, cost.window.last))
+        told = f"{cost.window.in_flight} micro-batches in flight do not cover {cost.window.way_seconds:.2f} s"
+        return f"the way {ends} and back", told
     for stage in route:
         if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (1 - _NOT_A_LOSS):
             link = training.micro_batch_tokens * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
@@ -223,9 +224,12 @@ def _helps(found: Solution, clock: Clock, rng: random.Random, seconds: float) ->
     kinds = {machine.kind: machine for machine in problem.machines if machine.kind}
     changes = [(f"one more {kind}", _one_more(problem, kinds[kind], beside)) for kind in sorted(kinds)]
     changes.append((f"{problem.machines[beside].name}'s link twice as fast", _twice_the_link(problem, beside)))
+    part = seconds / (len(changes) + 1)
+    before = solve(problem, clock=clock, rng=rng, seconds=part, start=layout).evaluation.tokens_per_second
+    before = max(before, found.evaluation.tokens_per_second)
     for what, changed in changes:
-        after = solve(changed, clock=clock, rng=rng, seconds=seconds / len(changes), start=layout)
-        yield Help(what, max(after.evaluation.tokens_per_second, 0.0))
+        after = solve(changed, clock=clock, rng=rng, seconds=part, start=layout).evaluation.tokens_per_second
+        yield Help(what, after / before if before else math.inf)
 
 
 def _one_more(problem: Problem, model: Machine, beside: int) -> Problem:

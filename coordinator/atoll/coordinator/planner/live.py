@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
+from atoll.coordinator.planner.checks import check_problem, without_unfit_pins
 from atoll.coordinator.planner.explain import left_out
 from atoll.coordinator.planner.measured import Seen, problem_of, wishes_of
 from atoll.coordinator.planner.problem import Pin, read_layers
@@ -17,15 +19,18 @@ _LOOKS = 2000  # at why machines are left out, times machines: each look evaluat
 
 def answer(question: Question, clock: Clock) -> Answer:
     """Search for as long as the question allows."""
-    pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
+    spans = {**question.kept, **question.pins}
+    pins = tuple(Pin(name, span) for name, span in sorted(spans.items()))
     layers = read_layers(question.layers, question.spec.data.sequence_length)
     seen = problem_of(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
     try:
+        check_problem(seen.problem)
+        problem, unfit = without_unfit_pins(seen.problem)
         if question.wanted:
-            change = fixed(seen.problem, question.current, question.wanted, question.standbys)
+            change = fixed(problem, question.current, question.wanted, question.standbys)
         else:
             change = replan(
-                seen.problem,
+                problem,
                 question.current,
                 clock=clock,
                 rng=random.Random(question.number),
@@ -36,16 +41,16 @@ def answer(question: Question, clock: Clock) -> Answer:
     except ConfigError as error:  # what it is to be made from, or that none is possible
         missing = f"{error}: {error.remedy}" if error.remedy else str(error)
         return Answer(missing=missing, doubts=seen.doubts, corrections=seen.corrections)
-    return _told(change, seen)
+    return _told(change, seen, {**seen.refused, **unfit})
 
 
-def _told(change: Change, seen: Seen) -> Answer:
+def _told(change: Change, seen: Seen, refused: Mapping[str, str]) -> Answer:
     problem = change.tables.problem
     reasons = left_out(change.tables, change.evaluation, max(2, _LOOKS // change.tables.count))
     return Answer(
         routes=named_routes(problem, change.evaluation.layout),
         reason=change.reason,
-        left_out={item.machine: item.reason for item in reasons},
+        left_out={**{item.machine: item.reason for item in reasons}, **refused},
         fetched_bytes=change.fetched_bytes,
         before_tokens_per_second=change.before.tokens_per_second,
         tokens_per_second=change.evaluation.tokens_per_second,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atoll.coordinator.planner.capacity import holds_whole, training_of
+from atoll.coordinator.planner.checks import problem_with
 from atoll.coordinator.planner.links import complete
 from atoll.coordinator.planner.problem import Goal, Layer, Links, Machine, Pin, Problem, Reach, Wishes
 from atoll.coordinator.planner.question import Measured, Preferences, shares_memory
@@ -33,6 +34,7 @@ _UNKNOWN_RTT_SECONDS = 0.15  # between two that nobody measured, not even over o
 _LEAST_AVAILABILITY = 0.01
 # no word of a node's may stop the planner's arithmetic
 _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e3  # that a layer takes a token
+_LEAST_BYTES_PER_SECOND = 1.0  # of a link
 _MOST_TOKENS_PER_SECOND = 1e12
 _MOST_STEP_SECONDS = 3600.0  # that an owner may set
 _LEAST_PRICE, _MOST_PRICE = 1e-6, 1e9  # an hour; less is nothing
@@ -58,23 +60,29 @@ class Seen:
     problem: Problem
     doubts: Mapping[str, str]  # by name
     corrections: Mapping[str, float]  # by name: how many times what they told their layers take those who train
+    refused: Mapping[str, str]  # by name: who has no part in the problem, because its word makes no sense
 
 
 def problem_of(nodes: Sequence[Measured], layers: tuple[Layer, ...], spec: RunSpec, wishes: Wishes) -> Seen:
     """What to plan for these nodes. Raises nothing: `checks.check_problem` judges the result."""
     doubts: dict[str, str] = {}
     training = training_of(spec)
-    told = [_machine(node, layers) for node in nodes]
+    every = [_machine(node, layers) for node in nodes]
+    refused = {machine.name: why for machine in every if (why := problem_with(machine, layers))}
+    nodes = [node for node in nodes if node.name not in refused]
+    told = [machine for machine in every if machine.name not in refused]
     found = [_correction(node, machine, layers) for node, machine in zip(nodes, told, strict=True)]
-    _compare(nodes, found, doubts)
+    _compare(nodes, told, found, doubts)
     learned = [factor or node.learned for node, factor in zip(nodes, found, strict=True)]
     usual = _usual([factor for factor in learned if factor])
     machines = [_scaled(machine, factor, usual) for machine, factor in zip(told, learned, strict=True)]
     corrections = {node.name: factor for node, factor in zip(nodes, found, strict=True) if factor}
     rtt, rate = _tables(nodes, doubts)
     machines, wishes = _priced(machines, wishes)
+    names = {machine.name for machine in machines}
+    wishes = replace(wishes, pins=tuple(pin for pin in wishes.pins if pin.machine in names))
     problem = Problem(tuple(machines), _linked(complete(rtt, rate)), layers, training, wishes)
-    return Seen(problem, doubts, corrections)
+    return Seen(problem, doubts, corrections, refused)
 
 
 def _linked(links: Links) -> Links:
@@ -86,7 +94,8 @@ def _linked(links: Links) -> Links:
 def _machine(node: Measured, layers: Sequence[Layer]) -> Machine:
     """By its own word alone."""
     profile, status = node.profile, node.status
-    uplink = min(status.uplink_bytes_per_second, MAX_UPLINK) or _UNKNOWN_BYTES_PER_SECOND
+    told = min(status.uplink_bytes_per_second, MAX_UPLINK)
+    uplink = max(told, _LEAST_BYTES_PER_SECOND) if told else _UNKNOWN_BYTES_PER_SECOND
     return Machine(
         name=node.name,
         device_memory_bytes=float(profile.device_memory_bytes),
@@ -139,9 +148,9 @@ def _priced(machines: list[Machine], wishes: Wishes) -> tuple[list[Machine], Wis
 
 def _correction(node: Measured, machine: Machine, layers: Sequence[Layer]) -> float:
     """How many times what it told its layers take at work; 0: not known, or not to be believed."""
-    status, paced = node.status, _PACED * machine.minimum_step_seconds
-    if node.alone and 0 < status.step_seconds <= paced:
-        return 0.0  # it waited for its pace, which says nothing of its speed
+    status = node.status
+    if _waits_for_its_pace(node, machine):
+        return 0.0
     if node.alone and status.tokens_per_second:
         told, took = _told(machine, layers), 1 / max(status.tokens_per_second, _LEAST_SECONDS)
     else:
@@ -153,6 +162,11 @@ def _correction(node: Measured, machine: Machine, layers: Sequence[Layer]) -> fl
         told, took = _told(machine, layers[first : last + 1], again=again), computed.seconds_per_token
     factor = took / told if told else 0.0
     return factor if 1 / _MOST_TIMES <= factor <= _MOST_TIMES else 0.0
+
+
+def _waits_for_its_pace(node: Measured, machine: Machine) -> bool:
+    """Then its steps say nothing of its speed."""
+    return node.alone and 0 < node.status.step_seconds <= _PACED * machine.minimum_step_seconds
 
 
 def _usual(factors: Sequence[float]) -> float:
@@ -168,11 +182,13 @@ def _told(machine: Machine, layers: Sequence[Layer], *, again: bool = False) -> 
     return math.fsum((1 + again) * times[layer.kind][0] + times[layer.kind][1] for layer in layers)
 
 
-def _compare(nodes: Sequence[Measured], found: Sequence[float], doubts: dict[str, str]) -> None:
+def _compare(
+    nodes: Sequence[Measured], machines: Sequence[Machine], found: Sequence[float], doubts: dict[str, str]
+) -> None:
     """What they compute with what they said."""
-    for node, factor in zip(nodes, found, strict=True):
+    for node, machine, factor in zip(nodes, machines, found, strict=True):
         probed, trained = node.profile.tokens_per_second, node.status.tokens_per_second
-        if node.alone and probed and trained:
+        if node.alone and probed and trained and not _waits_for_its_pace(node, machine):
             factor = probed / trained
         if factor and not 1 / OFF <= factor <= OFF:
             slower, times = ("slower", factor) if factor > 1 else ("faster", 1 / factor)

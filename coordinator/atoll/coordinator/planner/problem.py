@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.coordinator.planner.question import Preferences
 from atoll.core.layer_kinds import is_block
 from atoll.v1 import plan_pb2
 
@@ -138,14 +139,14 @@ class Wishes:
     goal: Goal = Goal.TIME
     pins: tuple[Pin, ...] = ()
     trusted_ends: bool = False  # only trusted machines hold the first or the last layer
-    rtt_cap_seconds: float = 0.08  # inside a route
+    rtt_cap_seconds: float = Preferences.rtt_cap_seconds  # inside a route
     rtt_weight: float = 2.0  # times that what is above the cap counts beside what it costs
     sole_holder_discount: float = 0.05  # of the score where every layer has only one holder
     unused_pin_discount: float = 1e-6  # of the score for each pinned machine without a place: only where it must be
     recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
-    hysteresis: float = 0.05  # a new plan must be better by this share
+    hysteresis: float = Preferences.hysteresis  # a new plan must be better by this share
     unproven_hysteresis: float = 0.2  # where it takes a place from somebody for a machine whose speed is only told
-    horizon_seconds: float = 6 * 3600.0  # over which it must pay for its moves
+    horizon_seconds: float = Preferences.horizon_seconds  # over which it must pay for its moves
 
 
 @dataclass(frozen=True)

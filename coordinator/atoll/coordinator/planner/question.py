@@ -52,6 +52,7 @@ class Question:
     layers: plan_pb2.LayerTable
     spec: RunSpec
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: who may have these layers or none
     current: tuple[NamedRoute, ...] = ()  # that they follow, with who is gone by now
     standbys: NamedRoute = ()  # who holds which layers without a place on a route, in no order
     wanted: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
@@ -88,6 +89,17 @@ def memory_of(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
         shares_memory(profile),
         profile.whole_model_bytes,
     )
+
+
+def of_its_layers(status: mb.NodeStatus, first: int, last: int) -> mb.NodeStatus:
+    """Without the time of other layers than the plan gives it: nobody asked it to compute those."""
+    told = status.computed.layers
+    if not status.HasField("computed") or (told.first, told.last) == (first, last):
+        return status
+    kept = mb.NodeStatus()
+    kept.CopyFrom(status)
+    kept.ClearField("computed")
+    return kept
 
 
 def is_known(profile: mb.NodeProfile) -> bool:

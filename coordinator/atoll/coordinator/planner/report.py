@@ -46,18 +46,17 @@ def sentences(found: Solution, why: Explanation) -> Iterator[str]:
     yield f"predicted: {count_text(value.tokens_per_second)} tokens/s in {routes}{_price(value)}"
     yield f"how good: {_proof(found)}"
     yield f"a round: every {value.round.seconds:.0f} s"
-    yield from facts(found, why)
+    yield from facts(why)
 
 
-def facts(found: Solution, why: Explanation) -> Iterator[str]:
+def facts(why: Explanation) -> Iterator[str]:
     """What limits a layout, who has no part in it, and what would help."""
-    value = found.evaluation
     yield f"what limits it: {why.bottleneck}"
     for item in why.left_out:
         yield f"left out: {item.machine} (region {item.region + 1}): {item.reason}"
-    helpful = sorted(why.help, key=lambda it: -it.tokens_per_second)
+    helpful = sorted(why.help, key=lambda it: -it.times)
     for help_ in helpful[:_MOST_HELP]:
-        gain = help_.tokens_per_second / value.tokens_per_second - 1
+        gain = help_.times - 1
         yield f"with {help_.what}: " + (f"{100 * gain:+.1f} % tokens/s" if gain > _NOTICEABLE else "hardly any more")
     for point in why.curve:
         yield f"with {_count(point.machines, 'machine')}: {_point(point, point.machines == why.sweet_spot)}"

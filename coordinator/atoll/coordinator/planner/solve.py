@@ -29,7 +29,7 @@ _PHASES = 3  # searches, each from the best layout of those before
 _PHASES_OF_FEW = 10  # of few machines, every second from routes made at random
 _FEW = 16  # machines
 _ROUNDS_TRIED = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # times the round of the first routes
-_SHORTER = (0.3, 1.0)  # times the round of the best layout, where that binds
+_SHORTER = (0.3, 1.0)  # times the round of the best layout, where that binds, or nothing is averaged
 _LIMITED = 0.7  # of the searches then have such a limit
 
 
@@ -119,7 +119,8 @@ def _search(
         if budget.spent() >= 1:
             break
         builder = free
-        if best.round.seconds > best.round.interval_seconds and rng.random() < _LIMITED:
+        binds = len(best.layout.routes) < 2 or best.round.seconds > best.round.interval_seconds
+        if binds and rng.random() < _LIMITED:
             builder = Builder(tables.limited(rng.uniform(*_SHORTER) * best.round.seconds))
         afresh = len(island) <= _FEW and phase % 2 == 0
         routes = builder.shaken(island, rng) if afresh else _routes_of(builder, best.layout, island)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.coordinator.planner.cost import flush_seconds, route_rate
+from atoll.coordinator.planner.cost import flush_seconds, least_period, route_cost
 from atoll.coordinator.planner.problem import FloatArray, Route, Stage
 from atoll.coordinator.planner.tables import Tables
 
@@ -41,18 +41,18 @@ def best_split(tables: Tables, order: Sequence[int], bounds: Sequence[float] = B
     limits = least * (1 + 1e-12) * np.array(bounds)
     sums = _sums(tables, order, limits)
     through = sums[-1][:, :, -1].min(axis=1).tolist()
-    flush = [flush_seconds(tables, it, limit, order) for it, limit in zip(through, limits.tolist(), strict=True)]
+    flush = [
+        flush_seconds(tables, it, least_period(tables, it, limit, len(order)), order)
+        for it, limit in zip(through, limits.tolist(), strict=True)
+    ]
     best = min(range(len(flush)), key=lambda place: flush[place])
     route, end = [], tables.layers
     for machine, table in zip(reversed(order), reversed(sums), strict=True):
         start = end - 1 - int(table[best, :, end].argmin())
         route.append(Stage(machine, start, end - 1))
         end = start
-    return Split(
-        route_rate(tables, flush[best], order),
-        tuple(reversed(route)),
-        float(tables.price_per_second[list(order)].sum()),
-    )
+    cost = route_cost(tables, tuple(reversed(route)))
+    return Split(cost.score_rate, tuple(reversed(route)), cost.price_per_second)
 
 
 def _least_period(tables: Tables, order: Sequence[int]) -> float:

@@ -73,7 +73,7 @@ class _Training(_Table):
 class _Wishes(_Table):
     goal: Goal = Goal.TIME
     trusted_ends: bool = False
-    rtt_cap_ms: Positive = 80.0
+    rtt_cap_ms: Positive = 1000 * Wishes.rtt_cap_seconds
 
 
 class _MachineRow(_Table):

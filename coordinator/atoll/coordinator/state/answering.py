@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from atoll.coordinator.planner.drafting import Part, Route
@@ -16,6 +17,8 @@ from atoll.coordinator.state.pinning import span_of
 from atoll.coordinator.state.preparation import Preparation
 from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, State, Step
 from atoll.core.plan import Plan
+
+_TIMES_WAITED = 4.0  # for which nobody waits again for who was waited for in vain
 
 
 def take(
@@ -33,7 +36,7 @@ def take(
     goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
     if not goes_on or not _still_holds(state, run_id, question, answer, here):
         return draft.done(None)
-    about = memory.asked_about if waits else asking.about(state, run_id, here)
+    about = memory.asked_about if waits else _about_asked(state, run_id, question, here)
     draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
     doubts.learn(draft, run_id, question, answer)
     _tell_missing(draft, run_id, answer.missing)
@@ -47,24 +50,41 @@ def take(
     return draft.done(plan if plan is not memory.plan else None)
 
 
+def _about_asked(state: State, run_id: str, question: Question, here: Present) -> tuple[tuple[object, ...], ...]:
+    """What the operator's question was about: who came after it was asked is looked at by the next one."""
+    asked = {node.peer_id for node in question.nodes}
+    return tuple(item for item in asking.about(state, run_id, here) if item[0] in asked)
+
+
 def _still_holds(state: State, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
     """Whether those that the answer gives a part are as they were when it was asked for."""
-    names = {node.name: node for node in question.nodes}
-    used = {name for route in answer.routes for name, _, _ in route} or names.keys()
-    peers = [names[name].peer_id for name in used]
+    peers = _used(question, answer)
+    pinned = all(span_of(state.nodes[it]) == question.pins.get(state.nodes[it].name) for it in peers)
+    as_asked = asking.named(state, state.memory[run_id].plan) == question.current
+    return as_asked and pinned and not _changed(state, question, peers, here)
+
+
+def _used(question: Question, answer: Answer) -> list[str]:
+    """Peer ids of those that the answer gives a part; where it gives none, of all."""
+    names = {node.name: node.peer_id for node in question.nodes}
+    return [names[name] for name in {name for route in answer.routes for name, _, _ in route} or names.keys()]
+
+
+def _changed(state: State, question: Question, peers: Sequence[str], here: Present) -> list[str]:
+    """Of these, who is gone or has other memory than when it was asked."""
     about, able = {node.peer_id: memory_of(node.profile) for node in question.nodes}, {*here.fit, *here.silent}
-    return asking.named(state, state.memory[run_id].plan) == question.current and all(
-        peer in able
-        and about[peer] == memory_of(asking.live_of(state, peer).profile)
-        and span_of(state.nodes[peer]) == question.pins.get(state.nodes[peer].name)
-        for peer in peers
-    )
+    return [it for it in peers if it not in able or about[it] != memory_of(asking.live_of(state, it).profile)]
 
 
 def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: Present) -> None:
     """The next plan is prepared: issue it when that is done, or end it when it cannot be."""
     state, memory = draft.state, draft.state.memory[run_id]
+    waited = draft.now.monotonic - coming.since
     if not _still_holds(state, run_id, coming.question, coming.answer, here):
+        changed = _changed(state, coming.question, _used(coming.question, coming.answer), here)
+        _remember_unprepared(
+            draft, run_id, [it for it in changed if memory.plan and it not in memory.plan.members], waited
+        )
         _abandon(draft, run_id, "somebody whom it needs is gone or changed")
         return
     unready = preparation.unready(state, coming)
@@ -72,11 +92,10 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
     going = [peer for peer in here.finishing if not asking.live_of(state, peer).hands_over]
     if not memory.plan.stages <= set(here.members) or not (unready or going):
         _issue(draft, run_id, coming.answer)
-    elif unready and draft.now.monotonic - coming.since >= preparation.patience(coming, policy.prepare_seconds):
+    elif unready and waited >= preparation.patience(coming, policy.prepare_seconds):
         names = ", ".join(state.nodes[peer].name for peer in unready)
-        new = {peer: draft.now.monotonic for peer in unready if peer not in memory.plan.members}
-        draft.remember(run_id, unprepared={**memory.unprepared, **new})
-        _abandon(draft, run_id, f"{names} did not fetch the layers in time", again=bool(new or here.finishing))
+        _remember_unprepared(draft, run_id, unready, waited)
+        _abandon(draft, run_id, f"{names} did not fetch the layers in time")
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
@@ -93,11 +112,17 @@ def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here
     return True
 
 
-def _abandon(draft: Draft, run_id: str, why: str, *, again: bool = True) -> None:
+def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited: float) -> None:
+    """Who kept a plan from being issued: newcomers are given nothing for much longer, members no other layers."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    until = now + max(asking.UNPREPARED_SECONDS, _TIMES_WAITED * waited)
+    known = {peer: then for peer, then in memory.unprepared.items() if now < then}
+    draft.remember(run_id, unprepared={**known, **dict.fromkeys(peers, until)})
+
+
+def _abandon(draft: Draft, run_id: str, why: str) -> None:
     draft.event("plan.abandoned", run_id, run_id, f"the plan that was being prepared is given up: {why}")
-    draft.remember(run_id, preparation=None)
-    if again:
-        draft.remember(run_id, considered=None)
+    draft.remember(run_id, preparation=None, considered=None)
 
 
 def _layers(span: range) -> str:

@@ -23,7 +23,7 @@ def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Quest
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: plans are made for runs that train", "see `atollctl run show`"
         )
-    question = asking.ask(state, now, run_id, policy)
+    question = replace(asking.ask(state, now, run_id, policy), number=0)  # the machine's own questions have others
     here = present(state, run_id, now.monotonic)
     if routing.needs_routes(state, run_id, here):
         return question

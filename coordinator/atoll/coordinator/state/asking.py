@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from atoll.coordinator.planner.drafting import routes_of
-from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of
+from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of, of_its_layers
 from atoll.coordinator.state import presence
 from atoll.coordinator.state.fitness import Present, present
 from atoll.coordinator.state.paths import fresh
@@ -13,10 +13,9 @@ from atoll.coordinator.state.pinning import pins_of
 from atoll.coordinator.state.snapshot import Live, Moment, Policy, RunMemory, State
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
-from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
-UNPREPARED_SECONDS = 600.0  # for which who did not fetch its layers in time is given none
+UNPREPARED_SECONDS = 600.0  # for which who did not fetch its layers in time is given none, at least
 
 
 def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
@@ -35,6 +34,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,
         pins=pins_of(state, usable),
+        kept=_kept(state, memory, usable, now.monotonic),
         current=named(state, memory.plan),
         standbys=_standbys(state, memory.plan),
         preferences=policy.preferences,
@@ -57,7 +57,7 @@ def forgotten(state: State, run_id: str) -> bool:
 
 def is_unprepared(memory: RunMemory, peer: str, now: float) -> bool:
     """Whether this node was given layers lately that it did not fetch in time."""
-    return lately(memory.unprepared, peer, now)
+    return now < memory.unprepared.get(peer, now)
 
 
 def lately(slow: Mapping[str, float], peer: str, now: float) -> bool:
@@ -67,15 +67,27 @@ def lately(slow: Mapping[str, float], peer: str, now: float) -> bool:
 
 
 def _usable(state: State, memory: RunMemory, here: Present, now: float) -> tuple[str, ...]:
-    """Who may have a part in a new plan: told what a planner needs, came to have what it was given, stays."""
+    """Who may have a part in a new plan: who told what a planner needs, and has one or fetched what it was given."""
     able = sorted({*here.fit, *here.silent})
+    placed = memory.plan.members if memory.plan is not None else ()
     return tuple(
-        peer for peer in able if is_known(live_of(state, peer).profile) and not is_unprepared(memory, peer, now)
+        peer
+        for peer in able
+        if is_known(live_of(state, peer).profile) and (peer in placed or not is_unprepared(memory, peer, now))
     )
+
+
+def _kept(state: State, memory: RunMemory, peers: tuple[str, ...], now: float) -> dict[str, tuple[int, int]]:
+    """By name: members who did not fetch other layers lately, and go on with those that they have."""
+    plan = memory.plan
+    slow = [peer for peer in peers if plan is not None and peer in plan.members and is_unprepared(memory, peer, now)]
+    spans = {state.nodes[peer].name: plan.span(peer) for peer in slow} if plan is not None else {}
+    return {name: (span.start, span.stop - 1) for name, span in spans.items()}
 
 
 def _measured(state: State, memory: RunMemory, peer: str, now: Moment) -> Measured:
     live, node, plan = live_of(state, peer), state.nodes[peer], memory.plan
+    span = plan.span(peer) if plan else range(0)
     planned = plan.assignment(peer) if plan else None
     last = max(item.last_layer for item in plan.assignments) if plan else 0
     alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
@@ -83,7 +95,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: Moment) -> Measur
         peer_id=peer,
         name=node.name,
         profile=live.profile,
-        status=_of_its_layers(live.status, plan.span(peer) if plan else range(0)),
+        status=of_its_layers(live.status, span.start, span.stop - 1),
         multiaddrs=node.multiaddrs,
         paths=fresh(live.paths, now.monotonic),
         alone=alone,
@@ -91,17 +103,6 @@ def _measured(state: State, memory: RunMemory, peer: str, now: Moment) -> Measur
         failures_per_hour=presence.failures_per_hour(node, live, now.monotonic),
         learned=memory.corrections.get(peer, 0.0),
     )
-
-
-def _of_its_layers(status: mb.NodeStatus, span: range) -> mb.NodeStatus:
-    """Without the time of other layers than the plan gives it: nobody asked it to compute those."""
-    told = status.computed.layers
-    if not status.HasField("computed") or (told.first, told.last + 1) == (span.start, span.stop):
-        return status
-    kept = mb.NodeStatus()
-    kept.CopyFrom(status)
-    kept.ClearField("computed")
-    return kept
 
 
 def named(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:

@@ -12,7 +12,7 @@ from atoll.coordinator.text import enum_word
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
-LOADING_SECONDS = 45.0  # that a stage which was started again is waited for while it loads its layers
+LOADING_SECONDS = 45.0  # that a stage which was started again is waited for while it loads its layers, or says nothing
 DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
 REJOIN_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # between comings into the plan, by how many there were lately
 JOINS_FORGOTTEN_SECONDS = 600.0
@@ -54,7 +54,7 @@ def present(state: State, run_id: str, now: float) -> Present:
     silent = [
         node.peer_id
         for node in rest
-        if wanted(node) and (_may_return(state, node.peer_id) or _loads(state, memory.plan, node.peer_id, now))
+        if wanted(node) and (_may_return(state, node.peer_id, now) or _loads(state, memory.plan, node.peer_id, now))
     ]
     finishing = [node.peer_id for node in rest if _finishing(state, node, now)]
     return Present(tuple(sorted(fit)), tuple(silent), tuple(finishing))
@@ -173,8 +173,10 @@ def _loads(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:
     return stage and joining and live is not None and now - live.came < LOADING_SECONDS
 
 
-def _may_return(state: State, peer_id: str) -> bool:
+def _may_return(state: State, peer_id: str, now: float) -> bool:
+    """Who lost its stream, until it counts as lost; who says that it is done, or nothing yet, for a while."""
     live = state.live.get(peer_id)
     if live is None or live.lost:
         return False
-    return not live.connected or live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)
+    waits = live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)
+    return not live.connected or (waits and now - max(live.state_since, live.came) < LOADING_SECONDS)

@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from atoll.coordinator.planner.question import Answer, Question, memory_of
+from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.state import (
     admission,
     answering,
@@ -59,6 +59,7 @@ from atoll.v1 import membership_pb2 as mb
 MAX_MULTIADDRS = 64  # of one node; the first ones are kept
 MAX_MULTIADDR_CHARACTERS = 256
 MAX_REPORTS = 256  # of each kind in one heartbeat
+_HASH_BYTES = 32
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
@@ -132,13 +133,15 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     if len(request.status.lost_layers) > checkpoints.layer_count(state, node.run_id):
         raise InvalidRequest("a node has lost more layers than there are")
     draft = Draft(state, now)
+    status = tidied(request.status, MAX_SENTENCE_CHARACTERS)
     if request.HasField("deny_list"):
         admission.take_deny_list(draft, request.deny_list)
     _take_addresses(draft, node, request)
     live = replace(
         live,
         seen=now.monotonic,
-        status=tidied(request.status, MAX_SENTENCE_CHARACTERS),
+        status=status,
+        state_since=live.state_since if status.state == live.status.state else now.monotonic,
         **_told_profile(live, request, now.monotonic),
         paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
@@ -272,6 +275,8 @@ def _genesis_hash(genesis: bytes) -> bytes:
 def _check_request(request: mb.HeartbeatRequest) -> None:
     if not _CORPUS_DIGEST.fullmatch(request.corpus_digest):
         raise InvalidRequest("a corpus digest is 64 hexadecimal digits")
+    if len(request.status.head_hash) not in (0, _HASH_BYTES):
+        raise InvalidRequest(f"a hash has {_HASH_BYTES} bytes")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
         raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
     for address in request.multiaddrs[:MAX_MULTIADDRS]:
@@ -289,7 +294,7 @@ def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[
     if not request.HasField("profile"):
         return {}
     profile = paths.tidied_profile(request.profile)
-    if memory_of(profile) == memory_of(live.profile):
+    if (memory_of(profile), is_known(profile)) == (memory_of(live.profile), is_known(live.profile)):
         return {"profile": profile}
     left = live.resized.spend(RESIZED, now)
     return {} if left is None else {"profile": profile, "resized": left}

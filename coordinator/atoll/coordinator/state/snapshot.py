@@ -82,6 +82,7 @@ class Live:
     seen: float  # monotonic, of the last message or of the stream's end
     lost: bool = False
     came: float = 0.0  # monotonic, when its stream was opened
+    state_since: float = 0.0  # monotonic, since when it says that it is in the state of `status`
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
@@ -169,7 +170,7 @@ class RunMemory:
     slow_standbys: Mapping[str, float] = field(
         default_factory=dict
     )  # by peer id: who did not fetch those in time, when
-    unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, and when
+    unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, until when
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan

@@ -33,6 +33,6 @@ class ClockOffset:
             self._samples.append((now - began, (began + now) / 2 - coordinator))
 
     @property
-    def seconds(self) -> float:
-        """By which this machine's clock is ahead; below 0: behind; 0 until it is known."""
-        return min(self._samples)[1] if self._samples else 0.0
+    def seconds(self) -> float | None:
+        """By which this machine's clock is ahead; below 0: behind; None until it is known."""
+        return min(self._samples)[1] if self._samples else None

@@ -199,11 +199,10 @@ class CoordinatorLink:
 
     def _compare_clocks(self, answer: mb.HeartbeatResponse) -> None:
         self.clock_offset.answered(answer.acknowledged_sequence, answer.unix_ms / 1000, self._clock.unix())
-        off = abs(self.clock_offset.seconds) >= _CLOCK_OFF_SECONDS
+        ahead = self.clock_offset.seconds or 0.0
+        off = abs(ahead) >= _CLOCK_OFF_SECONDS
         if off and not self._told_clock:
-            _log.warning(
-                "this machine's clock is not the coordinator's", ahead_seconds=round(self.clock_offset.seconds, 1)
-            )
+            _log.warning("this machine's clock is not the coordinator's", ahead_seconds=round(ahead, 1))
         self._told_clock = off
 
     async def _send(self, call: Call) -> None:

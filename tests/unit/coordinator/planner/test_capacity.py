@@ -25,7 +25,11 @@ WHOLE = int(ROOM.device_bytes(0, len(LAYERS) - 1))
 
 def profile(device_bytes: int, host_bytes: int = 1 << 40, device: str = "cuda:0", whole: int = 0) -> mb.NodeProfile:
     return mb.NodeProfile(
-        device=device, device_memory_bytes=device_bytes, host_memory_bytes=host_bytes, whole_model_bytes=whole
+        device=device,
+        device_memory_bytes=device_bytes,
+        host_memory_bytes=host_bytes,
+        whole_model_bytes=whole,
+        tokens_per_second=1e3,
     )
 
 

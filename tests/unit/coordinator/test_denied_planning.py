@@ -1,0 +1,156 @@
+"""No word of one node's keeps the others from being planned for: it costs the node itself its part at most."""
+
+from __future__ import annotations
+
+import pytest
+from unit.coordinator.routed import LAYERS, RoutedWorld, card
+from unit.coordinator.world import FIT, RUN
+
+from atoll.coordinator.planner.live import answer
+from atoll.coordinator.state import applying, pinning, preparation
+from atoll.core.clock import ManualClock
+from atoll.v1 import membership_pb2 as mb
+
+ALL_LAYERS = (0, LAYERS - 1)
+
+
+@pytest.fixture
+def pair() -> RoutedWorld:
+    """Two halves make the only route."""
+    world = RoutedWorld()
+    world.begin(ann=6, bob=6)
+    return world
+
+
+class Fetching(RoutedWorld):
+    """All but `slow` fetch what they are told; `slow` stops being fit for a moment when it is told, or does nothing."""
+
+    slow = ""
+    blinks = False
+
+    def tick_done(self) -> None:
+        self.fetches = False
+        super().tick_done()
+        for name, identity in self.identities.items():
+            span = preparation.told(self.state, identity.peer_id)
+            if name != self.slow and span and self.prepared.get(name) != span:
+                self.prepared[name] = span
+                self.say(name, self.state.live[identity.peer_id].status.state)
+        if self.slow in self.identities and self.blinks:
+            peer = self.identities[self.slow].peer_id
+            coming = self.state.memory[RUN].preparation
+            told = coming is not None and peer in coming.spans
+            self.say(self.slow, mb.NODE_STATE_JOINING if told else FIT)
+
+
+@pytest.mark.parametrize("kind", ["foo", "block"])
+def test_who_does_not_say_how_fast_it_computes_every_kind_of_layer_is_left_out_alone(
+    pair: RoutedWorld, kind: str
+) -> None:
+    eve = card(2)
+    del eve.layer_times[:]
+    eve.layer_times.add(kind=kind, forward_seconds_per_token=1e-6, backward_seconds_per_token=2e-6)
+    pair.profiles["eve"] = eve
+    pair.join("eve")
+    pair.cards(cid=12)
+    pair.wait(10)
+    assert pair.spans()["cid"] == ALL_LAYERS
+    assert "eve" not in pair.spans()
+    assert any("nothing says how fast eve computes" in told for told in pair.told("node.left-out"))
+
+
+@pytest.mark.parametrize("word", [mb.NODE_STATE_UNSPECIFIED, mb.NODE_STATE_FINISHED])
+@pytest.mark.parametrize("device", ["", "cuda:0"])
+def test_a_member_that_says_nothing_of_use_is_planned_around_within_a_minute(
+    pair: RoutedWorld, word: mb.NodeState, device: str
+) -> None:
+    pair.profiles["bob"].device = device
+    pair.say("bob", word)
+    pair.cards(cid=6, dan=12)
+    pair.wait(30)
+    assert "bob" in pair.spans()  # it may be at the end of its work, or just begin
+    for _ in range(6):
+        pair.say("bob", word)
+        pair.wait(5)
+    assert "bob" not in pair.spans()
+    assert pair.spans()["dan"] == ALL_LAYERS
+    assert ["ann", "cid"] in [sorted(route) for route in pair.routes()]
+
+
+def test_who_is_never_there_when_it_should_fetch_is_not_waited_for_again() -> None:
+    world = Fetching()
+    world.begin(ann=6, bob=6)
+    world.slow, world.blinks = "eve", True
+    world.profiles["eve"] = card(12, slower=0.1)
+    world.join("eve")
+    world.cards(cid=6, dan=6)
+    world.wait(60)
+    assert len(world.told("plan.abandoned")) <= 1
+    assert {"cid", "dan"} <= {name for route in world.routes() for name in route}
+    assert len(world.asked) < 10
+
+
+def test_a_member_that_does_not_fetch_goes_on_as_it_is_and_others_come_in() -> None:
+    world = Fetching()
+    world.begin(ann=6, bob=6)
+    before = world.spans()["ann"]
+    world.slow = "ann"
+    world.profiles["ann"] = card(12, slower=0.2)  # it could hold all by now
+    world.say("ann")
+    world.wait(3)
+    assert world.state.memory[RUN].preparation is not None
+    world.cards(dan=6, fay=6)
+    world.wait(2 * world.policy.prepare_seconds + 10)
+    assert len(world.told("plan.abandoned")) == 1
+    assert world.spans()["ann"] == before
+    assert sorted(map(sorted, world.routes())) == [["ann", "bob"], ["dan", "fay"]]
+
+
+def test_who_lends_less_than_its_pin_takes_has_no_part_and_the_others_are_planned(pair: RoutedWorld) -> None:
+    pair.cards(cid=12)
+    pair.wait(5)
+    pair.take(pinning.pin(pair.state, pair.now, "cid", (0, 8)))
+    pair.wait(5)
+    pair.profiles["cid"] = card(2)
+    pair.say("cid")
+    pair.cards(dan=12)
+    pair.wait(10)
+    assert pair.spans()["dan"] == ALL_LAYERS
+    assert "cid" not in pair.spans()
+    assert not pair.state.memory[RUN].missing
+    assert "pinned to layers 0–8, which take" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
+
+
+def test_who_comes_while_the_operator_s_plan_is_searched_for_is_looked_at_at_once() -> None:
+    world = RoutedWorld(answers=False)
+    world.begin(ann=6, bob=6)
+
+    def asked():
+        question = world.state.memory[RUN].question
+        assert question is not None
+        return question
+
+    world.bring(asked(), world.find(asked()))
+    world.wait(2)
+    ordered = applying.question_of(world.state, world.now, RUN, world.policy)
+    world.cards(cid=12)
+    world.wait(2)
+    own = asked()
+    world.take(applying.apply(world.state, world.now, RUN, ordered, answer(ordered, ManualClock())))
+    assert asked() is own
+    world.bring(own, world.find(own))
+    world.fetch_told()
+    world.wait(1)
+    assert world.spans()["cid"] == ALL_LAYERS
+
+
+def test_how_far_a_clock_is_behind_is_kept_and_no_word_of_it_is_not_agreement(pair: RoutedWorld) -> None:
+    def kept(**told: float) -> mb.NodeStatus:
+        pair.tell("ann", mb.NodeStatus(state=FIT, **told))
+        return pair.state.live[pair.identities["ann"].peer_id].status
+
+    assert not kept().HasField("clock_offset_seconds")
+    for seconds in (3600.0, -3600.0, 0.0):
+        assert kept(clock_offset_seconds=seconds).clock_offset_seconds == seconds
+    assert not kept(clock_offset_seconds=float("nan")).HasField("clock_offset_seconds")
+    assert kept(step_seconds=-1.0).step_seconds == 0.0
