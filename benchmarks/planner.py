@@ -185,6 +185,7 @@ def churn(report: Report) -> None:
                 cell(
                     report, "e", "— the first plan for ever", it.turns, str(CHURN_MACHINES), value=it.fixed / it.oracle
                 )
+                cell(report, "e", "— taken over by who stood by", it.plans, "", value=it.taken_over)
                 cell(report, "e", "— lost to fetching and loading", it.plans, "", value=it.waiting / it.oracle)
                 cell(report, "e", "— lost until somebody is missed", it.plans, "", value=it.broken / it.oracle)
                 print(case, f"{it.live / it.oracle:.3f}, fixed {it.fixed / it.oracle:.3f}", flush=True)

@@ -3,10 +3,11 @@
 Machines are there for a share of the time (`availability`); absences are exponential, and have a mean. *Live*: who is
 silent is missed after 20 s; changes of 1 s make one question; an answer takes 2 s; a plan that gives layers to machines
 is issued when these were fetched, while the old one is followed, and at once when a member of the old one is gone;
-whoever gets other layers loads them for 15 s; who comes back fetches its span. *Oracle*: the same solver at every
-change, with full knowledge, moves for nothing. *Fixed*: the first plan for ever, whose members fetch what they missed,
-too. All three are worth what `cost.evaluate` says that their whole routes train, in tokens. Time is simulated; searches
-are counted in steps, so that results repeat.
+whoever gets other layers loads them for 15 s; who comes back fetches its span. Who has no place stands by with the
+layers of a stage, as `state/standbys.py` has it, and takes its place 3 s after it is gone. *Oracle*: the same solver at
+every change, with full knowledge, moves for nothing. *Fixed*: the first plan for ever, whose members fetch what they
+missed, too. All three are worth what `cost.evaluate` says that their whole routes train, in tokens. Time is simulated;
+searches are counted in steps, so that results repeat.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ LOST_SECONDS = 20.0
 DEBOUNCE_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 LOAD_SECONDS = 15.0
+TAKE_OVER_SECONDS = 3.0  # `pipeline_faults --standbys`: 2.2 to 2.9
 _PATIENCE_SECONDS = 600.0  # of a search: steps end it before
 
 Routes = tuple[NamedRoute, ...]
+Span = tuple[int, int]  # first and last layer
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class World:
         whole = (tuple(route for route in routes if present.issuperset(_members([route]))) for routes in found)
         return max(whole, key=self.rate, default=())
 
-    def answer(self, present: set[str], current: Routes, number: int) -> Change | None:
+    def answer(self, present: set[str], current: Routes, standing: NamedRoute, number: int) -> Change | None:
         """As a coordinator has it from the planner; None: no plan is possible."""
         try:
             return replan(
@@ -111,6 +114,7 @@ class World:
                 rng=random.Random(number),
                 seconds=_PATIENCE_SECONDS,
                 steps=self.steps,
+                standbys=standing,
             )
         except NoFeasiblePlan:
             return None
@@ -124,12 +128,15 @@ class World:
         bytes_of = fetched_bytes(tables, held, layout)
         return {name: size / self._downlink(name) for name, size in bytes_of.items()}
 
-    def span_seconds(self, name: str, routes: Routes) -> float:
-        """To fetch all of a machine's layers."""
-        places = [place for route in routes for place in route if place[0] == name]
-        layers = self.problem.layers[places[0][1] : places[0][2] + 1] if places else ()
+    def span_seconds(self, name: str, span: Span | None) -> float:
+        """To fetch all of these layers."""
+        layers = self.problem.layers[span[0] : span[1] + 1] if span else ()
         state = self.problem.training.state_bytes_per_parameter * sum(layer.parameters for layer in layers)
         return state / self._downlink(name)
+
+    def fits(self, name: str, span: Span) -> bool:
+        """Whether it has room for them."""
+        return bool(self.tables.fits(self.names.index(name))[span[0], span[1] + 1])
 
     def _downlink(self, name: str) -> float:
         machine = self.problem.machines[self.names.index(name)]
@@ -152,6 +159,8 @@ class Live:
     broken: float = 0.0  # and those of which somebody is gone
     plans: int = 1
     abandoned: int = 0
+    taken_over: int = 0
+    standing: dict[str, Span] = field(default_factory=dict)  # who stands by with which layers, or fetches them
     _now: float = 0.0
     _asked: bool = False
     _preparing: tuple[Change, dict[str, float]] | None = None
@@ -192,15 +201,51 @@ class Live:
         assert isinstance(turn, Turn)
         if not turn.comes:
             self.present.discard(turn.machine)
+            self.standing.pop(turn.machine, None)
+            self._at(self._now + TAKE_OVER_SECONDS, "gone", turn.machine)
             self._at(self._now + LOST_SECONDS, "missed", turn.machine)
             return
         self.present.add(turn.machine)
         self.stale.add(turn.machine)
-        seconds = LOAD_SECONDS + self.world.span_seconds(turn.machine, self.plan)
+        seconds = LOAD_SECONDS + self.world.span_seconds(turn.machine, _spans(self.plan).get(turn.machine))
         self.busy_until[turn.machine] = self._now + seconds
         if turn.machine not in self.known:
             self.known.add(turn.machine)
+            self._stand_by()
             self._ask()
+
+    def _on_gone(self, name: object) -> None:
+        """Who stands by with its layers, and has them, takes the place."""
+        span = _spans(self.plan).get(str(name))
+        able = [it for it, held in self.standing.items() if held == span and self.busy_until.get(it, 0.0) <= self._now]
+        if name in self.present or not self.follows or not able:
+            return
+        (other, *_), self.taken_over = able, self.taken_over + 1
+        del self.standing[other]
+        self.plan = tuple(
+            tuple((other if place[0] == name else place[0], *place[1:]) for place in route) for route in self.plan
+        )
+        self._stand_by()
+
+    def _stand_by(self) -> None:
+        """All without a place, one for each stage at most, as long as stages are without."""
+        if not self.follows:
+            return
+        spans = _spans(self.plan)
+        stages = {spans[name] for route in self.plan if len(route) > 1 for name, _, _ in route}
+        free = sorted(self.known & self.present - spans.keys())
+        held = {name: span for name, span in self.standing.items() if name in free and span in stages}
+        self.standing = {}
+        for name, span in held.items():
+            if span not in self.standing.values():
+                self.standing[name] = span
+        for span in sorted(stages - set(self.standing.values()), key=lambda it: (it[0] - it[1], it)):
+            able = [name for name in free if name not in self.standing and self.world.fits(name, span)]
+            if able:
+                self.standing[able[0]] = span
+                self.stale.discard(able[0])
+                fetched = self._now + self.world.span_seconds(able[0], span) + LOAD_SECONDS
+                self.busy_until[able[0]] = max(self.busy_until.get(able[0], 0.0), fetched)
 
     def _on_missed(self, name: object) -> None:
         assert isinstance(name, str)
@@ -226,7 +271,8 @@ class Live:
 
     def _on_question(self, _: object) -> None:
         known = set(self.known)
-        change = self.world.answer(known, self.plan, next(self._numbers)) if known else None
+        standing = tuple((name, *span) for name, span in sorted(self.standing.items()))
+        change = self.world.answer(known, self.plan, standing, next(self._numbers)) if known else None
         self._at(self._now + ANSWER_SECONDS, "answer", (known, change))
 
     def _on_answer(self, it: object) -> None:
@@ -239,12 +285,16 @@ class Live:
         routes = named_routes(change.tables.problem, change.evaluation.layout)
         if not self.known.issuperset(_members(routes)) or set(routes) == set(self.plan):
             return
-        waits = self.world.fetching(change, self.plan, self.stale)
+        standing = tuple((name, *span) for name, span in self.standing.items() if self._has_fetched(name))
+        waits = self.world.fetching(change, (*self.plan, standing), self.stale)
         self._preparing = change, {name: self._now + seconds for name, seconds in waits.items()}
         if not waits or not self.known.issuperset(_members(self.plan)):
             self._issue()
         else:
             self._at(max(self._preparing[1].values()), "prepared", self._preparing)
+
+    def _has_fetched(self, name: str) -> bool:
+        return self.busy_until.get(name, 0.0) <= self._now
 
     def _on_prepared(self, it: object) -> None:
         if self._preparing is it:
@@ -255,12 +305,13 @@ class Live:
         assert self._preparing is not None
         (change, ready), self._preparing = self._preparing, None
         routes = named_routes(change.tables.problem, change.evaluation.layout)
-        spans = {name: (first, last) for route in self.plan for name, first, last in route}
+        spans = _spans(self.plan) | {name: span for name, span in self.standing.items() if self._has_fetched(name)}
         for name, first, last in (place for route in routes for place in route):
             if spans.get(name) != (first, last):
                 self.busy_until[name] = max(self._now, ready.get(name, 0.0)) + LOAD_SECONDS
             self.stale.discard(name)
         self.plan, self.plans = routes, self.plans + 1
+        self._stand_by()
 
 
 @dataclass(frozen=True)
@@ -273,6 +324,7 @@ class Outcome:
     turns: int
     plans: int
     abandoned: int
+    taken_over: int
     waiting: float
     broken: float
 
@@ -288,7 +340,15 @@ def replay(problem: Problem, availability: float, absence: float, seconds: float
         one.run(changes, seconds)
     oracle = _oracle(world, first, changes, seconds)
     return Outcome(
-        live.tokens, oracle, fixed.tokens, len(changes), live.plans, live.abandoned, live.waiting, live.broken
+        live.tokens,
+        oracle,
+        fixed.tokens,
+        len(changes),
+        live.plans,
+        live.abandoned,
+        live.taken_over,
+        live.waiting,
+        live.broken,
     )
 
 
@@ -302,6 +362,10 @@ def _oracle(world: World, first: Routes, changes: Sequence[Turn], seconds: float
             (present.add if turn.comes else present.discard)(turn.machine)
             routes = world.best(present, [routes, first])
     return tokens
+
+
+def _spans(routes: Sequence[NamedRoute]) -> dict[str, Span]:
+    return {name: (first, last) for route in routes for name, first, last in route}
 
 
 def _members(routes: Sequence[NamedRoute]) -> set[str]:
