@@ -60,11 +60,13 @@ class Ledger:
                 raise Violation(f"two results for round {head.round}")
         self.installed[peer].append(head)
 
-    def holds_snapshot(self, head: Head, peer: str, incarnation: int) -> bool:
-        """Whether what that life of `peer` trained is part of `head`."""
+    def holds_snapshot(self, head: Head, peer: str, incarnation: int) -> bool | None:
+        """Whether what that life of `peer` trained is part of `head`; None: it took part with nothing."""
         made = self._contributed.get((RoundId.from_proto(head.manifest.round), peer))
-        listed = any(item.peer_id == peer for item in head.manifest.contributions)
-        return listed and made is not None and made[0] == incarnation
+        weights = [item.weight for item in head.manifest.contributions if item.peer_id == peer]
+        if weights == [0]:
+            return None
+        return bool(weights) and made is not None and made[0] == incarnation
 
     def recover(self, newest: int) -> None:
         """The operator goes on from round `newest`: later ones, and all votes, are void."""

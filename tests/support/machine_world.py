@@ -322,7 +322,7 @@ class World(Agenda):
             node.disk.save(head)
         if counted:
             node.spend()
-        if counted is not self.ledger.holds_snapshot(head, node.peer, node.incarnation):
+        if self.ledger.holds_snapshot(head, node.peer, node.incarnation) not in (None, counted):
             raise Violation(f"{node.peer} is wrong about whether round {head.round} holds its snapshot")
         node.move()
         if node.leaving:

@@ -80,7 +80,7 @@ def snapshots_are_taken_again():
     release = RoundMachine._release
 
     def thaw(self, **said):
-        self._exposed_in = set()
+        self._exposed = False
         release(self, **said)
 
     return patch.object(RoundMachine, "_release", thaw)

@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.planner.live import answer
-from atoll.coordinator.state import applying, pinning, preparation
+from atoll.coordinator.state import admission, applying, pinning, preparation
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
 
@@ -104,6 +104,50 @@ def test_a_member_that_does_not_fetch_goes_on_as_it_is_and_others_come_in() -> N
     assert len(world.told("plan.abandoned")) == 1
     assert world.spans()["ann"] == before
     assert sorted(map(sorted, world.routes())) == [["ann", "bob"], ["dan", "fay"]]
+
+
+def test_a_member_that_did_not_fetch_moves_where_no_plan_is_possible_without() -> None:
+    world = Fetching()
+    world.begin(ann=5, bob=4, cid=3)
+    world.slow = "ann"
+    world.profiles["ann"] = card(8, slower=0.1)
+    world.say("ann")
+    world.wait(2 * world.policy.prepare_seconds + 15)
+    assert len(world.told("plan.abandoned")) == 1
+    world.slow = ""
+    world.take(admission.ban(world.state, world.now, "cid", "gone"))
+    world.wait(25)
+    assert sorted(name for route in world.routes() for name in route) == ["ann", "bob"]
+
+
+def test_a_slow_newcomer_that_was_not_there_once_is_not_forced_into_a_route() -> None:
+    world = Fetching()
+    world.begin(ann=6, bob=6)
+    world.slow = "eve"
+    world.profiles["eve"] = card(12, slower=20.0)
+    world.join("eve")
+    world.wait(2)
+    world.say("eve", mb.NODE_STATE_JOINING)
+    world.wait(0.4)
+    assert len(world.told("plan.abandoned")) == 1
+    world.say("eve", FIT)
+    world.slow = ""
+    world.wait(300)
+    assert [sorted(route) for route in world.routes()] == [["ann", "bob"]]
+    assert world.name_of(world.plan.standbys[0]) == "eve"
+
+
+def test_other_words_that_say_nothing_do_not_begin_the_time_anew(pair: RoutedWorld) -> None:
+    pair.profiles["bob"].device = ""
+    pair.cards(cid=6, dan=12)
+    for turn in range(12):
+        pair.say("bob", (mb.NODE_STATE_UNSPECIFIED, mb.NODE_STATE_FINISHED)[turn % 2])
+        if turn == 6:
+            pair.hang_up("bob")
+            pair.connect("bob", mb.NODE_STATE_UNSPECIFIED)
+        pair.wait(5)
+    assert "bob" not in pair.spans()
+    assert pair.spans()["dan"] == ALL_LAYERS
 
 
 def test_who_lends_less_than_its_pin_takes_has_no_part_and_the_others_are_planned(pair: RoutedWorld) -> None:

@@ -130,6 +130,18 @@ def test_pins_bind_what_is_advised_and_help_is_beside_the_best_that_they_allow(c
     assert "no other layout of these machines would be noticeably faster" in text
 
 
+def test_a_plan_that_cannot_go_on_or_does_not_follow_its_pins_is_told(capsys):
+    given = answers(node("ann", bob=30), node("bob", ann=31))
+    given["ListNodes"].nodes[0].pin = "out"
+    text = explained(given, capsys, Output.TEXT)
+    assert "ann is pinned otherwise: this plan does not follow that yet" in text
+    given["ListNodes"].nodes[0].pin = ""
+    for it in given["ListNodes"].nodes:
+        it.profile.device_memory_bytes = 1000
+    with pytest.raises(InvalidTransition, match="this plan cannot go on"):
+        explained(given, capsys)
+
+
 def test_what_a_node_says_that_makes_no_sense_is_told(capsys):
     broken = node("bob", ann=31)
     del broken.profile.layer_times[:]

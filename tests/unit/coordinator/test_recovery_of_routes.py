@@ -206,3 +206,23 @@ def test_more_lost_layers_than_there_are_are_refused(pair: RoutedWorld) -> None:
     pair.lost["ann"] = [1] * (LAYERS + 1)
     with pytest.raises(InvalidRequest):
         pair.say("ann")
+
+
+def test_who_is_catching_up_may_hold_what_an_earlier_plan_gave_it() -> None:
+    """Both say round 11, of which the layers of one are nowhere: only what lies on disks with its layers counts."""
+    world = pair_of_stages()
+    world.wait(1)
+    first, second = (world.spans()[name] for name in ("ann", "bob"))
+    tell(world, "ann", 11, 8)
+    held = [
+        mb.CheckpointInfo(
+            round=number, manifest_hash=hash_at(world, number), bytes=1, layers=plan_pb2.Span(first=a, last=b)
+        )
+        for number, (a, b) in ((11, first), (8, second))
+    ]
+    world.say("bob", checkpoints=held, checkpoints_changed=True)
+    for name in ("ann", "bob"):
+        world.heads[name] = (11, hash_at(world, 11))
+        world.say(name, mb.NODE_STATE_CATCHING_UP)
+    world.wait(world.policy.recover_seconds + 3)
+    assert world.plan.base.round == 8

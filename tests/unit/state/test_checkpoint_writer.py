@@ -133,6 +133,17 @@ async def test_what_nobody_else_holds_is_written_every_time_and_next_if_one_is_b
     await written(writer, 5, 3, 1)
 
 
+async def test_a_round_of_other_layers_does_not_take_the_only_copy_s_turn(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    writer.offer(state_of(1))
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    writer.offer(state_of(2), only_copy=True)
+    writer.offer(state_of(3))  # only witnessed: what is ours is as it was in round 2
+    disk.gate.set()
+    await written(writer, 3, 1)
+
+
 async def test_a_state_that_moved_during_the_copy_is_not_written_and_the_next_one_is(tmp_path, clock):
     writer = make(tmp_path, clock)
     torn = state_of(1)

@@ -6,7 +6,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
 from atoll.coordinator.cli.client import Client
@@ -113,9 +113,18 @@ def live_plan(
         raise InvalidTransition(f"this plan cannot be judged: {'; '.join(seen.refused.values())}")
     check_problem(seen.problem)
     problem, unfit = without_unfit_pins(seen.problem)
+    late = [name for node, name in _named(members) if not _follows_pin(node, spans[node.peer_id])]
+    if late:  # what stands cannot be judged by pins that it does not follow yet
+        problem = replace(problem, wishes=replace(problem.wishes, pins=()))
+        unfit |= {name: f"{name} is pinned otherwise: this plan does not follow that yet" for name in late}
     place = {node.peer_id: index for index, node in enumerate(members)}
     layout = Layout(tuple(tuple(Stage(place[peer], *spans[peer]) for peer in route.peer_ids) for route in plan.routes))
     check_layout(problem, layout)
+    if not evaluate(Tables(problem), layout).tokens_per_second:
+        told = "".join(f"; {why}" for why in unfit.values())
+        raise InvalidTransition(
+            f"with what its members say now this plan cannot go on{told}", "ask again: plans follow"
+        )
     drivers = {route.peer_ids[0] for route in plan.routes}
     trained = sum(node.status.tokens_per_second for node in members if node.connected and node.peer_id in drivers)
     doubts = (*seen.doubts.values(), *unfit.values())
@@ -156,6 +165,10 @@ def best_of(best: Solution) -> dict[str, object]:
             for route in best.evaluation.layout.routes
         ],
     }
+
+
+def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
+    return node.pin in ("", f"{span[0]}-{span[1]}")
 
 
 def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> Measured:

@@ -67,7 +67,7 @@ def solve_exactly(tables: Tables, machines: Sequence[int], budget: Budget) -> Ex
         best, proven = _improve(tables, [routes[subset].route for subset in subsets], bound, best, budget)
         unproven = unproven if proven else max(unproven, bound)
         if budget.over():
-            return Exact(best, bound)
+            return Exact(best, max(bound, unproven))
     return Exact(best, max(unproven, best.score if best else 0.0))
 
 

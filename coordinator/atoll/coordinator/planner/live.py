@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 from atoll.coordinator.planner.checks import check_problem, without_unfit_pins
 from atoll.coordinator.planner.explain import left_out
 from atoll.coordinator.planner.measured import Seen, problem_of, wishes_of
-from atoll.coordinator.planner.problem import Pin, read_layers
+from atoll.coordinator.planner.problem import Pin, Problem, read_layers
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
 from atoll.core.clock import Clock
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, NoFeasiblePlan
 
 _LOOKS = 2000  # at why machines are left out, times machines: each look evaluates layouts of them all
 
 
 def answer(question: Question, clock: Clock) -> Answer:
     """Search for as long as the question allows."""
-    spans = {**question.kept, **question.pins}
-    pins = tuple(Pin(name, span) for name, span in sorted(spans.items()))
+    pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
     layers = read_layers(question.layers, question.spec.data.sequence_length)
     seen = problem_of(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
+    unfit: dict[str, str] = {}
     try:
         check_problem(seen.problem)
         problem, unfit = without_unfit_pins(seen.problem)
         if question.wanted:
             change = fixed(problem, question.current, question.wanted, question.standbys)
         else:
-            change = replan(
-                problem,
-                question.current,
-                clock=clock,
-                rng=random.Random(question.number),
-                seconds=question.seconds,
-                steps=question.steps,
-                standbys=question.standbys,
-            )
+            change = _replanned(problem, question, clock)
     except ConfigError as error:  # what it is to be made from, or that none is possible
-        missing = f"{error}: {error.remedy}" if error.remedy else str(error)
+        why = "; ".join((str(error), *seen.refused.values(), *unfit.values()))
+        missing = f"{why}: {error.remedy}" if error.remedy else why
         return Answer(missing=missing, doubts=seen.doubts, corrections=seen.corrections)
     return _told(change, seen, {**seen.refused, **unfit})
+
+
+def _replanned(problem: Problem, question: Question, clock: Clock) -> Change:
+    """Those who are kept where they are move where no plan is possible without."""
+    kept = tuple(Pin(name, span) for name, span in sorted(question.kept.items()))
+
+    def replanned(problem: Problem) -> Change:
+        return replan(
+            problem,
+            question.current,
+            clock=clock,
+            rng=random.Random(question.number),
+            seconds=question.seconds,
+            steps=question.steps,
+            standbys=question.standbys,
+        )
+
+    if kept:
+        with contextlib.suppress(NoFeasiblePlan):
+            return replanned(replace(problem, wishes=replace(problem.wishes, kept=kept)))
+    return replanned(problem)
 
 
 def _told(change: Change, seen: Seen, refused: Mapping[str, str]) -> Answer:

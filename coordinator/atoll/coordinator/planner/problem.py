@@ -138,6 +138,7 @@ class Wishes:
 
     goal: Goal = Goal.TIME
     pins: tuple[Pin, ...] = ()
+    kept: tuple[Pin, ...] = ()  # the same, but it costs nothing to leave them without a part
     trusted_ends: bool = False  # only trusted machines hold the first or the last layer
     rtt_cap_seconds: float = Preferences.rtt_cap_seconds  # inside a route
     rtt_weight: float = 2.0  # times that what is above the cap counts beside what it costs

@@ -76,6 +76,7 @@ class Tables:
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
         self.pins = {pin.machine: pin.span for pin in wishes.pins}
+        self._held_to = {pin.machine: pin.span for pin in wishes.kept} | self.pins
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
 
@@ -157,8 +158,8 @@ class Tables:
 
     def _permitted(self, profile: Machine) -> BoolArray:
         allowed = self.spans.is_span.copy()
-        if profile.name in self.pins:
-            span = self.pins[profile.name]
+        if profile.name in self._held_to:
+            span = self._held_to[profile.name]
             allowed[:] = False
             if span is not None:
                 allowed[span[0], span[1] + 1] = True

@@ -83,7 +83,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
     if not _still_holds(state, run_id, coming.question, coming.answer, here):
         changed = _changed(state, coming.question, _used(coming.question, coming.answer), here)
         _remember_unprepared(
-            draft, run_id, [it for it in changed if memory.plan and it not in memory.plan.members], waited
+            draft, run_id, [it for it in changed if memory.plan and it not in memory.plan.stages], waited
         )
         _abandon(draft, run_id, "somebody whom it needs is gone or changed")
         return

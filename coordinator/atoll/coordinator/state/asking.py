@@ -67,20 +67,20 @@ def lately(slow: Mapping[str, float], peer: str, now: float) -> bool:
 
 
 def _usable(state: State, memory: RunMemory, here: Present, now: float) -> tuple[str, ...]:
-    """Who may have a part in a new plan: who told what a planner needs, and has one or fetched what it was given."""
+    """Who may have a part in a new plan: who told what a planner needs, and is a stage or fetched what it was given."""
     able = sorted({*here.fit, *here.silent})
-    placed = memory.plan.members if memory.plan is not None else ()
+    stages = memory.plan.stages if memory.plan is not None else ()
     return tuple(
         peer
         for peer in able
-        if is_known(live_of(state, peer).profile) and (peer in placed or not is_unprepared(memory, peer, now))
+        if is_known(live_of(state, peer).profile) and (peer in stages or not is_unprepared(memory, peer, now))
     )
 
 
 def _kept(state: State, memory: RunMemory, peers: tuple[str, ...], now: float) -> dict[str, tuple[int, int]]:
-    """By name: members who did not fetch other layers lately, and go on with those that they have."""
+    """By name: stages that did not fetch other layers lately, and go on with those that they have."""
     plan = memory.plan
-    slow = [peer for peer in peers if plan is not None and peer in plan.members and is_unprepared(memory, peer, now)]
+    slow = [peer for peer in peers if plan is not None and peer in plan.stages and is_unprepared(memory, peer, now)]
     spans = {state.nodes[peer].name: plan.span(peer) for peer in slow} if plan is not None else {}
     return {name: (span.start, span.stop - 1) for name, span in spans.items()}
 

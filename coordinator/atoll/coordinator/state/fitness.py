@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from atoll.coordinator.state.records import Node
-from atoll.coordinator.state.snapshot import Joins, RunMemory, State
+from atoll.coordinator.state.snapshot import Joins, Live, RunMemory, State
 from atoll.coordinator.text import enum_word
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
@@ -170,7 +170,11 @@ def _loads(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:
     live = state.live.get(peer_id)
     stage = plan is not None and peer_id in plan.stages and not plan.is_replica(peer_id)
     joining = live is not None and live.connected and live.status.state == mb.NODE_STATE_JOINING
-    return stage and joining and live is not None and now - live.came < LOADING_SECONDS
+    return stage and joining and live is not None and _is_patient(live, now)
+
+
+def _is_patient(live: Live, now: float) -> bool:
+    return live.unfit_since is None or now - live.unfit_since < LOADING_SECONDS
 
 
 def _may_return(state: State, peer_id: str, now: float) -> bool:
@@ -179,4 +183,4 @@ def _may_return(state: State, peer_id: str, now: float) -> bool:
     if live is None or live.lost:
         return False
     waits = live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)
-    return not live.connected or (waits and now - max(live.state_since, live.came) < LOADING_SECONDS)
+    return not live.connected or (waits and _is_patient(live, now))

@@ -28,7 +28,7 @@ from atoll.coordinator.state import (
     reports,
 )
 from atoll.coordinator.state.allowance import RESIZED, STORED
-from atoll.coordinator.state.fitness import corpus_expected
+from atoll.coordinator.state.fitness import FIT, corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.round_checks import check_table
 from atoll.coordinator.state.snapshot import (
@@ -110,6 +110,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
         fresh = replace(
             fresh,
             hands_over=old.hands_over,
+            unfit_since=old.unfit_since,
             profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
             stored=old.stored,
             refused=old.refused,
@@ -141,7 +142,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         live,
         seen=now.monotonic,
         status=status,
-        state_since=live.state_since if status.state == live.status.state else now.monotonic,
+        unfit_since=_unfit_since(live, status.state, now.monotonic),
         **_told_profile(live, request, now.monotonic),
         paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
@@ -287,6 +288,13 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             or clean(address) != address
         ):
             raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+
+
+def _unfit_since(live: Live, state: mb.NodeState, now: float) -> float | None:
+    """No new word, and no new stream, begins the time anew: only being fit."""
+    if state in FIT:
+        return None
+    return now if live.unfit_since is None else live.unfit_since
 
 
 def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:

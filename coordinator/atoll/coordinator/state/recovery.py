@@ -22,6 +22,7 @@ from atoll.coordinator.state.round_checks import MAX_GAP
 from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
+from atoll.v1 import membership_pb2 as mb
 
 _HASH_BYTES = 32
 
@@ -161,7 +162,8 @@ def _newest_whole(state: State, run: Run, below: int | None = None) -> Left | No
     held: dict[tuple[int, bytes], list[tuple[str, range]]] = {}
     for peer in here:
         status, span = state.live[peer].status, memory.plan.span(peer)
-        if span and len(status.head_hash) == _HASH_BYTES and not status.lost_layers:
+        settled = status.state != mb.NODE_STATE_CATCHING_UP  # else it may have what it held under an earlier plan
+        if span and settled and len(status.head_hash) == _HASH_BYTES and not status.lost_layers:
             held.setdefault((status.head_round, status.head_hash), []).append((peer, span))
         for item in state.checkpoints.get(peer, ()) if span else ():
             held.setdefault((item.round, item.manifest_hash), []).append((peer, item.layers))

@@ -82,7 +82,7 @@ class Live:
     seen: float  # monotonic, of the last message or of the stream's end
     lost: bool = False
     came: float = 0.0  # monotonic, when its stream was opened
-    state_since: float = 0.0  # monotonic, since when it says that it is in the state of `status`
+    unfit_since: float | None = None  # monotonic, since when it says that it neither trains nor could
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id

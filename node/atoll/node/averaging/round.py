@@ -47,7 +47,8 @@ class RoundMachine:
     _opener: Opener | None
     _frozen: rt.Frozen | None  # the snapshot
     _frozen_layers: range
-    _exposed_in: set[RoundId]  # attempts in which the snapshot left this node
+    _brought_to: set[RoundId]  # attempts that began an exchange with it
+    _exposed: bool  # it left this node in one of them: with no weight nothing does
     _told: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
@@ -108,7 +109,7 @@ class RoundMachine:
     def counts(self, manifest: manifest_pb2.Manifest) -> bool:
         """Whether this result of the next round holds the snapshot of this life."""
         mine = any(item.peer_id == self.me for item in manifest.contributions)
-        return mine and RoundId.from_proto(manifest.round) in self._exposed_in
+        return mine and RoundId.from_proto(manifest.round) in self._brought_to
 
     def is_freezing(self, round_id: RoundId) -> bool:
         """Whether a snapshot for that attempt is still wanted."""
@@ -487,7 +488,8 @@ class RoundMachine:
     def _start(self, following: Follower, message: dp.Start) -> None:
         following.start(message, self._now)
         if following.brings:
-            self._exposed_in.add(following.round_id)
+            self._brought_to.add(following.round_id)
+            self._exposed |= any(item.peer_id == self.me and item.weight for item in message.contributions)
 
     def _parted(self, event: rt.Parted) -> None:
         following = self._followed_in(event.round_id, rt.Phase.EXCHANGING)
@@ -563,9 +565,9 @@ class RoundMachine:
         following, self._following = self._following, None
         if following is None:
             return
-        if not self._exposed_in:
-            self._frozen = None
-        self._actions.append(rt.Release(following.round_id, thaw=not self._exposed_in))
+        if not self._exposed:
+            self._drop_snapshot()
+        self._actions.append(rt.Release(following.round_id, thaw=not self._exposed))
         self._turns.failed(following.opener, self._now, said_so=said_so)
         if following.round_id.number == self.head.round + 1 and following.plan.version == self.plan.version:
             self.attempt = self._turns.after(self.attempt, following.round_id.attempt)
@@ -582,12 +584,15 @@ class RoundMachine:
         self._following = None
         self._opener = None
         self._tokens = 0
-        self._frozen, self._frozen_layers = None, range(0)
-        self._exposed_in = set()
+        self._drop_snapshot()
         self._told = {}
         self._turns.move(head, self.plan, self._now)
         self._memory.recall(head, self.plan)
         self.attempt = self._memory.next_attempt(self.plan)
+
+    def _drop_snapshot(self) -> None:
+        self._frozen, self._frozen_layers = None, range(0)
+        self._brought_to, self._exposed = set(), False
 
     def _adopt_plan(self) -> None:
         if self._next_plan is None or self._following is not None or self._opener is not None:

@@ -70,10 +70,11 @@ class CheckpointWriter:
     def offer(self, state: CheckpointState, *, only_copy: bool = False) -> None:
         """A round was committed. Writes it if one is due and none is being written; returns at once.
 
-        The `only_copy` of some layers is due whenever it comes, and is next when another is being written.
+        The `only_copy` of some layers is due whenever it comes, and is next when another is being written; so is, in
+        its place, what comes later: it may have changed other layers only.
         """
         if self._background is not None:
-            self._waiting = state if only_copy else None
+            self._waiting = state if only_copy or self._waiting is not None else None
         elif only_copy or self._is_due(state.head):
             self._background = asyncio.create_task(self._write_beside(state))
 

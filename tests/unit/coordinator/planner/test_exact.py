@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from benchmarks.planner_brute import brute_force
 from benchmarks.planner_instances import small
+from unit.coordinator.planner.worlds import GB, TRAINING, machine, swarm
 
+from atoll.coordinator.planner import exact
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.exact import solve_exactly
+from atoll.coordinator.planner.links import Path
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import ManualClock, SystemClock
@@ -44,3 +49,40 @@ def test_without_time_it_says_that_nothing_is_proven() -> None:
     budget.taken = 1
     found = solve_exactly(Tables(problem), range(len(problem.machines)), budget)
     assert found.gap > 0
+
+
+def test_a_bound_that_was_left_unproven_is_told_when_the_budget_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows between inner stages make many divisions unproven: none of them may be forgotten."""
+
+    class Steps:
+        def __init__(self, most: int) -> None:
+            self.left = most
+
+        def over(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    looked = 0
+    for seed in (0, 1, 2, 3, 4, 5):
+        rng = random.Random(seed)
+        machines = [
+            machine(
+                f"m{number}", flops_per_second=rng.uniform(2e12, 2e13), device_memory_bytes=rng.choice([7, 9, 12]) * GB
+            )
+            for number in range(4)
+        ]
+        pairs = combinations([it.name for it in machines], 2)
+        paths = [Path(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
+        training = replace(TRAINING, micro_batches=64, ahead=rng.choice([0, 1]))
+        tables = Tables(swarm(machines, paths, training=training))
+        monkeypatch.setattr(exact, "_MOST_ROUTES", 10**9)
+        full = exact.solve_exactly(tables, range(4), Steps(10**9))  # type: ignore[arg-type]
+        if full.best is None or full.gap:
+            continue
+        monkeypatch.setattr(exact, "_MOST_ROUTES", 300)
+        for steps in range(1, 60):
+            found = exact.solve_exactly(tables, range(4), Steps(steps))  # type: ignore[arg-type]
+            if found.best is not None:
+                looked += 1
+                assert full.best.score <= found.bound * (1 + 1e-9)
+    assert looked
