@@ -35,14 +35,14 @@ from benchmarks.common import Report
 from benchmarks.swarm_lab import reported
 
 LAYERS = 12
-_CORES = 0.4  # that all hosts together compute with: coordinator, daemons and links have the rest of two
+_SHARE = 0.1  # of a core, at full speed
 _READY, _PLANNED = timedelta(seconds=240), timedelta(seconds=180)
 _STANDS_SECONDS = 25.0  # in which no other plan came
 _LOOK_SECONDS = 0.5
 _DEALS = 40  # of spans at random, until none is refused for want of memory
 _OFF = 0.15
 _NOTES = (
-    f"a decoder of 8.6 M parameters in {LAYERS} layers; all hosts together compute with {_CORES:g} of a core; tokens "
+    f"a decoder of 8.6 M parameters in {LAYERS} layers; hosts compute for {_SHARE:g} of the time at full speed; tokens "
     "of drivers, from flush to flush, beside what the coordinator predicted when it issued the plan, and what it would "
     "predict at the end, with links and speeds as they were measured by then"
 )
@@ -165,8 +165,7 @@ async def begin(swarm: LocalSwarm, nodes: int) -> str:
 
 async def join(swarm: LocalSwarm, setting: Setting, host: Host) -> None:
     """Start that host's node, and wait until it measured its layers: one after the other, each has cores of its own."""
-    of_all = host.speed / sum(other.speed for other in setting.topology.trainers)
-    share, most = f"{_CORES * of_all:.3g}", str(setting.megabytes[host.name])
+    share, most = f"{_SHARE * host.speed:g}", str(setting.megabytes[host.name])
     flags = ("--cpu-threads", "1", "--compute-share", share, "--memory-megabytes", most)
     await swarm.start_member(host.name, "node", *flags)
     await swarm.until(lambda: measured_itself(swarm, host.name), f"{host.name} did not measure its layers", _READY)
