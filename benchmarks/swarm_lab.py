@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -244,7 +242,7 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
 def reported(report: Report, notes: str) -> Iterator[None]:
     """Print and keep what was measured in the block, also when it fails: then marked as incomplete."""
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # what runs is ended, as by Ctrl-C
+    processes.end_alike()
     try:
         yield
     except BaseException as error:

@@ -37,6 +37,12 @@ def tied_command(command: Sequence[str | Path], parent_pid: int) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(parent_pid), *map(str, command)]
 
 
+def end_alike() -> None:
+    """SIGTERM ends this process like Ctrl-C: what it holds is let go, also where a shell ignores that for it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+
 async def start(
     command: Sequence[str | Path],
     *,

@@ -125,10 +125,15 @@ async def test_a_start_that_fails_leaves_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_check_that_is_interrupted_leaves_nothing(number):
+@pytest.mark.parametrize("shell", [signal.SIG_DFL, signal.SIG_IGN], ids=["usual", "started in the background"])
+def test_a_check_that_is_interrupted_leaves_nothing(number, shell):
     before = set(namespaces.LABS.glob("*.lock"))
     atoll = Path(sys.executable).parent / "atoll"
-    child = subprocess.Popen([atoll, "lab", "check", "nat-4"], stderr=subprocess.PIPE, text=True)
+    ours = signal.signal(signal.SIGINT, shell)  # a script's `command &` runs without SIGINT
+    try:
+        child = subprocess.Popen([atoll, "lab", "check", "nat-4"], stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, ours)
     assert "building" in child.stderr.readline()
     assert "round trips" in child.stderr.readline()
     [lock] = set(namespaces.LABS.glob("*.lock")) - before

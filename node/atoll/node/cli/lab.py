@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import sys
 import tempfile
 from datetime import timedelta
@@ -54,11 +52,12 @@ def check(
     """
     import asyncio
 
+    from atoll.node import processes
     from atoll.node.lab.wan.check import check_topology
     from atoll.node.lab.wan.topology import load_topology
 
     wanted = load_topology(topology)
-    _end_alike()
+    processes.end_alike()
     result = asyncio.run(check_topology(wanted, seconds, say))
     if output is Output.JSON:
         print_json({"lab_check": result.to_json()})
@@ -91,6 +90,7 @@ def run(
     import asyncio
 
     from atoll.core.run_spec import check_codec
+    from atoll.node import processes
     from atoll.node.lab.demo_view import live_view
     from atoll.node.lab.wan.run import LabRunOptions, run_lab
     from atoll.node.lab.wan.topology import load_topology
@@ -101,7 +101,7 @@ def run(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-lab-"))
-    _end_alike()
+    processes.end_alike()
     try:
         with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
             result = asyncio.run(run_lab(options, root, show))
@@ -119,11 +119,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the run spec {path}: {error}") from error
-
-
-def _end_alike() -> None:
-    """SIGTERM ends a lab like Ctrl-C: the network is removed."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
 
 def _print_run(it: LabRunResult) -> None:
