@@ -7,7 +7,8 @@ since the Unix epoch. `version` grows when a key changes its meaning; new keys m
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ class Column:
     heading: str
     key: str = ""
     right: bool = False
+    prose: bool = False  # it is what gives way on a narrow terminal
 
 
 def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[Plain]) -> None:
@@ -39,10 +41,17 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
         return
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=True)
+        table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=not column.prose)
     for row in rows:
         table.add_row(*(_plain_text(row[column.key or column.heading]) for column in columns))
     _print(table)
+
+
+def below(sentences: Iterable[str]) -> None:
+    """Below a table, a line each; where a terminal is narrower, broken between words."""
+    width = Console().width if sys.stdout.isatty() else None
+    for sentence in map(clean, sentences):
+        print(sentence if width is None else textwrap.fill(sentence, width, subsequent_indent="  "))
 
 
 def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
 from atoll.coordinator.cli.client import Client
-from atoll.coordinator.cli.output import show
+from atoll.coordinator.cli.output import below, show
 from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, check_writable, draw, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem, without_unfit_pins
 from atoll.coordinator.planner.cost import evaluate
@@ -71,8 +71,7 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
     show(output, told, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
-        for line in (*compared(now, live), *facts(why), *advice(now, best), *live.doubts):
-            print(clean(line))
+        below((*compared(now, live), *facts(why), *advice(now, best), *live.doubts))
 
 
 def preferences_of(view: wire.PlanView) -> Preferences:

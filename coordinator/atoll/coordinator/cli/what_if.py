@@ -6,13 +6,12 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.coordinator.cli.output import Column, Plain, show
+from atoll.coordinator.cli.output import Column, Plain, below, show
 from atoll.coordinator.planner.drawing import drawing
 from atoll.coordinator.planner.explain import Explanation, Place, explain
 from atoll.coordinator.planner.report import document, sentences
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.what_if import read_what_if
-from atoll.coordinator.text import clean
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output
@@ -26,7 +25,7 @@ COLUMNS = [
     Column("memory", right=True),
     Column("computes", right=True),
     Column("GB a day", "gigabytes", right=True),
-    Column("waits for", "waits_for"),
+    Column("waits for", "waits_for", prose=True),
 ]
 
 
@@ -47,8 +46,7 @@ def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) ->
     show(output, {"plan": document(found, why)}, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
-        for line in sentences(found, why):
-            print(clean(line))
+        below(sentences(found, why))
 
 
 def check_writable(path: Path | None) -> None:

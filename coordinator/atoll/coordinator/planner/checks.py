@@ -211,7 +211,8 @@ def unfit_pins(tables: Tables) -> dict[str, str]:
         if pin.span is not None and not tables.fits(names[pin.machine])[pin.span[0], pin.span[1] + 1]:
             need = bytes_text(float(tables.spans.device_bytes[pin.span[0], pin.span[1] + 1]))
             layers = f"layers {pin.span[0]}–{pin.span[1]}"
-            found[pin.machine] = f"{pin.machine} is pinned to {layers}, which take {need} there"
+            lent = bytes_text(tables.problem.machines[names[pin.machine]].device_memory_bytes)
+            found[pin.machine] = f"{pin.machine} is pinned to {layers}, which take {need} there, and lends {lent}"
     return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from atoll.coordinator.planner.cost import Evaluation, evaluate, exchange_seconds, link_seconds, route_cost
 from atoll.coordinator.planner.links import complete, islands
-from atoll.coordinator.planner.problem import Layout, Machine, Problem, Route, Stage
+from atoll.coordinator.planner.problem import Layout, Machine, Problem, Reach, Route, Stage
 from atoll.coordinator.planner.regions import regions
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.splits import best_split
@@ -80,6 +80,7 @@ class Explanation:
     places: tuple[Place, ...]
     left_out: tuple[LeftOut, ...]
     bottleneck: str
+    assumed: tuple[str, ...]  # that the routes need and nobody can know
     help: tuple[Help, ...]
     curve: tuple[CurvePoint, ...]
     sweet_spot: int  # machines at which time × price is least
@@ -94,10 +95,22 @@ def explain(found: Solution, *, clock: Clock, rng: random.Random, seconds: float
         places=tuple(_places(tables, value, label.tolist())),
         left_out=left_out(tables, value, _MOST_LEFT_OUT),
         bottleneck=bottleneck(tables, value),
+        assumed=tuple(_assumed(tables, value)),
         help=tuple(_helps(found, clock, rng, seconds)),
         curve=curve,
         sweet_spot=min(curve, key=lambda it: it.price_per_hour / max(it.tokens_per_second, 1e-12) ** 2).machines,
     )
+
+
+def _assumed(tables: Tables, value: Evaluation) -> Iterator[str]:
+    machines = tables.problem.machines
+    for before, after in (pair for route in value.layout.routes for pair in pairwise(route)):
+        one, other = machines[before.machine], machines[after.machine]
+        if Reach.PUBLIC not in (one.reach, other.reach):
+            yield (
+                f"{one.name} and {other.name}, both behind NAT, meet by hole punching, at 10 Mbit/s: some routers do "
+                "not allow it; better make one of them reachable"
+            )
 
 
 def bottleneck(tables: Tables, value: Evaluation) -> str:

@@ -35,7 +35,10 @@ def document(found: Solution, why: Explanation) -> dict[str, object]:
             }
             for route, cost in zip(value.layout.routes, value.routes, strict=True)
         ],
-        **{key: asdict(why)[key] for key in ("places", "left_out", "bottleneck", "help", "curve", "sweet_spot")},
+        **{
+            key: asdict(why)[key]
+            for key in ("places", "left_out", "bottleneck", "assumed", "help", "curve", "sweet_spot")
+        },
     }
 
 
@@ -52,6 +55,7 @@ def sentences(found: Solution, why: Explanation) -> Iterator[str]:
 def facts(why: Explanation) -> Iterator[str]:
     """What limits a layout, who has no part in it, and what would help."""
     yield f"what limits it: {why.bottleneck}"
+    yield from (f"assumed: {sentence}" for sentence in why.assumed)
     for item in why.left_out:
         yield f"left out: {item.machine} (region {item.region + 1}): {item.reason}"
     helpful = sorted(why.help, key=lambda it: -it.times)

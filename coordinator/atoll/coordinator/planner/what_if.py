@@ -10,12 +10,14 @@ import math
 import tomllib
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll.coordinator.planner.links import Path, links_from_paths
 from atoll.coordinator.planner.problem import (
     Goal,
     Layer,
+    Links,
     Machine,
     Pin,
     Problem,
@@ -157,9 +159,11 @@ def read_what_if(text: str, where: str) -> Problem:
     machines = tuple(machine for row in file.machine for machine in row.machines())
     if len(machines) > MOST_MACHINES:
         raise PlanInputInvalid(f"{where}: {len(machines)} machines; {MOST_MACHINES} are the most")
+    links = links_from_paths(machines, [row.path() for row in file.path])
+    _check_paths(machines, links, where)
     return Problem(
         machines=machines,
-        links=links_from_paths(machines, [row.path() for row in file.path]),
+        links=links,
         layers=file.model.layers(),
         training=Training(
             micro_batch_tokens=file.training.micro_batch_samples * file.model.sequence_length,
@@ -174,3 +178,15 @@ def read_what_if(text: str, where: str) -> Problem:
             rtt_cap_seconds=file.wishes.rtt_cap_ms / 1000,
         ),
     )
+
+
+def _check_paths(machines: tuple[Machine, ...], links: Links, where: str) -> None:
+    """Raises `PlanInputInvalid` for a machine of which nothing says how far it is from any other."""
+    far = np.isinf(links.rtt_seconds).sum(axis=1) == len(machines) - 1
+    lonely = next((machine for machine, alone in zip(machines, far, strict=True) if alone), None)
+    if lonely is not None and len(machines) > 1:
+        raise PlanInputInvalid(
+            f"{where}: no [[path]] leads from {lonely.name} (region {lonely.region}) to another machine",
+            f'add one for each pair of regions that meet, and for a region itself: between = ["{lonely.region}", '
+            f'"{lonely.region}"], rtt_ms = 2',
+        )

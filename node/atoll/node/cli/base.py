@@ -15,7 +15,7 @@ def base(
     directory: Annotated[Path, typer.Argument(help="With config.json and safetensors.", show_default=False)],
     name: Annotated[str, typer.Option("--name", help="Where others get it, for people: a repository's name.")] = "",
 ) -> None:
-    """Print the [model] section of a run that starts from a directory's weights, every file pinned by its digest."""
+    r"""Print the \[model] section of a run that starts from a directory's weights, every file pinned by its digest."""
     from atoll.node.pipeline.describe import describe  # takes seconds: torch, transformers
 
     with torch_cache():

@@ -12,7 +12,7 @@ from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
 
 from atoll.coordinator.cli import main
 from atoll.coordinator.planner.explain import Explanation, explain
-from atoll.coordinator.planner.problem import Pin, Problem, Wishes
+from atoll.coordinator.planner.problem import Pin, Problem, Reach, Wishes
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.what_if import read_what_if
 from atoll.core.clock import SystemClock
@@ -102,6 +102,23 @@ def test_who_is_left_out_is_told_why() -> None:
     assert "worse" in reasons["slow"]
     assert "holds no layer" in reasons["tiny"]
     assert "pinned out" in reasons["out"]
+
+
+def test_a_machine_of_which_nothing_says_how_far_it_is_is_refused(tmp_path: Path) -> None:
+    text, path = EXAMPLE.read_text(), tmp_path / "mine.toml"
+    path.write_text(text[: text.index("[[path]]")])
+    result = CliRunner().invoke(main.app, ["plan", "what-if", str(path)])
+    assert isinstance(result.exception, PlanInputInvalid)
+    assert "no [[path]] leads from" in str(result.exception)
+    assert "between = [" in result.exception.remedy
+
+
+def test_what_routes_need_of_routers_is_said() -> None:
+    homes = [machine(name, reach=Reach.RELAYED, device_memory_bytes=14 * GB) for name in ("ann", "ben")]
+    [assumed] = explained(swarm(homes)).assumed
+    assert "ann and ben" in assumed or "ben and ann" in assumed
+    reachable = [homes[0], machine("ben", device_memory_bytes=14 * GB)]
+    assert not explained(swarm(reachable)).assumed
 
 
 def test_whose_owner_sets_a_pace_is_named_and_kept_to() -> None:
