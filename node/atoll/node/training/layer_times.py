@@ -1,11 +1,7 @@
-"""How long a layer takes on this device, forward and backward, for those who plan which node holds which layers.
-
-Where the owner lends a share of the time, a layer is timed as it will work: after rests, when caches hold other things.
-"""
+"""How long a layer takes on this device, forward and backward, for those who plan which node holds which layers."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import median
@@ -21,7 +17,6 @@ from atoll.node.training.device import finish
 from atoll.node.training.model import INITIAL_STD
 
 REPETITIONS = 5
-_MOST_REST_SECONDS = 0.5  # between two of them
 LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
 
 
@@ -31,7 +26,6 @@ def of_single_layers(
     tokens_BT: Tensor,
     clock: Clock,
     autocast: Callable[[], AbstractContextManager[None]],
-    compute_share: float = 1.0,
 ) -> LayerTimes:
     """A layer of every kind, by its number, one in memory at a time, on the device of the tokens. Kinds in layer order.
 
@@ -44,7 +38,7 @@ def of_single_layers(
             nn.init.normal_(values, std=INITIAL_STD)
         try:
             with autocast():
-                forward, backward, x = measure(model.cut.run, x, clock, compute_share)
+                forward, backward, x = measure(model.cut.run, x, clock)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -56,13 +50,8 @@ def of_single_layers(
     return tuple(times)
 
 
-def measure(
-    layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock, compute_share: float = 1.0
-) -> tuple[float, float, Tensor]:
-    """Median seconds of forward and of backward on `x`, and the output, detached. Adds to the layer's gradients.
-
-    Rests are not in them.
-    """
+def measure(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
+    """Median seconds of forward and of backward on `x`, and the output, detached. Adds to the layer's gradients."""
     forwards, backwards = [], []
     output = x
     for _ in range(1 + REPETITIONS):  # the first warms kernels and allocator
@@ -74,7 +63,6 @@ def measure(
             output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
         forwards.append(between - began)
         backwards.append(_now(x.device, clock) - between)
-        time.sleep(min(_MOST_REST_SECONDS, (forwards[-1] + backwards[-1]) * (1 / compute_share - 1)))
     return median(forwards[1:]), median(backwards[1:]), output.detach()
 
 

@@ -111,9 +111,7 @@ class Loaded:
         return sum(seconds[row.kind] for row in self.run.table.layers[span.first : span.last + 1])
 
 
-def single_layer_times(
-    spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock, compute_share: float = 1.0
-) -> LayerTimes:
+def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
     """Of one layer of each kind, with no more than that in memory."""
     precision = working_precision(spec.optimizer.precision, torch.device(facts.device))
     size = spec.optimizer.micro_batch_samples, spec.data.sequence_length
@@ -131,7 +129,7 @@ def single_layer_times(
         return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
 
     try:
-        return of_single_layers(run.architecture, kinds, tokens_BT, clock, autocast, compute_share)
+        return of_single_layers(run.architecture, kinds, tokens_BT, clock, autocast)
     except torch.OutOfMemoryError as error:
         raise too_large("ran out of memory with a single layer", facts) from error
 
@@ -144,7 +142,7 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     span = Span(*config.span) if config.span is not None else None
     holds = _has_room(spec, run, span, facts)
     torch.set_num_threads(config.cpu_threads)
-    times = config.layer_times or single_layer_times(spec, run, facts, clock, config.compute_share)
+    times = config.layer_times or single_layer_times(spec, run, facts, clock)
     _warm_up()
     run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)
