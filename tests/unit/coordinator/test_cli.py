@@ -452,3 +452,12 @@ def test_the_server_needs_neither_torch_nor_hivemind() -> None:
     check = "import sys, atoll.coordinator.server; print(sorted({'torch', 'hivemind', 'numpy'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_every_program_has_a_version() -> None:
+    from atoll.coordinator.cli import serve
+
+    for app in (serve.app, main.app):
+        result = CliRunner().invoke(app, ["--version"])
+        assert result.exit_code == 0
+        assert result.stdout.startswith("atoll ")

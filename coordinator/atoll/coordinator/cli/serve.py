@@ -12,7 +12,7 @@ import typer
 
 from atoll.coordinator.cli import backup
 from atoll.core.cli import run_cli
-from atoll.core.output import Output, OutputOption
+from atoll.core.output import Output, OutputOption, VersionOption
 
 app = typer.Typer(
     name="atoll-coordinator",
@@ -21,6 +21,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def root(version: VersionOption = False) -> None:
+    """Run the coordinator of Atoll swarms, back it up and restore it, show its settings."""
+
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a TOML file with settings")]
 DataDirOption = Annotated[Path | None, typer.Option(help="keys, database, admin credential; created on first use")]
