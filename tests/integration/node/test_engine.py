@@ -39,6 +39,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TIMEOUT = timedelta(seconds=60)
+DEADLINES = timedelta(seconds=180)  # of an attempt whose opener is cut off in the middle of it, and of the next
 
 
 async def no_coordinator(round_id, payload) -> rt.TieBreak:
@@ -106,8 +107,8 @@ class Member:
     def _current(self):
         return None if self.engine.moving else (self.engine.head, self.state)
 
-    async def rounds(self, count: int) -> None:
-        async with asyncio.timeout(TIMEOUT.total_seconds()):
+    async def rounds(self, count: int, timeout: timedelta = TIMEOUT) -> None:
+        async with asyncio.timeout(timeout.total_seconds()):
             while len(self.heads) < count:
                 if self.running.done():
                     self.running.result()
@@ -316,7 +317,7 @@ async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_i
         assert not any(member.counters.left_out for member in rest)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "cut off"])
 async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothing_stale(tmp_path, frozen, monkeypatch):
     cut: set[str] = set()
@@ -340,7 +341,7 @@ async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothin
         if frozen:
             await away.trainer.pause()
         there = len(rest[0].heads)
-        await asyncio.gather(*(member.rounds(there + 6) for member in rest))
+        await asyncio.gather(*(member.rounds(there + 6, DEADLINES) for member in rest))
         kept.clear()
         cut.clear()
         await away.trainer.train()

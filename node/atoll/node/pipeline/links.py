@@ -86,7 +86,9 @@ class Links:
                 self.break_off(error if isinstance(error, AtollError) else FlushAborted(f"a stage crashed: {error!r}"))
                 raise
 
-        return self._tasks.create_task(guarded())
+        task = self._tasks.create_task(guarded())
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would never be awaited
+        return task
 
     # --- in -----------------------------------------------------------------------------------------
 
