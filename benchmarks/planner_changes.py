@@ -36,7 +36,7 @@ _MOST_ROUNDS = 1
 _NOTES = (
     f"`{TOPOLOGY}`, the model and the limits of `planner_lab`; rounds_before: committed under older plans after the "
     "event; seconds since the event: a joiner's is when it had measured its layers, a drained node's is the operator's "
-    "command, a killed node's is SIGKILL (the coordinator misses it after 30 s)"
+    "command, a killed node's is SIGKILL (the coordinator misses it after 20 s)"
 )
 
 
