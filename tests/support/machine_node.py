@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from support.machine_plans import GENESIS
+from support.machine_plans import GENESIS, POLICY
 
 from atoll.core.manifest import Head
 from atoll.core.quorum import Ballot
@@ -78,11 +78,15 @@ class Node:
         self.busy_since = now if self.busy_since is None else self.busy_since
         return now - self.busy_since
 
-    def spend(self) -> None:
-        """The snapshot is part of a committed round."""
-        assert self.snapshot is not None
-        self.spent = self.snapshot.end
-        self.counted |= dict.fromkeys(self.snapshot.layers, self.snapshot.end)
+    def settle(self, counted: bool | None) -> None:
+        """A round was committed. Its part is the snapshot, or one before it (None): then all progress is dropped."""
+        if counted is None:
+            self.spent = self.trained
+            self.counted = dict.fromkeys(range(POLICY.layers), self.trained)
+        elif counted:
+            assert self.snapshot is not None
+            self.spent = self.snapshot.end
+            self.counted |= dict.fromkeys(self.snapshot.layers, self.snapshot.end)
 
     def move(self) -> None:
         """It stands at another head: what belonged to the last one is gone."""

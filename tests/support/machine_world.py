@@ -320,9 +320,8 @@ class World(Agenda):
         node.disk.knows(head)
         if self.rng.random() < self.checkpoint_probability:
             node.disk.save(head)
-        if counted:
-            node.spend()
-        if self.ledger.holds_snapshot(head, node.peer, node.incarnation) not in (None, counted):
+        node.settle(counted)
+        if self.ledger.holds_snapshot(head, node.peer, node.incarnation) not in (None, counted is not False):
             raise Violation(f"{node.peer} is wrong about whether round {head.round} holds its snapshot")
         node.move()
         if node.leaving:
@@ -343,8 +342,8 @@ class World(Agenda):
         if head.round <= machine.head.round and machine.plan.accepts(machine.head):
             return
         after = self.committed.get(machine.head.round + 1)
-        if after is not None and machine.counts(after.manifest):
-            node.spend()
+        if after is not None:
+            node.settle(machine.counts(after.manifest))
         node.disk.knows(head)
         node.disk.save(head)
         node.move()

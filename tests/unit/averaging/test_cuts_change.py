@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from support.machine_plans import GENESIS, make_plan
 from support.machine_world import World
 
 from atoll.core.plan import Base
 from atoll.node.averaging import round_types as rt
+from atoll.v1 import dataplane_pb2 as dp
 
 REPLICAS, ROUTE = ("p0", "p1"), ("p2", "p3")
 ROUTES = [[("p0", 0, 2)], [("p1", 0, 2)], [("p2", 0, 1), ("p3", 2, 2)]]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="replicas that were in an exchange of some layers may bring nothing else at that head; where a plan without "
-    "that cut follows within seconds, and the opener is gone, nobody has anything to bring",
-)
-def test_replicas_average_on_when_a_route_leaves_in_the_middle_of_its_round() -> None:
-    world = World(4, seed=0, routes=ROUTES)
-    world.run(8)
+def exchanging(world: World) -> Callable[[], bool]:
+    """Whether the replicas are in an exchange of the route's cut, and the route's driver leads it."""
 
-    def exchanging() -> bool:
+    def there() -> bool:
         following = [world.nodes[peer].machine._following for peer in REPLICAS]
         return all(it is not None and it.phase is rt.Phase.EXCHANGING and it.opener == ROUTE[0] for it in following)
 
-    for _ in range(6000):
-        world.run(0.02)
-        if exchanging():
-            break
+    return there
+
+
+def plan_the_rest(world: World) -> None:
+    """The route is gone, and with it the cut."""
+    for peer in ROUTE:
+        world.kill(peer)
+    base = Base(GENESIS.hash, (*REPLICAS, *ROUTE))
+    world.issue(make_plan(list(REPLICAS), 2, base), list(REPLICAS))
+
+
+def test_replicas_average_on_when_a_route_leaves_in_the_middle_of_its_round() -> None:
+    world = World(4, seed=0, routes=ROUTES)
+    world.run(8)
+    assert world.run(120, until=exchanging(world))
     head = world.nodes[REPLICAS[0]].machine.head.round
     world.kill(ROUTE[0])
-
-    def plan_the_rest() -> None:
-        world.kill(ROUTE[1])
-        base = Base(GENESIS.hash, (*REPLICAS, *ROUTE))
-        world.issue(make_plan(list(REPLICAS), 2, base), list(REPLICAS))
-
-    world.at(1.5, plan_the_rest)
+    world.at(1.5, plan_the_rest, world)
     world.run(200)
     assert world.nodes[REPLICAS[0]].machine.head.round > head + 1
+
+
+@pytest.mark.parametrize("voted", [False, True])
+def test_what_others_committed_is_not_brought_again(voted: bool) -> None:
+    """The replicas do not hear that it is committed, and the cut goes; who voted keeps what it trained since."""
+    world = World(4, seed=0, routes=ROUTES)
+    world.run(8)
+    assert world.run(120, until=exchanging(world))
+    one, deciding = world.nodes[REPLICAS[0]], world.nodes[REPLICAS[0]].machine.head.round + 1
+
+    def lose(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        kind = message.WhichOneof("body")
+        return kind == "commit" or (kind == "settle" and to == one.peer and not voted)
+
+    def decided() -> bool:
+        said = [bool(world.nodes[peer].machine.in_doubt) for peer in REPLICAS]
+        return deciding in world.committed and said == [voted, True]
+
+    world.network.drop = lose
+    assert world.run(20, until=decided)
+    plan_the_rest(world)
+    world.network.drop = lambda *_: False
+    installed: list[bool | None] = []
+    install = world._install
+
+    def watch(node, head, counted) -> None:
+        if (node.peer, head.round) == (one.peer, deciding):
+            installed.append(counted)
+        install(node, head, counted)
+
+    world._install = watch  # type: ignore[method-assign]
+    world.run(200)
+    assert installed == [True if voted else None]
+    assert one.machine.head.round > deciding + 1

@@ -354,6 +354,17 @@ def test_a_recovery_makes_later_rounds_void():
     assert any("another history" in reason for _, reason in w.caught_up)
 
 
+def test_who_fetched_what_a_recovery_made_void_meanwhile_looks_again():
+    w = World(3)
+    assert w.run(60, until=committed(w, 3))
+    base, machine = w.committed[1], w.nodes["p0"].machine
+    machine.step(rt.PlanReceived(make_plan(w.peers, 2, Base(base.hash, tuple(w.peers), base.round, 2))), 1e6)
+    assert machine.plan.version == 2
+    void = machine.step(rt.HeadMoved(w.committed[3]), 1e6)
+    assert any(isinstance(action, rt.CatchUp) and "another history" in action.reason for action in void)
+    assert not any(isinstance(action, rt.CatchUp) for action in machine.step(rt.HeadMoved(base), 1e6))
+
+
 def test_the_run_stops_at_its_tokens():
     w = World(2, policy=replace(POLICY, stop_tokens=250))
     w.run(60)

@@ -23,7 +23,7 @@ from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.model import Decoder, initialise
-from atoll.node.training.pace import TIMED_STEPS, Pace
+from atoll.node.training.pace import TIMED_STEPS, Pace, Work
 from atoll.node.training.run_model import run_model
 from atoll.node.training.session import Session
 from atoll.node.training.shape import ModelShape
@@ -229,7 +229,7 @@ def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
         now += pace.wait_seconds(now) if between else pace.rest_seconds(now)
         if between:
             pace.begin(now)
-        pace.worked(now, now + seconds)
+        pace.worked(now, Work(seconds, seconds))
         now, computed = now + seconds, computed + seconds
         if number % in_step == in_step - 1:
             pace.end(64, 1.0)
@@ -244,6 +244,29 @@ def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
         pace.compute_share = share
     now += pace.rest_seconds(now)
     assert computed / now == pytest.approx(share)
+
+
+works = st.builds(
+    lambda computed, waited: Work(computed + waited, computed), st.floats(0.001, 1.0), st.floats(0.0, 2.0)
+)
+
+
+@given(st.lists(works, min_size=1, max_size=30), st.floats(0.01, 1.0))
+def test_who_waited_for_cores_rests_that_much_less(pieces: list[Work], share: float) -> None:
+    pace, now = Pace(0.0, share), 0.0
+    for work in pieces:
+        now += pace.wait_seconds(now)
+        pace.begin(now)
+        pace.worked(now, work)
+        now += work.seconds
+        pace.end(64, 1.0)
+    now += pace.rest_seconds(now)
+    took = [max(work.computed / share, work.seconds) for work in pieces]
+    assert now == pytest.approx(sum(took))
+    assert (
+        pace.busy_seconds_per_token()
+        <= sum(took[1:][-TIMED_STEPS:]) / (64 * min(len(took) - 1, TIMED_STEPS) or 1) + 1e-9
+    )
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=50), st.floats(0.0, 0.5))

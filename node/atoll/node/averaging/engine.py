@@ -308,7 +308,7 @@ class AveragingEngine:
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
         self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
-    async def _install(self, head: Head, opened_here: bool, counted: bool) -> None:
+    async def _install(self, head: Head, opened_here: bool, counted: bool | None) -> None:
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             await self._witness(head, opened_here)
             return
@@ -322,13 +322,21 @@ class AveragingEngine:
         self._counters.committed += 1
         if counted:
             self._tally.count(head.round)
-        take = self._trainer.apply if counted else self._trainer.rebase
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
-        moved = (own.start, own.stop)
-        await take(ranges=self._ranges(head), committed_tokens=head.committed_tokens, moved=moved)
+        await self._take_anchor(head, counted, (own.start, own.stop))
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
         await self._end_turn(head, opened_here)
+
+    async def _take_anchor(self, head: Head, counted: bool | None, moved: tuple[int, int] | None = None) -> None:
+        """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told."""
+        ranges, committed_tokens = self._ranges(head), head.committed_tokens
+        if counted is None:
+            await self._trainer.load(ranges=ranges, committed_tokens=committed_tokens)
+            self._tally.begin_anew(self._trainer.status.tokens)
+        else:
+            take = self._trainer.apply if counted else self._trainer.rebase
+            await take(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
 
     async def _witness(self, head: Head, opened_here: bool) -> None:
         """A round of layers that are not held here: what we trained of ours goes on."""
@@ -479,6 +487,7 @@ class AveragingEngine:
                 await self._move(head, self._state.adopt, fetched)
                 self._results.forget()
                 await self._keep_progress(before, head, counted)
+                self._catching_up = False  # it may not be the end of it
                 self._step(rt.HeadMoved(head))
                 if self._machine.finished:
                     self.finished.set()
@@ -504,19 +513,14 @@ class AveragingEngine:
 
     async def _keep_progress(self, before: Head, head: Head, counted: bool | None) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        ranges, usual = self._ranges(head), self._tally.usual
+        usual = self._tally.usual
         if counted:
             self._tally.count(before.round + 1)
         tokens = self._tally.uncounted(self._trainer.status.tokens)
         missed = head.round - before.round - bool(counted)
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
-        if counted is None or (whole_turn and is_stale(tokens, usual, missed)):
-            await self._trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
-            self._tally.begin_anew(self._trainer.status.tokens)
-        elif counted:
-            await self._trainer.apply(ranges=ranges, committed_tokens=head.committed_tokens)
-        else:
-            await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens)
+        stale = whole_turn and is_stale(tokens, usual, missed)
+        await self._take_anchor(head, None if stale else counted)
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(

@@ -10,8 +10,9 @@ of them and the coordinator (core/quorum.py). Attempts are ballots of Paxos: Rea
 an attempt that learns of an earlier result which may have been committed commits that one. docs/explain/rounds.md
 draws it, with the failures.
 
-Training goes on in every phase. At one head at most one snapshot of this node's progress ever leaves it, so no
-contribution can be counted twice whatever becomes of the attempts.
+Training goes on in every phase. At one head one snapshot of this node's progress leaves it, in whichever attempts, so
+no contribution can be counted twice whatever becomes of them. Where a plan with other cuts makes it useless, another
+takes its place; should a result that holds the first be committed all the same, what was trained since is dropped.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class RoundMachine:
     _frozen_layers: range
     _brought_to: set[RoundId]  # attempts that began an exchange with it
     _exposed: bool  # it left this node in one of them: with no weight nothing does
+    _outlived: set[RoundId]  # attempts whose snapshot had to make room for another
     _told: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
@@ -106,10 +108,12 @@ class RoundMachine:
         """Who decides the next round."""
         return self.plan.electorate(self.head)
 
-    def counts(self, manifest: manifest_pb2.Manifest) -> bool:
-        """Whether this result of the next round holds the snapshot of this life."""
-        mine = any(item.peer_id == self.me for item in manifest.contributions)
-        return mine and RoundId.from_proto(manifest.round) in self._brought_to
+    def counts(self, manifest: manifest_pb2.Manifest) -> bool | None:
+        """Whether this result of the next round holds the snapshot of this life; None: one that was not kept."""
+        round_id = RoundId.from_proto(manifest.round)
+        if not any(item.peer_id == self.me for item in manifest.contributions):
+            return False
+        return None if round_id in self._outlived else round_id in self._brought_to
 
     def is_freezing(self, round_id: RoundId) -> bool:
         """Whether a snapshot for that attempt is still wanted."""
@@ -211,6 +215,7 @@ class RoundMachine:
         for paces in self._paces_by_fragment:
             paces.codec.forget_round()
         self._reset(head)
+        self._check_history()  # a recovery may have made it void while it was fetched
         self._adopt_plan()
 
     def _tick(self) -> None:
@@ -385,15 +390,20 @@ class RoundMachine:
         self._carry_out(self._following)
 
     def _bring(self, following: Follower) -> None:
-        """What others saw in an earlier attempt stays this head's only snapshot, if need be of other layers."""
-        frozen, fragment = self._frozen, following.fragment
-        if frozen is None and not following.is_witness:
-            following.freeze()
-        elif frozen is not None and self._frozen_layers == fragment.layers:
+        """What others saw in an earlier attempt stays this head's snapshot, unless the round is of other layers now.
+
+        It is kept while a result that we voted for, and that may hold it, may still be committed.
+        """
+        frozen = self._frozen
+        if frozen is not None and self._frozen_layers == following.fragment.layers:
             following.promise(frozen, leaving=self._leaving)
-        else:
+        elif following.is_witness or (frozen is not None and self._memory.in_doubt):
             nothing = rt.Frozen(following.round_id, 0, 0)
             following.promise(nothing, leaving=self._leaving, brings=False)
+        else:
+            self._outlived |= self._brought_to
+            self._drop_snapshot()
+            following.freeze()
 
     def _refusal(self, peer: str, round_id: RoundId) -> str:
         """Why we do not follow that attempt; empty when we do."""
@@ -585,6 +595,7 @@ class RoundMachine:
         self._opener = None
         self._tokens = 0
         self._drop_snapshot()
+        self._outlived = set()
         self._told = {}
         self._turns.move(head, self.plan, self._now)
         self._memory.recall(head, self.plan)
@@ -605,9 +616,12 @@ class RoundMachine:
             self._memory.recall(self.head, self.plan)
         self._turns.begin(self.head, self.plan, self._now, self.policy)
         self.attempt = self._memory.next_attempt(self.plan)
+        self._check_history()
+        self._try_waiting()
+
+    def _check_history(self) -> None:
         if not self.plan.accepts(self.head):
             self._behind(f"plan {self.plan.version} goes on from round {self.plan.base.round}, on another history")
-        self._try_waiting()
 
     def _try_waiting(self) -> None:
         """An Open that came too early may be followed now."""

@@ -330,12 +330,13 @@ class Release:
 class Install:
     """The round is committed: the state that `head` names becomes the anchor, where this node holds its layers.
 
-    `counted`: the snapshot is part of it, and only what was trained since remains progress; else all of it does.
+    `counted`: the snapshot is part of it, and only what was trained since remains progress; else all of it does. None:
+    a snapshot is part of it that made room for a later one, and no progress remains.
     """
 
     head: Head
     opened_here: bool  # this node opened the round, so it reports and evaluates
-    counted: bool
+    counted: bool | None
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
 from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text
@@ -132,6 +134,11 @@ def working_precision(precision: str, device: torch.device) -> str:
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp16"
     return precision
+
+
+def computing_seconds(device: torch.device, clock: Clock) -> float:
+    """A reading that goes on while this process computes: on a CPU its own time, of all its threads."""
+    return time.process_time() if device.type == "cpu" else clock.monotonic()
 
 
 def finish(device: torch.device) -> None:

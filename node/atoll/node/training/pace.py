@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 RECENT_STEPS = 32
 TIMED_STEPS = 8  # whose computing is told: what else the machine does changes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece of work took. Where others want the same cores it waits, too: neither computing nor rest."""
+
+    seconds: float = 0.0
+    computed: float = 0.0  # of these seconds
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.seconds + other.seconds, self.computed + other.computed)
+
+    def with_rest(self, share: float) -> float:
+        """Seconds until computing had no more than that share of the time."""
+        return max(self.seconds, self.computed / share)
 
 
 class Pace:
@@ -16,26 +32,26 @@ class Pace:
         self.compute_share = compute_share
         self._rested = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
-        self._busy: deque[tuple[float, int]] = deque(maxlen=TIMED_STEPS)  # seconds, tokens
-        self._worked = 0.0  # in the step under way
+        self._busy: deque[tuple[Work, int]] = deque(maxlen=TIMED_STEPS)  # and tokens
+        self._worked = Work()  # in the step under way
         self._first = True  # step of this process: it warms kernels and memory
         self._next = 0.0
         self._began = 0.0
 
     def begin(self, now: float) -> None:
         """A step begins."""
-        self._began, self._worked = now, 0.0
+        self._began, self._worked = now, Work()
         self._next = now + self.minimum_step_seconds
 
-    def worked(self, began: float, ended: float) -> None:
-        """A piece of a step, or all of it, took that time."""
-        self._rested = ended + (ended - began) * (1 / self.compute_share - 1)
-        self._worked += ended - began
+    def worked(self, began: float, work: Work) -> None:
+        """A piece of a step, or all of it, is done."""
+        self._rested = began + work.with_rest(self.compute_share)
+        self._worked += work
 
     def end(self, tokens: int, loss: float) -> None:
         """It is done."""
         self._steps.append((self._began, tokens, loss))
-        if self._worked and not self._first:
+        if self._worked.seconds and not self._first:
             self._busy.append((self._worked, tokens))
         self._first = False
 
@@ -62,8 +78,8 @@ class Pace:
 
     def busy_seconds_per_token(self) -> float:
         """That recent steps computed, and would rest at the present share; no other waiting is in it. 0: not known."""
-        seconds = sum(seconds for seconds, _ in self._busy) / self.compute_share
-        return seconds / max(1, sum(tokens for _, tokens in self._busy))
+        work = sum((work for work, _ in self._busy), Work())
+        return work.with_rest(self.compute_share) / max(1, sum(tokens for _, tokens in self._busy))
 
     def loss(self) -> float:
         """Mean of the recent steps."""

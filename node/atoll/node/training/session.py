@@ -23,11 +23,11 @@ from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.training.device import choose_device, device_facts, finish, limit_memory
+from atoll.node.training.device import choose_device, computing_seconds, device_facts, finish, limit_memory
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.pace import Pace
+from atoll.node.training.pace import Pace, Work
 from atoll.node.training.shared import map_vector, size_for
 
 PUSH_SECONDS = 0.5
@@ -122,13 +122,16 @@ class Session:
 
     def _work(self) -> None:
         loop, began = self._require_model(), self._clock.monotonic()
+        computing = computing_seconds(self._here.device, self._clock)
         was_between = loop.between_steps
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
         if self._is_timed:
             finish(self._here.device)
-            self._pace.worked(began, self._clock.monotonic())
+            seconds = self._clock.monotonic() - began
+            computed = computing_seconds(self._here.device, self._clock) - computing
+            self._pace.worked(began, Work(seconds, min(seconds, computed)))
         if result is not None:
             self._steps += 1
             self._pace.end(result.tokens, result.loss)
