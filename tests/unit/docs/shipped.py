@@ -30,7 +30,12 @@ _SEPARATORS = {"&&", "||", "|", ";", ">", "<"}
 
 def documents() -> list[Path]:
     """Every page that people read."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
 
 
 def deploy_files() -> list[Path]:
