@@ -34,6 +34,7 @@ from atoll.node.training.device import (
 from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.run_model import RunModel, run_model
+from atoll.node.training.times_file import TimesFile, key_of
 from atoll.node.training.tokenizer import load_tokenizer
 
 
@@ -134,6 +135,19 @@ def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: 
         raise too_large("ran out of memory with a single layer", facts) from error
 
 
+def _layer_times(
+    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
+) -> LayerTimes:
+    if config.times_path is None:
+        return single_layer_times(spec, run, facts, clock)
+    file, key = TimesFile(Path(config.times_path), clock), key_of(spec, run, facts, config.cpu_threads)
+    times = file.recall(key, {row.kind for row in run.table.layers})
+    if not times:
+        times = single_layer_times(spec, run, facts, clock)
+        file.keep(key, times)
+    return times
+
+
 def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, clock: Clock) -> Loaded:
     """Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `BaseUnusable`, `CorpusError`, `InvalidRequest`."""
     spec = parse_run_spec(config.run_spec_toml)
@@ -142,7 +156,7 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
     span = Span(*config.span) if config.span is not None else None
     holds = _has_room(spec, run, span, facts)
     torch.set_num_threads(config.cpu_threads)
-    times = config.layer_times or single_layer_times(spec, run, facts, clock)
+    times = config.layer_times or _layer_times(config, spec, run, facts, clock)
     _warm_up()
     run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)

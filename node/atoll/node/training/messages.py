@@ -29,6 +29,7 @@ class TrainerConfig:
     memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
     span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
     layer_times: tuple[tuple[str, float, float], ...] = ()  # what an earlier trainer of this node measured
+    times_path: str | None = None  # where they are kept from one daemon to the next
     base_path: str | None = None  # where the run's pretrained weights lie
 
 

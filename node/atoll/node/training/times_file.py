@@ -1,0 +1,89 @@
+"""Layer times on disk, by device and model: a daemon that starts again does not measure what it knows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Set
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import DataDirUnusable
+from atoll.core.files import write_atomic
+from atoll.core.run_spec import RunSpec
+from atoll.node.training.device import DeviceFacts, working_precision
+from atoll.node.training.layer_times import LayerTimes
+from atoll.node.training.run_model import RunModel
+
+MAX_AGE = timedelta(days=7)  # drivers, clocks and what else the machine does change
+ENTRIES = 16
+_Seconds = Annotated[FiniteFloat, Field(ge=0)]  # a token
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    unix: float
+    times: list[tuple[str, _Seconds, _Seconds]] = Field(min_length=1)
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    entries: dict[str, _Entry]
+
+
+def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -> str:
+    """Everything that the times follow from: device, library, precision, the layers and what they are given."""
+    device = torch.device(facts.device)
+    parts = (
+        facts.device,
+        facts.name,
+        facts.uuid,
+        torch.__version__,
+        cpu_threads if device.type == "cpu" else 0,
+        working_precision(spec.optimizer.precision, device),
+        spec.optimizer.micro_batch_samples,
+        spec.data.sequence_length,
+        run.table.SerializeToString(deterministic=True).hex(),
+    )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class TimesFile:
+    """One file, of a machine. It never keeps a trainer from starting: what cannot be read is measured again."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path, self._clock = path, clock
+
+    def recall(self, key: str, kinds: Set[str]) -> LayerTimes:
+        """What was measured in the last days of layers of these kinds; nothing when it was not, or cannot be read."""
+        entry = self._entries().get(key)
+        if entry is None or not 0 <= self._clock.unix() - entry.unix <= MAX_AGE.total_seconds():
+            return ()
+        return tuple(entry.times) if {kind for kind, _, _ in entry.times} == kinds else ()
+
+    def keep(self, key: str, times: LayerTimes) -> None:
+        """Remember them; the oldest make room."""
+        entries = self._entries() | {key: _Entry(unix=self._clock.unix(), times=list(times))}
+        newest = sorted(entries, key=lambda known: entries[known].unix)[-ENTRIES:]
+        document = _Document(entries={known: entries[known] for known in newest})
+        try:
+            write_atomic(self._path, document.model_dump_json().encode())
+        except DataDirUnusable as error:
+            log.get("trainer").warning("layer times are not kept", reason=str(error))
+
+    def _entries(self) -> dict[str, _Entry]:
+        try:
+            return _Document.model_validate_json(self._path.read_bytes()).entries
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValidationError) as error:
+            log.get("trainer").warning("layer times cannot be read", reason=str(error).splitlines()[0])
+            return {}
