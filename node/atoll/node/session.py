@@ -135,7 +135,8 @@ class TrainingSession:
                     if self._in_plan() or not self._wanted():
                         raise
                     _log.error("the layers of the next plan do not fit here", reason=str(error))
-                    self._held.preparing.refused = self._it.directives.prepare
+                    self._held.preparing.refuse()
+                    self._it.link.hurry()
                 except ChildDied as error:
                     head_round = self._held.head.round if self._held.head else -1
                     restarts = restarts + 1 if head_round == last_round else 1

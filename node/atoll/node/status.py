@@ -66,10 +66,13 @@ class LiveStatus:
             status.computed.seconds_per_token = training.busy_seconds_per_token
         status.missing_stage = self.route.missing if self.route is not None else ""
         prepared = self.holdings.preparing.span if self.holdings is not None else range(0)
+        refused = self.holdings.preparing.refused if self.holdings is not None else range(0)
         status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())
         if prepared:
             status.prepared.first, status.prepared.last = prepared.start, prepared.stop - 1
             status.prepared_round = self.holdings.preparing.round if self.holdings is not None else 0
+        if refused:
+            status.refused.first, status.refused.last = refused.start, refused.stop - 1
         return status
 
     def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:

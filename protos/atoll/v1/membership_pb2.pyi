@@ -132,7 +132,7 @@ class SpanTime(_message.Message):
     def __init__(self, layers: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., seconds_per_token: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class NodeStatus(_message.Message):
     UPLINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DOWNLINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     CLOCK_OFFSET_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -176,12 +177,13 @@ class NodeStatus(_message.Message):
     uplink_bytes_per_second: float
     prepared: _plan_pb2.Span
     prepared_round: int
+    refused: _plan_pb2.Span
     lost_layers: _containers.RepeatedScalarFieldContainer[int]
     downlink_bytes_per_second: float
     clock_offset_seconds: float
     computed: SpanTime
     missing_stage: str
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")

@@ -62,6 +62,38 @@ def test_layers_that_lack_one_are_not_those_that_were_asked_for(pair: RoutedWorl
     assert pair.plan.version == 1
 
 
+def test_who_has_no_room_for_its_layers_ends_the_preparation_at_once_and_others_go_on_without_it(
+    pair: RoutedWorld,
+) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    pair.refusing["dan"] = told(pair)["dan"]
+    pair.say("dan", mb.NODE_STATE_CATCHING_UP)
+    pair.wait(0.4)
+    assert [event for event in pair.told("plan.abandoned") if "dan found no room" in event]
+    pair.cards(eve=6)
+    pair.wait(3)
+    spans = told(pair)
+    assert spans.keys() >= {"cid", "eve"}
+    assert "dan" not in spans
+    pair.fetch_told()
+    pair.wait(1)
+    assert ["cid", "eve"] in [sorted(route) for route in pair.routes()]
+
+
+@pytest.mark.parametrize("other", [range(1), range(LAYERS)])
+def test_no_room_for_other_layers_says_nothing(pair: RoutedWorld, other: range) -> None:
+    pair.cards(cid=6, dan=6)
+    pair.wait(3)
+    assert told(pair)["dan"] != other
+    pair.refusing["dan"] = other
+    pair.say("dan", mb.NODE_STATE_CATCHING_UP)
+    pair.say("dan", mb.NODE_STATE_READY)
+    pair.wait(3)
+    assert pair.told("plan.abandoned") == []
+    assert told(pair).keys() == {"cid", "dan"}
+
+
 def test_who_dies_while_it_fetches_ends_the_preparation_and_nothing_has_changed(pair: RoutedWorld) -> None:
     pair.cards(cid=6, dan=6)
     pair.wait(3)

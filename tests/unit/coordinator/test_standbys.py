@@ -105,6 +105,23 @@ def test_who_fetches_for_too_long_is_not_asked_again_soon_but_may_mend_a_route()
     assert lost not in world.spans()
 
 
+def test_who_has_no_room_to_stand_by_leaves_it_to_another() -> None:
+    world = RoutedWorld(fetches=False)
+    world.begin(ann=6, bob=6)
+    world.cards(cid=6)
+    world.wait(10)
+    world.refusing |= told(world)
+    world.say("cid", mb.NODE_STATE_CATCHING_UP)
+    world.wait(1)
+    assert told(world) == {}
+    world.cards(dan=12)
+    world.wait(40)
+    world.fetch_told()
+    world.wait(1)
+    assert "cid" not in {*world.spans(), *standing(world)}
+    assert "dan" in {*world.spans(), *standing(world)}
+
+
 def test_who_fetches_is_not_displaced_by_who_comes_later() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=6, bob=6)

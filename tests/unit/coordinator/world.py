@@ -155,6 +155,7 @@ class World:
     profiles: dict[str, mb.NodeProfile] = field(default_factory=dict)  # by name; nodes without one tell none
     lost: dict[str, list[int]] = field(default_factory=dict)  # by name: layers that nobody has any more
     prepared: dict[str, range] = field(default_factory=dict)  # by name: layers fetched for a plan to come
+    refusing: dict[str, range] = field(default_factory=dict)  # by name: layers that find no room there
     missing: dict[str, str] = field(default_factory=dict)  # by name: the stage that it cannot reach
     table: plan_pb2.LayerTable = field(default_factory=layer_table)
 
@@ -253,6 +254,8 @@ class World:
         if name in self.prepared:
             status.prepared_round = self.state.runs[RUN].head_round
             status.prepared.first, status.prepared.last = self.prepared[name].start, self.prepared[name].stop - 1
+        if name in self.refusing:
+            status.refused.first, status.refused.last = self.refusing[name].start, self.refusing[name].stop - 1
         self.tell(name, status, **request)
 
     def tell(self, name: str, status: mb.NodeStatus, **request: object) -> None:

@@ -14,6 +14,14 @@ def told(status: TrainerStatus, span: tuple[int, int] | None) -> LiveStatus:
     return LiveStatus(facts=facts, trainer=SimpleNamespace(status=status))  # type: ignore[arg-type]
 
 
+def test_layers_that_find_no_room_are_told_until_something_else_is_wanted() -> None:
+    status, preparing = told(TrainerStatus(), None), SimpleNamespace(span=range(0), round=0, refused=range(4, 8))
+    status.holdings = SimpleNamespace(preparing=preparing, lost=())  # type: ignore[assignment]
+    assert status.to_proto(0, 0).refused == Span(first=4, last=7)
+    preparing.refused = range(0)
+    assert not status.to_proto(0, 0).HasField("refused")
+
+
 def test_the_time_of_its_layers_is_told_once_it_is_known() -> None:
     found = told(TrainerStatus(busy_seconds_per_token=0.25, tokens_per_second=3.0), (4, 7)).to_proto(0, 0)
     assert found.computed.layers == Span(first=4, last=7)

@@ -73,6 +73,20 @@ async def test_a_spare_fetches_the_span_and_says_so_once(node):
     assert node.told == 1
 
 
+async def test_what_finds_no_room_is_not_fetched_and_said_for_as_long_as_it_is_wanted(node):
+    node.wants(range(1, 4))
+    await node.until(lambda: node.preparing.span == range(1, 4))
+    node.preparing.refuse()
+    assert node.preparing.refused == range(1, 4)
+    assert node.preparing.span == range(0)
+    node.wants(range(2))
+    assert node.preparing.refused == range(0)
+    await node.until(lambda: node.preparing.span == range(2))
+    node.wants(range(1, 4))
+    assert node.preparing.refused == range(1, 4)
+    assert node.preparing.span == range(0)
+
+
 async def test_a_member_fetches_only_what_it_lacks(node):
     node.present = Present(OFFSETS, range(1, 2), HEAD)
     node.wants(range(4))
@@ -251,8 +265,8 @@ async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
 
 
 async def test_what_has_no_room_is_not_fetched(node):
-    node.preparing.refused = range(4)
     node.wants(range(4))
+    node.preparing.refuse()
     await asyncio.sleep(0.05)
     assert not node.preparing.span
     assert not node.reef.bodies
@@ -263,7 +277,7 @@ async def test_what_turns_out_to_have_no_room_is_dropped_and_not_called_prepared
     monkeypatch.setattr(prepared, "POLL", prepared.POLL / 100)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
-    node.preparing.refused = range(4)
+    node.preparing.refuse()
     node.directives.wake()
     assert not node.preparing.span
     async with asyncio.timeout(10):

@@ -92,10 +92,16 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
     going = [peer for peer in here.finishing if not asking.live_of(state, peer).hands_over]
     if not memory.plan.stages <= set(here.members) or not (unready or going):
         _issue(draft, run_id, coming.answer)
+    elif refusing := [peer for peer in unready if preparation.refuses(state, peer, coming.spans[peer])]:
+        _give_up_on(draft, run_id, refusing, waited, "found no room for the layers")
     elif unready and waited >= preparation.patience(coming, policy.prepare_seconds):
-        names = ", ".join(state.nodes[peer].name for peer in unready)
-        _remember_unprepared(draft, run_id, unready, waited)
-        _abandon(draft, run_id, f"{names} did not fetch the layers in time")
+        _give_up_on(draft, run_id, unready, waited, "did not fetch the layers in time")
+
+
+def _give_up_on(draft: Draft, run_id: str, peers: Sequence[str], waited: float, why: str) -> None:
+    names = ", ".join(draft.state.nodes[peer].name for peer in peers)
+    _remember_unprepared(draft, run_id, peers, waited)
+    _abandon(draft, run_id, f"{names} {why}")
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:

@@ -3,8 +3,8 @@
 Prepare: the answer of the planner is kept, and each node that lacks layers of its next span is told to fetch them
 (`HeartbeatResponse.prepare`). Commit: once all say that they have them, the plan is issued; only what was averaged
 since is fetched then. Somebody of the new plan who is gone, shrank or was pinned meanwhile, or does not come to have
-its layers in time, ends it: nothing has changed for anybody. Where somebody of the present plan is gone nobody waits:
-a swarm that lacks a stage is mended at once.
+its layers in time or has no room for them, ends it: nothing has changed for anybody. Where somebody of the present plan
+is gone nobody waits: a swarm that lacks a stage is mended at once.
 """
 
 from __future__ import annotations
@@ -77,6 +77,14 @@ def holds(state: State, peer: str, span: range) -> bool:
     newest = state.runs[state.nodes[peer].run_id].head_round
     recent = live.status.prepared_round + MOST_BEHIND >= newest
     return recent and _within(span, range(live.status.prepared.first, live.status.prepared.last + 1))
+
+
+def refuses(state: State, peer: str, span: range) -> bool:
+    """Whether a node says that it has no room for these layers, which it was told to fetch."""
+    live = state.live.get(peer)
+    if live is None or not live.connected or not live.status.HasField("refused"):
+        return False
+    return span == range(live.status.refused.first, live.status.refused.last + 1)
 
 
 def _within(span: range, held: range) -> bool:

@@ -72,6 +72,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     }
     ready = {peer for peer, it in coming.items() if preparation.holds(state, peer, it.span)}
     late = {peer for peer, it in coming.items() if now - it.since >= _patience(state, run_id, it, policy)} - ready
+    late |= {peer for peer, it in coming.items() if preparation.refuses(state, peer, it.span)}
     if late:
         draft.remember(run_id, slow_standbys={**memory.slow_standbys, **dict.fromkeys(late, now)})
     coming = {peer: it for peer, it in coming.items() if peer not in late}

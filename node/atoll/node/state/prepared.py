@@ -58,7 +58,7 @@ class Preparing:
     ) -> None:
         """`others` are states that may have some of what is wanted; they are not changed while they are read."""
         self.held: tuple[Held, ...] = ()
-        self.refused = range(0)  # not to be fetched: there is no room to train them
+        self._refused = range(0)  # not to be fetched: there is no room to train them
         self._span = range(0)  # all of its layers are here: some are followed anyway, the others in `held`
         self._round = 0  # of which they are
         self._of = range(0)  # what `held` was fetched for
@@ -81,6 +81,15 @@ class Preparing:
     def round(self) -> int:
         """The round that `span` is of."""
         return self._round
+
+    @property
+    def refused(self) -> range:
+        """What this node was told to fetch and has no room for; empty: nothing, or it is told something else by now."""
+        return self._refused if self._refused == self._directives.prepare else range(0)
+
+    def refuse(self) -> None:
+        """There is no room to train what this node was told to fetch."""
+        self._refused = self._directives.prepare
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -164,7 +173,7 @@ class Preparing:
     @property
     def _wanted(self) -> range:
         prepare = self._directives.prepare
-        return range(0) if prepare == self.refused else prepare
+        return range(0) if prepare == self._refused else prepare
 
     def _is_wanted(self) -> bool:
         span = self._wanted
