@@ -1,28 +1,35 @@
 """What members who send garbage cost a swarm, with screening and without, and whether screening costs the honest.
 
-Eight members in virtual time on the built-in model and real text; one or two of them attack in every round. Losses are
+Eight members in virtual time at `parity`'s size, real text; one or two of them attack in every round. Losses are
 compared at equal committed tokens with the same swarm in peace, and with a peaceful swarm that lacks the attackers.
 Then swarms without attackers for many rounds: how often is an honest part left out, at equal speeds and at 1:4?
+With `--keep FILE` a benchmark that was ended goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from atoll.core.run_spec import RunSpec
+from atoll.node.lab.corpus import write_python_corpus
+from benchmarks import parity_jobs
 from benchmarks.common import Report
+from benchmarks.finished import Finished
+from benchmarks.parity_jobs import STEP_TOKENS, corpus_of, warm_start
+from benchmarks.parity_recipes import PUBLISHED
+from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh
 
 MEMBERS = 8
 INNER_STEPS = 10  # H
+RATE = 2e-3
 SPEEDS = {"equal": (1.0,) * MEMBERS, "1:4": (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0)}
 LIMIT = {1: 0.01, 2: 0.02}  # of loss, by attackers
 REPLAYED = 5  # the round whose update a replayer sends for ever
@@ -39,17 +46,23 @@ class Job:
     screening: bool
     members: int
     speeds: str
-    tokens: int
-    rounds: int  # 0: until `tokens` are committed
+    steps: int  # of each member, on average
+    rounds: int  # 0: until that many steps are committed
     seed: int
 
+    def key(self) -> str:
+        """What names it."""
+        return repr(self)
 
-class Outcome(NamedTuple):
+
+@dataclass(frozen=True)
+class Outcome:
     """What a run came to."""
 
     loss: float
     parts: int  # of honest contributions
     left_out: int  # of them
+    dropped: int  # honest contributions that were left out of all parts of a round
     caught: float  # share of the attackers' parts that were left out
 
 
@@ -60,16 +73,12 @@ class Attackers:
     """What some members send instead of their updates."""
 
     def __init__(self, kind: str, names: Sequence[str], seed: int) -> None:
-        import torch
-
         self.names, self._attack = names, ATTACKS[kind]
         self.rng = torch.Generator().manual_seed(seed)
         self.kept: dict[str, Tensor] = {}
         self.noise_E = self.poison_E = torch.empty(0)
 
     def __call__(self, number: int, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        import torch
-
         self.noise_E = torch.randn(next(iter(gradients.values())).shape, generator=self.rng)
         self.poison_E = self.noise_E if number == 0 else self.poison_E
         for peer in self.names:
@@ -87,8 +96,6 @@ def _noise(times: float) -> Attack:
 
 def _alie(number: int, peer: str, sent: Mapping[str, Tensor], us: Attackers) -> Tensor:
     """A little is enough (Baruch et al. 2019): inside the spread of the honest, always on the same side."""
-    import torch
-
     honest = torch.stack([own for name, own in sent.items() if name not in us.names])
     return honest.mean(dim=0) - ALIE * honest.std(dim=0)
 
@@ -100,8 +107,6 @@ def _keeps_a_third(number: int, peer: str, sent: Mapping[str, Tensor], us: Attac
 
 def _colluders(number: int, peer: str, sent: Mapping[str, Tensor], us: Attackers) -> Tensor:
     """They agree about as much as honest members do, in a direction of their own, and send twice the usual."""
-    import torch
-
     own_E = torch.randn(us.poison_E.shape, generator=us.rng)
     return (0.5**0.5) * (us.poison_E + own_E) * (2 * sent[peer].norm() / us.poison_E.norm())
 
@@ -127,32 +132,14 @@ ATTACKS: dict[str, Attack] = {
 
 def run_job(job: Job, corpus_path: str) -> Outcome:
     """Train, attacked or not."""
-    import torch
-
-    from atoll.core.run_spec import parse_run_spec
-    from atoll.node.lab.demo import LEARNING_RATE, spec_toml
-    from atoll.node.training.corpus import load_corpus
-    from benchmarks.virtual_swarm import Ingredients, VirtualSwarm
-
     torch.set_num_threads(1)
-    speeds = SPEEDS[job.speeds][: job.members]
-    text = spec_toml(
-        seed=job.seed,
-        nodes=job.members,
-        tokens=job.tokens,
-        corpus=Path(corpus_path),
-        codec="int4",
-        slowdowns=speeds,
-        inner_steps=INNER_STEPS,
-        learning_rate=LEARNING_RATE,
-        accumulate=1,
-    )
-    spec = parse_run_spec(text)
+    spec, speeds = spec_of(job, corpus_path), SPEEDS[job.speeds][: job.members]
     names = [f"node-{i}" for i in range(job.members - job.attackers, job.members)]
     tamper = Attackers(job.attack, names, job.seed) if job.attack else (lambda number, sent: sent)
     ingredients = Ingredients(speeds, "int4", 0.0, screening=job.screening)
-    swarm = VirtualSwarm(spec, load_corpus(spec, None), ingredients, tamper=tamper)
-    while swarm.rounds < job.rounds if job.rounds else swarm.committed_tokens < job.tokens:
+    saved = fresh(spec, job.members, warm_start(job.seed, corpus_path))
+    swarm = VirtualSwarm(spec, corpus_of(corpus_path), ingredients, saved, tamper=tamper)
+    while swarm.rounds < job.rounds if job.rounds else swarm.committed_tokens < spec.run.stop_tokens:
         before = swarm.committed_tokens
         swarm.round()
         if swarm.committed_tokens == before:  # nobody's update is finite any more: it never ends
@@ -160,10 +147,22 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
     parts = sum(averaged.parts for averaged in swarm.averaged)
     lost = {peer: sum(averaged.left_out.get(peer, 0) for averaged in swarm.averaged) for peer in swarm.members}
     honest = [peer for peer in swarm.members if peer not in names]
+    dropped = sum(averaged.left_out.get(peer, 0) == averaged.parts for averaged in swarm.averaged for peer in honest)
     caught = sum(lost[peer] for peer in names) / (parts * len(names)) if names else 0.0
-    outcome = Outcome(swarm.evaluate(), parts * len(honest), sum(lost[peer] for peer in honest), caught)
+    outcome = Outcome(swarm.evaluate(), parts * len(honest), sum(lost[peer] for peer in honest), dropped, caught)
     swarm.close()
     return outcome
+
+
+def spec_of(job: Job, corpus_path: str) -> RunSpec:
+    """As `parity` trains, with as many tokens whoever takes part; a round is due after H steps at full speed."""
+    as_there = parity_jobs.Job(
+        "swarm", MEMBERS, job.steps, job.seed, RATE, recipe=replace(PUBLISHED, inner_steps=INNER_STEPS)
+    )
+    spec = parity_jobs.spec_of(as_there, corpus_path)
+    pace = sum(1 / time for time in SPEEDS[job.speeds][: job.members])
+    due = {"round_tokens": int(INNER_STEPS * pace * STEP_TOKENS)}
+    return spec.model_copy(update={"sync": spec.sync.model_copy(update=due)})
 
 
 # --- all of them ---------------------------------------------------------------------------------------------
@@ -172,29 +171,25 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
 def main() -> None:
     arguments = _arguments()
     report = Report("byzantine")
-    from atoll.node.lab.corpus import write_python_corpus
-
-    jobs = list(_jobs(arguments))
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
         corpus = Path(folder) / "corpus.txt"
         write_python_corpus(corpus)
-        with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            outcomes = {}
-            for job, outcome in zip(jobs, pool.map(run_job, jobs, [str(corpus)] * len(jobs)), strict=True):
-                outcomes[job] = outcome
-                print(f"{len(outcomes)} of {len(jobs)}: {job} {outcome}", flush=True)
+        kept = arguments.keep or Path(folder) / "finished.jsonl"
+        with Finished(kept, corpus, arguments.workers, run_job, Outcome) as finished:
+            outcomes = finished.train(_jobs(arguments))
     _tell(report, outcomes)
     report.finish(
-        f"nats per byte at equal committed tokens, built-in 'nano' model, {MEMBERS} members, int4, H={INNER_STEPS}, "
-        f"mean over {arguments.seeds} seeds; caught: share of the attackers' parts that were left out; honest_lost: of "
-        f"the others'; replay: the update of round {REPLAYED} for ever; ALIE: {ALIE} standard deviations"
+        f"nats per byte at equal committed tokens, decoder of 0.25 M parameters, {MEMBERS} members, {arguments.steps} "
+        f"steps of each, int4, H={INNER_STEPS}, mean over {arguments.seeds} seeds; caught: share of the attackers' "
+        f"parts that were left out; honest_lost: of the others'; replay: the update of round {REPLAYED} for ever; "
+        f"ALIE: {ALIE} standard deviations"
     )
 
 
 def _jobs(arguments: argparse.Namespace) -> Iterable[Job]:
-    from atoll.node.lab.demo import STEP_TOKENS
-
-    peace = Job("", 0, True, MEMBERS, "equal", arguments.steps * MEMBERS * STEP_TOKENS, 0, 0)
+    peace = Job("", 0, True, MEMBERS, "equal", arguments.steps, 0, 0)
+    for name in SPEEDS:  # the longest come first
+        yield replace(peace, speeds=name, steps=arguments.clean_rounds * INNER_STEPS, rounds=arguments.clean_rounds)
     for seed in range(arguments.seeds):
         clean = replace(peace, seed=seed)
         yield from (clean, replace(clean, screening=False))
@@ -203,10 +198,6 @@ def _jobs(arguments: argparse.Namespace) -> Iterable[Job]:
             for attack in ATTACKS:
                 attacked = replace(clean, attack=attack, attackers=attackers)
                 yield from (attacked, replace(attacked, screening=False))
-    for name, speeds in SPEEDS.items():
-        steps = int(INNER_STEPS * sum(1 / time for time in speeds))  # of a round
-        rounds = arguments.clean_rounds
-        yield replace(peace, speeds=name, tokens=rounds * steps * STEP_TOKENS, rounds=rounds)
 
 
 def _tell(report: Report, outcomes: Mapping[Job, Outcome]) -> None:
@@ -240,20 +231,22 @@ def _tell(report: Report, outcomes: Mapping[Job, Outcome]) -> None:
             )
     for job, outcome in outcomes.items():
         if job.rounds:
-            share = outcome.left_out / outcome.parts
+            contributions = job.rounds * job.members
             report.accept(
-                f"honest parts left out in {job.rounds} rounds, speeds {job.speeds}",
+                f"honest contributions dropped in {job.rounds} rounds, speeds {job.speeds}",
                 target=TARGETS[job.speeds],
-                value=f"{outcome.left_out} of {outcome.parts}",
-                holds=share < 0.01 if job.speeds != "equal" else not outcome.left_out,
+                value=f"{outcome.dropped} of {contributions}; {outcome.left_out} of {outcome.parts} parts",
+                holds=outcome.dropped < 0.01 * contributions if job.speeds != "equal" else not outcome.dropped,
             )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=160, help="of each member, in peace")
+    parser.add_argument("--steps", type=int, default=240, help="of each member, in peace")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--clean-rounds", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--keep", type=Path, help="file of finished runs; a run that stands in it is not made again")
     return parser.parse_args()
 
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from atoll.node.lab.corpus import write_python_corpus
 from benchmarks.common import Report
+from benchmarks.finished import Finished
 from benchmarks.parity_explore import Train, explore
-from benchmarks.parity_jobs import STEP_TOKENS, WARM_STEPS, Finished, Job, Outcome
+from benchmarks.parity_jobs import STEP_TOKENS, WARM_STEPS, Job, Outcome, run_job
 from benchmarks.parity_recipes import Recipe
 
 CELLS = ((4, 480), (8, 240), (4, 1440), (8, 960))  # members, steps of each on average
@@ -60,7 +61,7 @@ def main() -> None:
         corpus = Path(folder) / "corpus.txt"
         write_python_corpus(corpus)
         kept = arguments.keep or Path(folder) / "finished.jsonl"
-        with Finished(kept, corpus, arguments.workers) as finished:
+        with Finished(kept, corpus, arguments.workers, run_job, Outcome) as finished:
             _measure(arguments, finished.train)
 
 

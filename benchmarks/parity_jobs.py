@@ -2,19 +2,13 @@
 
 The setting is that of the published recipe at a small size: a byte-level decoder of 0.25 M parameters, all programs
 begin at the same weights (a short synchronous warm start, AdamW fresh after it), H = 20 inner steps of 2×128 tokens.
-Runs are kept in a file of lines as they end, so that a killed benchmark goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
-import multiprocessing
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -74,37 +68,6 @@ class Outcome:
     looks: dict[str, list[float]] = field(default_factory=dict)  # what a recipe wanted to know of every round
 
 
-class Finished:
-    """The runs that are done, in a file that grows by a line a run, and the processes that make more."""
-
-    def __init__(self, path: Path, corpus: Path, workers: int) -> None:
-        self._path, self._corpus = path, corpus
-        self._pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._done = {line["key"]: Outcome(**line["outcome"]) for line in map(json.loads, lines)}
-
-    def __enter__(self) -> Finished:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def train(self, jobs: Iterable[Job]) -> dict[Job, Outcome]:
-        """Every job's outcome; those not yet there are run now."""
-        wanted = list(dict.fromkeys(jobs))
-        missing = [job for job in wanted if job.key() not in self._done]
-        running = {self._pool.submit(run_job, job, str(self._corpus)): job for job in missing}
-        for future in concurrent.futures.as_completed(running):
-            self._keep(running[future], future.result())
-        return {job: self._done[job.key()] for job in wanted}
-
-    def _keep(self, job: Job, outcome: Outcome) -> None:
-        self._done[job.key()] = outcome
-        with self._path.open("a") as file:
-            file.write(json.dumps({"key": job.key(), "outcome": asdict(outcome)}) + "\n")
-        print(f"{outcome.loss:.4f}  {job.key()}", flush=True)
-
-
 # --- in the worker ----------------------------------------------------------------------------------------
 
 
@@ -115,7 +78,7 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
         return _run_swarm(job, corpus_path)
     loop = _loop(spec_of(job, corpus_path))
     steps = job.tokens // loop.spec.tokens_per_step
-    train_on(loop, steps, _warm_start(job.seed, corpus_path))
+    train_on(loop, steps, warm_start(job.seed, corpus_path))
     loss = loop.evaluate(loop.weights_E)
     loop.close()
     return Outcome(loss, job.tokens, float(steps))
@@ -125,8 +88,8 @@ def _run_swarm(job: Job, corpus_path: str) -> Outcome:
     spec, rng = spec_of(job, corpus_path), random.Random(job.seed)
     speeds = job.speeds or (1.0,) * job.members
     ingredients = Ingredients(speeds, job.codec, job.delay, job.screening)
-    saved = fresh(spec, job.members, _warm_start(job.seed, corpus_path))
-    swarm = RecipeSwarm(spec, _corpus(corpus_path), ingredients, saved, job.recipe)
+    saved = fresh(spec, job.members, warm_start(job.seed, corpus_path))
+    swarm = RecipeSwarm(spec, corpus_of(corpus_path), ingredients, saved, job.recipe)
     while swarm.trained_tokens < job.tokens:  # screening may keep some from being committed
         swarm.round(job.recipe.weigh)
         for member in list(swarm.members):
@@ -162,7 +125,7 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
 
 
 @cache
-def _warm_start(seed: int, corpus_path: str) -> Tensor:
+def warm_start(seed: int, corpus_path: str) -> Tensor:
     """Weights that every program of a seed begins with."""
     job = Job("ddp", WARM_MEMBERS, WARM_STEPS, WARM_SEEDS + seed, WARM_RATE)
     loop = _loop(spec_of(job, corpus_path))
@@ -173,9 +136,9 @@ def _warm_start(seed: int, corpus_path: str) -> Tensor:
 
 
 def _loop(spec: RunSpec) -> InnerLoop:
-    return InnerLoop(spec, _corpus(spec.data.path), "cpu")
+    return InnerLoop(spec, corpus_of(spec.data.path), "cpu")
 
 
 @cache
-def _corpus(path: str) -> Corpus:
+def corpus_of(path: str) -> Corpus:
     return load_corpus(spec_of(Job("alone", 1, 1, 0, WARM_RATE), path), None)

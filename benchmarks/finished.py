@@ -1,0 +1,55 @@
+"""Training runs of a benchmark, in processes of their own. They are kept in a file of lines as they end, so that a
+killed benchmark goes on where it stopped."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Job(Hashable, Protocol):
+    """One run."""
+
+    def key(self) -> str:
+        """What names it, also in the file of finished runs."""
+        ...
+
+
+J = TypeVar("J", bound=Job)
+O = TypeVar("O")  # noqa: E741 - a dataclass of plain values
+
+
+class Finished(Generic[J, O]):
+    """The runs that are done, and the processes that make more: `run(job, corpus)` in each."""
+
+    def __init__(self, path: Path, corpus: Path, workers: int, run: Callable[[J, str], O], outcome: type[O]) -> None:
+        self._path, self._corpus, self._run = path, corpus, run
+        self._pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._done: dict[str, O] = {line["key"]: outcome(**line["outcome"]) for line in map(json.loads, lines)}
+
+    def __enter__(self) -> Finished[J, O]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def train(self, jobs: Iterable[J]) -> dict[J, O]:
+        """Every job's outcome; those not yet there are run now."""
+        wanted = list(dict.fromkeys(jobs))
+        missing = [job for job in wanted if job.key() not in self._done]
+        running = {self._pool.submit(self._run, job, str(self._corpus)): job for job in missing}
+        for future in concurrent.futures.as_completed(running):
+            self._keep(running[future].key(), future.result())
+        return {job: self._done[job.key()] for job in wanted}
+
+    def _keep(self, key: str, outcome: Any) -> None:
+        self._done[key] = outcome
+        with self._path.open("a") as file:
+            file.write(json.dumps({"key": key, "outcome": asdict(outcome)}) + "\n")
+        print(f"{outcome.loss:.4f}  {key}", flush=True)
