@@ -283,16 +283,16 @@ def by_name(routes: Sequence[Sequence[tuple[str, int, int]]]) -> dict[str, tuple
 
 
 def random_spans(routes: Sequence[Sequence[tuple[str, int, int]]], rng: random.Random) -> dict[str, tuple[int, int]]:
-    """The same nodes in routes of the same lengths, drawn and cut at random, none a third longer than an equal one."""
-    names = [name for route in routes for name, _, _ in route]
-    rng.shuffle(names)
-    found: dict[str, tuple[int, int]] = {}
-    for route in routes:
-        ends = [0, LAYERS]
-        while any(after - before > LAYERS / len(route) * 4 / 3 for before, after in pairwise(ends)):
+    """The same nodes in routes of as many, drawn and cut at random; no span is longer than planned or an equal part."""
+    planned = {name: last - first + 1 for route in routes for name, first, last in route}
+    while True:
+        names, found = rng.sample(list(planned), len(planned)), dict[str, tuple[int, int]]()
+        for route in routes:
             ends = [0, *sorted(rng.sample(range(1, LAYERS), len(route) - 1)), LAYERS]
-        found |= {names.pop(): (before, after - 1) for before, after in pairwise(ends)}
-    return found
+            found |= {names.pop(): (before, after - 1) for before, after in pairwise(ends)}
+        part = max(-(-LAYERS // len(route)) for route in routes)
+        if all(last - first < max(planned[name], part) for name, (first, last) in found.items()):
+            return found
 
 
 async def pinned(
