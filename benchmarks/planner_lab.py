@@ -191,7 +191,7 @@ async def cell(
         later = (await json_of(swarm, "plan", "explain", "--seconds", "0.5"))["plan"]
         if newest["version"] == version and len(later["routes"]) == len(rates):
             break
-        version = await settled(swarm, names, newest["version"] - 1)
+        version = await settled(swarm, names, max(version, newest["version"] - 1))
     predicted = newest["predicted_tokens_per_second"]
     rate = sum(rates) if all(rates) else 0.0
     told = {place["machine"]: place for place in later["places"]}

@@ -350,6 +350,35 @@ async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothin
         assert kept[0] == "load" if frozen else kept[0] in ("rebase", "apply")
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kept", [True, False])
+async def test_who_cannot_tell_what_of_its_progress_counted_begins_at_the_anchor(tmp_path, monkeypatch, kept):
+    """Rounds hold a snapshot that made room for another, and the state of their result is still here, or is fetched."""
+
+    async def through(passage):
+        return passage.frame
+
+    async with members(tmp_path, 2, through) as made:
+        await made[0].rounds(1)
+        engine, told = made[0].engine, []
+        machine, counts = engine._machine, engine._machine.counts
+
+        def outlived(manifest):
+            return None if manifest.round.number > machine.head.round else counts(manifest)
+
+        monkeypatch.setattr(machine, "counts", outlived)
+        if not kept:
+            monkeypatch.setattr(engine._results, "of_layers", lambda layers: None)
+        for name in ("load", "apply", "rebase"):
+            order = getattr(engine._trainer, name)
+            monkeypatch.setattr(
+                engine._trainer, name, lambda _order=order, _name=name, **how: (told.append(_name), _order(**how))[1]
+            )
+        await made[0].rounds(len(made[0].heads) + 3)
+        assert len(told) >= 2
+        assert set(told) == {"load"}
+
+
 @pytest.mark.timeout(180)
 async def test_an_automatic_codec_follows_the_link(tmp_path):
     slow = asyncio.Event()

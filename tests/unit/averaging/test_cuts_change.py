@@ -77,3 +77,26 @@ def test_what_others_committed_is_not_brought_again(voted: bool) -> None:
     world.run(200)
     assert installed == [True if voted else None]
     assert one.machine.head.round > deciding + 1
+
+
+def test_a_vote_that_decided_nothing_does_not_stand_in_the_way_of_the_only_holder() -> None:
+    """One alone heard Settle and voted, its vote is lost, and under the next plan nobody else holds anything."""
+    world = World(3, seed=0, routes=[[("p0", 0, 2)], [("p1", 0, 1), ("p2", 2, 2)]])
+    world.run(8)
+    one = world.nodes["p0"]
+
+    def lose(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        kind = message.WhichOneof("body")
+        return kind == "commit" or (kind == "settle" and to != "p0") or (kind == "digest" and sender == "p0")
+
+    def voted() -> bool:
+        following = one.machine._following
+        return following is not None and following.opener == "p2" and following.phase is rt.Phase.VOTED
+
+    world.network.drop = lose
+    assert world.run(200, until=voted)
+    head = one.machine.head.round
+    base = Base(GENESIS.hash, ("p0", "p1", "p2"))
+    world.issue(make_plan(["p0", "p1", "p2"], 2, base, [[("p0", 0, 2)]]))
+    world.network.drop = lambda *_: False
+    assert world.run(300, until=lambda: one.machine.head.round > head + 1)

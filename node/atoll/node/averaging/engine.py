@@ -303,6 +303,7 @@ class AveragingEngine:
     async def _freeze(self, round_id: RoundId, fragment: Fragment) -> None:
         if not self._machine.is_freezing(round_id):
             return  # given up while other orders were carried out
+        await self._results.ended()
         own = self._state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
@@ -314,7 +315,7 @@ class AveragingEngine:
             return
         staged = self._results.of_layers(head.manifest.layers)
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
-            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
+            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted, known=True)
             return
         await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, self._state.commit, staged)
@@ -468,21 +469,21 @@ class AveragingEngine:
         finally:
             self._looking = False
 
-    def _begin_catch_up(self, reason: str, counted: bool | None = None) -> None:
-        """Fetch the head that the others agree on. `counted`: whether it is known to hold our snapshot."""
+    def _begin_catch_up(self, reason: str, counted: bool | None = None, *, known: bool = False) -> None:
+        """Fetch the head that the others agree on. `known`: `counted`, as in `Install`, of the round after ours."""
         if self._catching_up:
             return
         self._catching_up = True
         _log.warning("behind", reason=reason)
-        self._orders.put_nowait(lambda: self._catch_up(counted))
+        self._orders.put_nowait(lambda: self._catch_up(counted, known=known))
 
-    async def _catch_up(self, known: bool | None) -> None:
+    async def _catch_up(self, counted: bool | None, *, known: bool) -> None:
         try:
             plan, before = self._machine.plan, self.head
             fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)
             if fetched is not None:
                 head = fetched.head
-                counted = known if known is not None else await self._counted_after(before)
+                counted = counted if known else await self._counted_after(before)
                 await asyncio.to_thread(self._manifests.keep, head)
                 await self._move(head, self._state.adopt, fetched)
                 self._results.forget()

@@ -34,6 +34,7 @@ from atoll.v1 import manifest_pb2
 
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
 _MOST_THREADS = 8
+_ENDING_SECONDS = 5.0  # it was cancelled
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Results:
         self._network, self._exchanges = network, exchanges
         self._beside, self._tell = beside, tell
         self._running: _Running | None = None
+        self._ending: asyncio.Task[None] | None = None  # the last that was ended
         self._served: RoundId | None = None  # the exchange whose parts others may ask for
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
@@ -121,6 +123,12 @@ class Results:
         if running is not None:
             running.task.cancel()
             running.exchange.let_go()
+            self._ending = running.task
+
+    async def ended(self) -> None:
+        """Until an exchange that is over reads no more of the pseudo-gradient."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending], timeout=_ENDING_SECONDS)
 
     def close(self) -> None:
         """When everything beside was stopped."""

@@ -51,6 +51,7 @@ class RoundMachine:
     _brought_to: set[RoundId]  # attempts that began an exchange with it
     _exposed: bool  # it left this node in one of them: with no weight nothing does
     _outlived: set[RoundId]  # attempts whose snapshot had to make room for another
+    _hoped: bool  # an attempt had the chance to commit what holds it
     _told: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
@@ -392,12 +393,13 @@ class RoundMachine:
     def _bring(self, following: Follower) -> None:
         """What others saw in an earlier attempt stays this head's snapshot, unless the round is of other layers now.
 
-        It is kept while a result that we voted for, and that may hold it, may still be committed.
+        Where we voted for a result that may hold it, one attempt is given the chance to commit that.
         """
-        frozen = self._frozen
+        frozen, hopes = self._frozen, bool(self._memory.in_doubt) and not self._hoped
         if frozen is not None and self._frozen_layers == following.fragment.layers:
             following.promise(frozen, leaving=self._leaving)
-        elif following.is_witness or (frozen is not None and self._memory.in_doubt):
+        elif following.is_witness or (frozen is not None and hopes):
+            self._hoped |= not following.is_witness
             nothing = rt.Frozen(following.round_id, 0, 0)
             following.promise(nothing, leaving=self._leaving, brings=False)
         else:
@@ -509,7 +511,12 @@ class RoundMachine:
     def _staged(self, round_id: RoundId, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
         following = self._followed_in(round_id, rt.Phase.STAGING)
         if following is not None:
-            self._try(following, lambda: self._hold(following, following.staged(layers)))
+            self._try(following, lambda: self._hold_own(following, layers))
+
+    def _hold_own(self, following: Follower, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
+        payload = following.staged(layers)
+        check_payload(self.policy, self.plan, self.head, payload)  # it may be of a state that is behind our head
+        self._hold(following, payload)
 
     def _adopt(self, following: Follower, message: dp.Adopt) -> None:
         following.adopt(message, self._now)
@@ -595,7 +602,7 @@ class RoundMachine:
         self._opener = None
         self._tokens = 0
         self._drop_snapshot()
-        self._outlived = set()
+        self._outlived, self._hoped = set(), False
         self._told = {}
         self._turns.move(head, self.plan, self._now)
         self._memory.recall(head, self.plan)

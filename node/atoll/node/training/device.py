@@ -137,8 +137,8 @@ def working_precision(precision: str, device: torch.device) -> str:
 
 
 def computing_seconds(device: torch.device, clock: Clock) -> float:
-    """A reading that goes on while this process computes: on a CPU its own time, of all its threads."""
-    return time.process_time() if device.type == "cpu" else clock.monotonic()
+    """A reading that goes on while the caller computes: on a CPU, while its thread has a core."""
+    return time.thread_time() if device.type == "cpu" else clock.monotonic()
 
 
 def finish(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import UnsupportedModel
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import Architecture, SpanModel
-from atoll.node.training.device import finish
+from atoll.node.training.device import computing_seconds, finish
 from atoll.node.training.model import INITIAL_STD
 
 REPETITIONS = 5
@@ -67,6 +67,6 @@ def measure(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple
 
 
 def _now(device: torch.device, clock: Clock) -> float:
-    """When everything that was asked of the device is done."""
+    """When everything that was asked of the device is done; on a CPU without the time in which others had the core."""
     finish(device)
-    return clock.monotonic()
+    return computing_seconds(device, clock)

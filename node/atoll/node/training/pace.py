@@ -16,9 +16,6 @@ class Work:
     seconds: float = 0.0
     computed: float = 0.0  # of these seconds
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.seconds + other.seconds, self.computed + other.computed)
-
     def with_rest(self, share: float) -> float:
         """Seconds until computing had no more than that share of the time."""
         return max(self.seconds, self.computed / share)
@@ -32,26 +29,26 @@ class Pace:
         self.compute_share = compute_share
         self._rested = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
-        self._busy: deque[tuple[Work, int]] = deque(maxlen=TIMED_STEPS)  # and tokens
-        self._worked = Work()  # in the step under way
+        self._busy: deque[tuple[list[Work], int]] = deque(maxlen=TIMED_STEPS)  # and tokens
+        self._worked: list[Work] = []  # in the step under way
         self._first = True  # step of this process: it warms kernels and memory
         self._next = 0.0
         self._began = 0.0
 
     def begin(self, now: float) -> None:
         """A step begins."""
-        self._began, self._worked = now, Work()
+        self._began, self._worked = now, []
         self._next = now + self.minimum_step_seconds
 
     def worked(self, began: float, work: Work) -> None:
         """A piece of a step, or all of it, is done."""
         self._rested = began + work.with_rest(self.compute_share)
-        self._worked += work
+        self._worked.append(work)
 
     def end(self, tokens: int, loss: float) -> None:
         """It is done."""
         self._steps.append((self._began, tokens, loss))
-        if self._worked.seconds and not self._first:
+        if self._worked and not self._first:
             self._busy.append((self._worked, tokens))
         self._first = False
 
@@ -78,8 +75,8 @@ class Pace:
 
     def busy_seconds_per_token(self) -> float:
         """That recent steps computed, and would rest at the present share; no other waiting is in it. 0: not known."""
-        work = sum((work for work, _ in self._busy), Work())
-        return work.with_rest(self.compute_share) / max(1, sum(tokens for _, tokens in self._busy))
+        seconds = sum(work.with_rest(self.compute_share) for works, _ in self._busy for work in works)
+        return seconds / max(1, sum(tokens for _, tokens in self._busy))
 
     def loss(self) -> float:
         """Mean of the recent steps."""

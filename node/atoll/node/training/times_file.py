@@ -23,6 +23,7 @@ from atoll.node.training.run_model import RunModel
 
 MAX_AGE = timedelta(days=7)  # drivers, clocks and what else the machine does change
 ENTRIES = 16
+_PROCESSORS = Path("/proc/cpuinfo")
 _Seconds = Annotated[FiniteFloat, Field(ge=0)]  # a token
 
 
@@ -46,6 +47,7 @@ def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -
         facts.device,
         facts.name,
         facts.uuid,
+        _processor() if device.type == "cpu" else "",
         torch.__version__,
         cpu_threads if device.type == "cpu" else 0,
         working_precision(spec.optimizer.precision, device),
@@ -67,11 +69,15 @@ class TimesFile:
         entry = self._entries().get(key)
         if entry is None or not 0 <= self._clock.unix() - entry.unix <= MAX_AGE.total_seconds():
             return ()
-        return tuple(entry.times) if {kind for kind, _, _ in entry.times} == kinds else ()
+        told = {kind: forward + backward for kind, forward, backward in entry.times}
+        believed = told.keys() == kinds and len(told) == len(entry.times) and sum(told.values()) > 0
+        return tuple(entry.times) if believed else ()
 
     def keep(self, key: str, times: LayerTimes) -> None:
         """Remember them; the oldest make room."""
-        entries = self._entries() | {key: _Entry(unix=self._clock.unix(), times=list(times))}
+        now = self._clock.unix()
+        entries = {known: entry for known, entry in self._entries().items() if entry.unix <= now}
+        entries[key] = _Entry(unix=now, times=list(times))
         newest = sorted(entries, key=lambda known: entries[known].unix)[-ENTRIES:]
         document = _Document(entries={known: entries[known] for known in newest})
         try:
@@ -80,10 +86,19 @@ class TimesFile:
             log.get("trainer").warning("layer times are not kept", reason=str(error))
 
     def _entries(self) -> dict[str, _Entry]:
+        if not self._path.is_file():
+            return {}
         try:
             return _Document.model_validate_json(self._path.read_bytes()).entries
-        except FileNotFoundError:
-            return {}
         except (OSError, ValidationError) as error:
             log.get("trainer").warning("layer times cannot be read", reason=str(error).splitlines()[0])
             return {}
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells one."""
+    try:
+        lines = _PROCESSORS.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
