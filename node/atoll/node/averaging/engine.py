@@ -301,9 +301,9 @@ class AveragingEngine:
                 self._orders.task_done()
 
     async def _freeze(self, round_id: RoundId, fragment: Fragment) -> None:
+        await self._results.ended()
         if not self._machine.is_freezing(round_id):
             return  # given up while other orders were carried out
-        await self._results.ended()
         own = self._state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)

@@ -86,9 +86,9 @@ class TimesFile:
             log.get("trainer").warning("layer times are not kept", reason=str(error))
 
     def _entries(self) -> dict[str, _Entry]:
-        if not self._path.is_file():
-            return {}
         try:
+            if not self._path.is_file():
+                return {}
             return _Document.model_validate_json(self._path.read_bytes()).entries
         except (OSError, ValidationError) as error:
             log.get("trainer").warning("layer times cannot be read", reason=str(error).splitlines()[0])
