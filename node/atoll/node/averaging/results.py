@@ -126,7 +126,7 @@ class Results:
             self._ending = running.task
 
     async def ended(self) -> None:
-        """Until an exchange that is over reads no more of the pseudo-gradient."""
+        """Until an exchange that was ended reads no more of the pseudo-gradient: at most a few seconds."""
         if self._ending is not None:
             await asyncio.wait([self._ending], timeout=_ENDING_SECONDS)
 

@@ -24,6 +24,7 @@ from atoll.node.training.shape import ModelShape
 THREADS_BYTES = 32 << 20  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
 FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
 _PROCESS = Path("/proc/self/status")
+_PROCESSORS = Path("/proc/cpuinfo")
 _SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
 
 
@@ -71,7 +72,16 @@ def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes:
         return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory() * vram_fraction))
     most = _host_memory_bytes()
     usable = min(most, max(0, memory_bytes - THREADS_BYTES)) if memory_bytes else most
-    return DeviceFacts("cpu", platform.processor() or platform.machine(), usable)
+    return DeviceFacts("cpu", _processor() or platform.machine(), usable)
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells one."""
+    try:
+        lines = _PROCESSORS.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _host_memory_bytes() -> int:

@@ -23,7 +23,6 @@ from atoll.node.training.run_model import RunModel
 
 MAX_AGE = timedelta(days=7)  # drivers, clocks and what else the machine does change
 ENTRIES = 16
-_PROCESSORS = Path("/proc/cpuinfo")
 _Seconds = Annotated[FiniteFloat, Field(ge=0)]  # a token
 
 
@@ -47,7 +46,6 @@ def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -
         facts.device,
         facts.name,
         facts.uuid,
-        _processor() if device.type == "cpu" else "",
         torch.__version__,
         cpu_threads if device.type == "cpu" else 0,
         working_precision(spec.optimizer.precision, device),
@@ -93,12 +91,3 @@ class TimesFile:
         except (OSError, ValidationError) as error:
             log.get("trainer").warning("layer times cannot be read", reason=str(error).splitlines()[0])
             return {}
-
-
-def _processor() -> str:
-    """The CPU's name, where the system tells one."""
-    try:
-        lines = _PROCESSORS.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
