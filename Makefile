@@ -13,9 +13,10 @@ PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchm
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
 
-test: $(VENV)/ready  ## everything but soaks and GPUs; one after the other what has the cores to itself
+test: $(VENV)/ready  ## everything but soaks and GPUs; what measures links has the cores to itself
 	$(BIN)/pytest -m "$(USUAL) and not swarm and not wan" -n logical --dist worksteal
-	$(BIN)/pytest -m "$(USUAL) and (swarm or wan)" --durations=12
+	$(BIN)/pytest -m "$(USUAL) and swarm and not wan" -n logical --dist worksteal --durations=12
+	$(BIN)/pytest -m "$(USUAL) and wan" --durations=12
 
 check: $(VENV)/ready protos-check  ## style, types, layers, dependencies
 	$(BIN)/ruff check .

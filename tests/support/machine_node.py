@@ -9,7 +9,7 @@ from atoll.core.manifest import Head
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.round import RoundMachine
-from atoll.node.averaging.round_types import Phase, VoteRecord
+from atoll.node.averaging.round_types import Counted, Phase, VoteRecord
 
 BLANK = VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
 
@@ -78,12 +78,12 @@ class Node:
         self.busy_since = now if self.busy_since is None else self.busy_since
         return now - self.busy_since
 
-    def settle(self, counted: bool | None) -> None:
-        """A round was committed. Its part is the snapshot, or one before it (None): then all progress is dropped."""
-        if counted is None:
+    def settle(self, counted: Counted) -> None:
+        """A round was committed that holds the snapshot, or perhaps one before it: then all progress is dropped."""
+        if counted is Counted.UNKNOWN:
             self.spent = self.trained
             self.counted = dict.fromkeys(range(POLICY.layers), self.trained)
-        elif counted:
+        elif counted is Counted.SNAPSHOT:
             assert self.snapshot is not None
             self.spent = self.snapshot.end
             self.counted |= dict.fromkeys(self.snapshot.layers, self.snapshot.end)

@@ -310,7 +310,7 @@ class World(Agenda):
 
     # --- commits and catch-up ------------------------------------------------------------------------------
 
-    def _install(self, node: Node, head: Head, counted: bool) -> None:
+    def _install(self, node: Node, head: Head, counted: rt.Counted) -> None:
         mine = set(node.machine.plan.span(node.peer)) or set(range(POLICY.layers))
         if mine & set(changed_layers(head.manifest)) and state_of(head.committed.payload) not in node.staged:
             raise Violation(f"{node.peer} installs round {head.round} without its state")
@@ -321,7 +321,8 @@ class World(Agenda):
         if self.rng.random() < self.checkpoint_probability:
             node.disk.save(head)
         node.settle(counted)
-        if self.ledger.holds_snapshot(head, node.peer, node.incarnation) not in (None, counted is not False):
+        held = self.ledger.holds_snapshot(head, node.peer, node.incarnation)
+        if held is not None and held is (counted is rt.Counted.NOTHING):
             raise Violation(f"{node.peer} is wrong about whether round {head.round} holds its snapshot")
         node.move()
         if node.leaving:
@@ -343,7 +344,7 @@ class World(Agenda):
             return
         after = self.committed.get(machine.head.round + 1)
         if after is not None:
-            node.settle(machine.counts(after.manifest))
+            node.settle(machine.counted(after.manifest))
         node.disk.knows(head)
         node.disk.save(head)
         node.move()

@@ -90,8 +90,9 @@ async def test_a_node_in_want_trains_on_and_recovers(tmp_path, monkeypatch):
             await swarm.rounds("ann", 3)
             daemon = psutil.Process(swarm.programs["ann"].pid)
 
-            ann, began = swarm.status("ann")["peer_id"], max(swarm.chain("bob"))
+            ann = swarm.status("ann")["peer_id"]
             with full(tmp_path / "ann"):
+                began = max(swarm.chain("bob"))
                 await swarm.until(lambda: bool(swarm.status("ann")["warnings"]), "a full disk went unnoticed", READY)
                 assert "No space left" in swarm.status("ann")["warnings"][-1]
                 known = newest_checkpoint(tmp_path).round  # whole, though later ones did not fit

@@ -361,12 +361,12 @@ async def test_who_cannot_tell_what_of_its_progress_counted_begins_at_the_anchor
     async with members(tmp_path, 2, through) as made:
         await made[0].rounds(1)
         engine, told = made[0].engine, []
-        machine, counts = engine._machine, engine._machine.counts
+        machine, known = engine._machine, engine._machine.counted
 
         def outlived(manifest):
-            return None if manifest.round.number > machine.head.round else counts(manifest)
+            return rt.Counted.UNKNOWN if manifest.round.number > machine.head.round else known(manifest)
 
-        monkeypatch.setattr(machine, "counts", outlived)
+        monkeypatch.setattr(machine, "counted", outlived)
         if not kept:
             monkeypatch.setattr(engine._results, "of_layers", lambda layers: None)
         for name in ("load", "apply", "rebase"):

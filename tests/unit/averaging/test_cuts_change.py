@@ -65,7 +65,7 @@ def test_what_others_committed_is_not_brought_again(voted: bool) -> None:
     assert world.run(20, until=decided)
     plan_the_rest(world)
     world.network.drop = lambda *_: False
-    installed: list[bool | None] = []
+    installed: list[rt.Counted] = []
     install = world._install
 
     def watch(node, head, counted) -> None:
@@ -75,7 +75,7 @@ def test_what_others_committed_is_not_brought_again(voted: bool) -> None:
 
     world._install = watch  # type: ignore[method-assign]
     world.run(200)
-    assert installed == [True if voted else None]
+    assert installed == [rt.Counted.SNAPSHOT if voted else rt.Counted.UNKNOWN]
     assert one.machine.head.round > deciding + 1
 
 

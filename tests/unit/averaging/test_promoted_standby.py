@@ -58,8 +58,8 @@ class Swarm(World):
         self.snapped.add(node.peer)
         super()._freeze_snapshot(node, *rest)  # type: ignore[arg-type]
 
-    def _install(self, node: machine_world.Node, head: Head, counted: bool) -> None:
-        assert not counted or node.peer in self.snapped, "a result is applied without a snapshot"
+    def _install(self, node: machine_world.Node, head: Head, counted: rt.Counted) -> None:
+        assert counted is rt.Counted.NOTHING or node.peer in self.snapped, "a result is applied without a snapshot"
         super()._install(node, head, counted)
 
 

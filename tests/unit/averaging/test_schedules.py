@@ -14,14 +14,16 @@ from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.memory import VoteMemory
 from atoll.node.averaging.round import RoundMachine
 
+SCHEDULES, BLOCK = 6_000, 500  # a block is a test, so that workers share them
 
-@pytest.mark.timeout(900)
-def test_ten_thousand_schedules_break_nothing(record_property):
-    totals = run_all(0, 10_000)
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, BLOCK))
+def test_thousands_of_schedules_break_nothing(first, record_property):
+    totals = run_all(first, BLOCK)
     record_property("totals", dict(totals))
-    assert totals["schedules"] == 10_000
-    assert totals["rounds"] > 20_000  # they do make progress
-    assert totals["went on by itself"] > 7_000
+    assert totals["schedules"] == BLOCK
+    assert totals["rounds"] > 2 * BLOCK  # they do make progress
+    assert totals["went on by itself"] > 0.7 * BLOCK
 
 
 @pytest.mark.soak
@@ -80,7 +82,7 @@ def snapshots_are_taken_again():
     release = RoundMachine._release
 
     def thaw(self, **said):
-        self._exposed = False
+        self._brought.exposed = False
         release(self, **said)
 
     return patch.object(RoundMachine, "_release", thaw)
@@ -102,10 +104,11 @@ def any_snapshot_will_do():
     """After a change of cuts a node brings what it froze of other layers."""
 
     def bring(self, following):
-        if self._frozen is None and not following.is_witness:
+        frozen = self._brought.of(self._brought._layers)
+        if frozen is None and not following.is_witness:
             following.freeze()
         else:
-            following.promise(self._frozen or rt.Frozen(following.round_id, 0, 0), leaving=self._leaving)
+            following.promise(frozen or rt.Frozen(following.round_id, 0, 0), leaving=self._leaving)
 
     return patch.object(RoundMachine, "_bring", bring)
 

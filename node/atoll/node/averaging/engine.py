@@ -309,19 +309,19 @@ class AveragingEngine:
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
         self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
-    async def _install(self, head: Head, opened_here: bool, counted: bool | None) -> None:
+    async def _install(self, head: Head, opened_here: bool, counted: rt.Counted) -> None:
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             await self._witness(head, opened_here)
             return
         staged = self._results.of_layers(head.manifest.layers)
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
-            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted, known=True)
+            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
             return
         await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, self._state.commit, staged)
         self._results.forget()
         self._counters.committed += 1
-        if counted:
+        if counted is rt.Counted.SNAPSHOT:
             self._tally.count(head.round)
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
         await self._take_anchor(head, counted, (own.start, own.stop))
@@ -329,15 +329,17 @@ class AveragingEngine:
         self._look_at_verdicts(head.manifest)
         await self._end_turn(head, opened_here)
 
-    async def _take_anchor(self, head: Head, counted: bool | None, moved: tuple[int, int] | None = None) -> None:
+    async def _take_anchor(self, head: Head, counted: rt.Counted, moved: tuple[int, int] | None = None) -> None:
         """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told."""
         ranges, committed_tokens = self._ranges(head), head.committed_tokens
-        if counted is None:
-            await self._trainer.load(ranges=ranges, committed_tokens=committed_tokens)
-            self._tally.begin_anew(self._trainer.status.tokens)
-        else:
-            take = self._trainer.apply if counted else self._trainer.rebase
-            await take(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
+        match counted:
+            case rt.Counted.NOTHING:
+                await self._trainer.rebase(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
+            case rt.Counted.SNAPSHOT:
+                await self._trainer.apply(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
+            case rt.Counted.UNKNOWN:
+                await self._trainer.load(ranges=ranges, committed_tokens=committed_tokens)
+                self._tally.begin_anew(self._trainer.status.tokens)
 
     async def _witness(self, head: Head, opened_here: bool) -> None:
         """A round of layers that are not held here: what we trained of ours goes on."""
@@ -469,21 +471,21 @@ class AveragingEngine:
         finally:
             self._looking = False
 
-    def _begin_catch_up(self, reason: str, counted: bool | None = None, *, known: bool = False) -> None:
-        """Fetch the head that the others agree on. `known`: `counted`, as in `Install`, of the round after ours."""
+    def _begin_catch_up(self, reason: str, counted: rt.Counted | None = None) -> None:
+        """Fetch the head that the others agree on. `counted` is of the round after ours, where that is known."""
         if self._catching_up:
             return
         self._catching_up = True
         _log.warning("behind", reason=reason)
-        self._orders.put_nowait(lambda: self._catch_up(counted, known=known))
+        self._orders.put_nowait(lambda: self._catch_up(counted))
 
-    async def _catch_up(self, counted: bool | None, *, known: bool) -> None:
+    async def _catch_up(self, counted: rt.Counted | None) -> None:
         try:
             plan, before = self._machine.plan, self.head
             fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)
             if fetched is not None:
                 head = fetched.head
-                counted = counted if known else await self._counted_after(before)
+                counted = counted or await self._counted_after(before)
                 await asyncio.to_thread(self._manifests.keep, head)
                 await self._move(head, self._state.adopt, fetched)
                 self._results.forget()
@@ -498,8 +500,8 @@ class AveragingEngine:
         finally:
             self._catching_up = False
 
-    async def _counted_after(self, before: Head) -> bool | None:
-        """Whether the round after `before` holds our snapshot: only that one can. None when nobody can tell."""
+    async def _counted_after(self, before: Head) -> rt.Counted:
+        """What the round after `before` holds of ours: only that one can."""
 
         async def one(peer: str) -> Head | None:
             try:
@@ -510,18 +512,18 @@ class AveragingEngine:
 
         others = [peer for peer in self._machine.plan.members if peer != self._me]
         answers = [head for head in await asyncio.gather(*map(one, others)) if head is not None]
-        return self._machine.counts(answers[0].manifest) if answers else None
+        return self._machine.counted(answers[0].manifest) if answers else rt.Counted.UNKNOWN
 
-    async def _keep_progress(self, before: Head, head: Head, counted: bool | None) -> None:
+    async def _keep_progress(self, before: Head, head: Head, counted: rt.Counted) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        usual = self._tally.usual
-        if counted:
+        usual, was_counted = self._tally.usual, counted is rt.Counted.SNAPSHOT
+        if was_counted:
             self._tally.count(before.round + 1)
         tokens = self._tally.uncounted(self._trainer.status.tokens)
-        missed = head.round - before.round - bool(counted)
+        missed = head.round - before.round - was_counted
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
         stale = whole_turn and is_stale(tokens, usual, missed)
-        await self._take_anchor(head, None if stale else counted)
+        await self._take_anchor(head, rt.Counted.UNKNOWN if stale else counted)
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(

@@ -11,8 +11,7 @@ an attempt that learns of an earlier result which may have been committed commit
 draws it, with the failures.
 
 Training goes on in every phase. At one head one snapshot of this node's progress leaves it, in whichever attempts, so
-no contribution can be counted twice whatever becomes of them. Where a plan with other cuts makes it useless, another
-takes its place; should a result that holds the first be committed all the same, what was trained since is dropped.
+no contribution can be counted twice whatever becomes of them (brought.py).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.brought import Brought
 from atoll.node.averaging.decide import check_payload, is_witness
 from atoll.node.averaging.early import EarlyOpen
 from atoll.node.averaging.follower import Follower
@@ -46,12 +46,7 @@ class RoundMachine:
     # what belongs to the head; `_reset` begins it anew
     _following: Follower | None
     _opener: Opener | None
-    _frozen: rt.Frozen | None  # the snapshot
-    _frozen_layers: range
-    _brought_to: set[RoundId]  # attempts that began an exchange with it
-    _exposed: bool  # it left this node in one of them: with no weight nothing does
-    _outlived: set[RoundId]  # attempts whose snapshot had to make room for another
-    _hoped: bool  # an attempt had the chance to commit what holds it
+    _brought: Brought
     _told: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
@@ -109,12 +104,9 @@ class RoundMachine:
         """Who decides the next round."""
         return self.plan.electorate(self.head)
 
-    def counts(self, manifest: manifest_pb2.Manifest) -> bool | None:
-        """Whether this result of the next round holds the snapshot of this life; None: one that was not kept."""
-        round_id = RoundId.from_proto(manifest.round)
-        if not any(item.peer_id == self.me for item in manifest.contributions):
-            return False
-        return None if round_id in self._outlived else round_id in self._brought_to
+    def counted(self, manifest: manifest_pb2.Manifest) -> rt.Counted:
+        """What of this node's progress, of this life, a result of the next round holds."""
+        return self._brought.counted(self.me, manifest)
 
     def is_freezing(self, round_id: RoundId) -> bool:
         """Whether a snapshot for that attempt is still wanted."""
@@ -395,16 +387,14 @@ class RoundMachine:
 
         Where we voted for a result that may hold it, one attempt is given the chance to commit that.
         """
-        frozen, hopes = self._frozen, bool(self._memory.in_doubt) and not self._hoped
-        if frozen is not None and self._frozen_layers == following.fragment.layers:
-            following.promise(frozen, leaving=self._leaving)
-        elif following.is_witness or (frozen is not None and hopes):
-            self._hoped |= not following.is_witness
+        snapshot = self._brought.of(following.fragment.layers)
+        if snapshot is not None:
+            following.promise(snapshot, leaving=self._leaving)
+        elif following.is_witness or (self._memory.in_doubt and self._brought.hope()):
             nothing = rt.Frozen(following.round_id, 0, 0)
             following.promise(nothing, leaving=self._leaving, brings=False)
         else:
-            self._outlived |= self._brought_to
-            self._drop_snapshot()
+            self._brought.make_room()
             following.freeze()
 
     def _refusal(self, peer: str, round_id: RoundId) -> str:
@@ -478,9 +468,9 @@ class RoundMachine:
         if not self.plan.accepts(head):
             return False
         opened_here = self._following is not None and self._following.opener == self.me
-        counted = self.counts(head.manifest)
+        counted = self.counted(head.manifest)
         self._actions.append(rt.Install(head, opened_here, counted))
-        if counted and self.me in head.electorate.members:
+        if counted is rt.Counted.SNAPSHOT and self.me in head.electorate.members:
             self._memory.took_part()
         self._turns.serve_leaving()
         self._supersede(f"round {head.round} was committed in another attempt")
@@ -493,15 +483,15 @@ class RoundMachine:
     def _froze(self, event: rt.Frozen) -> None:
         following = self._followed_in(event.round_id, rt.Phase.FREEZING)
         if following is not None:
-            self._frozen, self._frozen_layers = event, following.fragment.layers
+            self._brought.keep(event, following.fragment.layers)
             following.promise(event, leaving=self._leaving)
             self._carry_out(following)
 
     def _start(self, following: Follower, message: dp.Start) -> None:
         following.start(message, self._now)
         if following.brings:
-            self._brought_to.add(following.round_id)
-            self._exposed |= any(item.peer_id == self.me and item.weight for item in message.contributions)
+            weighs = any(item.peer_id == self.me and item.weight for item in message.contributions)
+            self._brought.begin(following.round_id, weighs=weighs)
 
     def _parted(self, event: rt.Parted) -> None:
         following = self._followed_in(event.round_id, rt.Phase.EXCHANGING)
@@ -582,9 +572,9 @@ class RoundMachine:
         following, self._following = self._following, None
         if following is None:
             return
-        if not self._exposed:
-            self._drop_snapshot()
-        self._actions.append(rt.Release(following.round_id, thaw=not self._exposed))
+        if not self._brought.exposed:
+            self._brought.drop()
+        self._actions.append(rt.Release(following.round_id, thaw=not self._brought.exposed))
         self._turns.failed(following.opener, self._now, said_so=said_so)
         if following.round_id.number == self.head.round + 1 and following.plan.version == self.plan.version:
             self.attempt = self._turns.after(self.attempt, following.round_id.attempt)
@@ -601,16 +591,11 @@ class RoundMachine:
         self._following = None
         self._opener = None
         self._tokens = 0
-        self._drop_snapshot()
-        self._outlived, self._hoped = set(), False
+        self._brought = Brought()
         self._told = {}
         self._turns.move(head, self.plan, self._now)
         self._memory.recall(head, self.plan)
         self.attempt = self._memory.next_attempt(self.plan)
-
-    def _drop_snapshot(self) -> None:
-        self._frozen, self._frozen_layers = None, range(0)
-        self._brought_to, self._exposed = set(), False
 
     def _adopt_plan(self) -> None:
         if self._next_plan is None or self._following is not None or self._opener is not None:

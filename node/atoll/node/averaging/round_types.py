@@ -326,17 +326,21 @@ class Release:
     thaw: bool
 
 
+class Counted(Enum):
+    """What of a node's progress a committed result holds."""
+
+    NOTHING = auto()  # all of it remains progress
+    SNAPSHOT = auto()  # only what was trained since remains
+    UNKNOWN = auto()  # a snapshot that made room for a later one, or the result is not known: none remains
+
+
 @dataclass(frozen=True)
 class Install:
-    """The round is committed: the state that `head` names becomes the anchor, where this node holds its layers.
-
-    `counted`: the snapshot is part of it, and only what was trained since remains progress; else all of it does. None:
-    a snapshot is part of it that made room for a later one, and no progress remains.
-    """
+    """The round is committed: the state that `head` names becomes the anchor, where this node holds its layers."""
 
     head: Head
     opened_here: bool  # this node opened the round, so it reports and evaluates
-    counted: bool | None
+    counted: Counted
 
 
 @dataclass(frozen=True)
