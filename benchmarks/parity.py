@@ -67,9 +67,9 @@ def main() -> None:
 
 def _measure(arguments: argparse.Namespace, train: Train) -> None:
     rates = {members: tuned(train, members, steps) for members, steps in _shortest(arguments.cells).items()}
-    if arguments.explore:
+    if arguments.explore is not None:
         members, steps = arguments.cells[0]
-        explore(train, members, steps, rates[members], arguments.seeds)
+        explore(train, members, steps, rates[members], arguments.seeds, arguments.explore)
         return
     found: dict[Key, list[Outcome]] = {}
     for members, steps in arguments.cells:
@@ -185,7 +185,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--keep", type=Path, help="file of finished runs; a run that stands in it is not made again")
-    parser.add_argument("--explore", action="store_true", help="other recipes instead, in the first cell")
+    parser.add_argument(
+        "--explore", nargs="?", const="", metavar="WORD", help="other recipes instead, in the first cell: all, or some"
+    )
     return parser.parse_args()
 
 

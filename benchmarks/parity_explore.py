@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from benchmarks.common import Report
 from benchmarks.parity_jobs import Job, Outcome
-from benchmarks.parity_recipes import PUBLISHED, Recipe
+from benchmarks.parity_recipes import PUBLISHED, WHOLE, Recipe
 
 SPEEDS = (4.0, 4.0, 2.0, 1.0)
 MUON_RATES = (4e-3, 8e-3)
@@ -27,8 +28,10 @@ class Try:
     codec: str = "fp32"
     speeds: tuple[float, ...] = ()
     ddp: Recipe = PUBLISHED  # the inner optimiser of the DDP beside it
+    delay: float = 0.0  # steps that an exchange takes
 
 
+SHARES = (1.0, 0.5, 0.25)  # of a round's time, that an exchange may take
 SLOWER, GENTLE, PLAIN = ((0, 0.7, 0.8),), ((0, 1.0, 0.0), (0.25, 0.7, 0.8)), ((0, 1.0, 0.0),)
 MUON, FLOOR = Recipe(inner="muon"), Recipe(floor=0.3)
 TRIES: Mapping[str, Try] = {
@@ -61,24 +64,32 @@ TRIES: Mapping[str, Try] = {
     "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Try(
         Recipe(weights="roots", outer=GENTLE), speeds=SPEEDS
     ),
+    **{
+        f"exchanges of {delay:g} steps, at most {share:g} of a round{words}": Try(
+            Recipe(exchange_share=share, growth=growth), "int4", delay=delay
+        )
+        for delay, share, (words, growth) in product((10.0, 20.0), SHARES, (("", WHOLE), ("; rounds grow by 0.1", 0.1)))
+    },
 }
 
 
-def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], seeds: int) -> None:
-    """Run them all and tell."""
-    report = Report("parity_explore")
+def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], seeds: int, word: str) -> None:
+    """Run those whose names begin with `word`, and tell."""
+    report = Report(f"parity_explore_{word}" if word else "parity_explore")
     muon: dict[str, float] = {}
 
-    def losses(program: str, recipe: Recipe, speeds: tuple[float, ...] = (), codec: str = "fp32") -> list[float]:
+    def losses(
+        program: str, recipe: Recipe, speeds: tuple[float, ...] = (), codec: str = "fp32", delay: float = 0.0
+    ) -> list[float]:
         if recipe.inner == "muon" and program not in muon:
             muon[program] = _best(train, Job(program, members, steps, 0, 1.0, recipe=MUON))
         rate = (muon if recipe.inner == "muon" else rates)[program]
-        plain = Job(program, members, steps, 0, rate, codec, speeds, recipe=recipe)
+        plain = Job(program, members, steps, 0, rate, codec, speeds, delay, recipe=recipe)
         jobs = [replace(plain, seed=seed) for seed in range(seeds)]
         return [outcome.loss for outcome in train(jobs).values()]
 
-    for name, it in TRIES.items():
-        mine, ddp = losses("swarm", it.recipe, it.speeds, it.codec), losses("ddp", it.ddp)
+    for name, it in ((name, it) for name, it in TRIES.items() if name.startswith(word)):
+        mine, ddp = losses("swarm", it.recipe, it.speeds, it.codec, it.delay), losses("ddp", it.ddp)
         published = losses("swarm", PUBLISHED, it.speeds)
         report.cell(
             recipe=name,
@@ -89,10 +100,10 @@ def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], 
             beside_published=_by_seed(mine, published),
         )
     report.finish(
-        f"K={members}, T={steps}, fp32 where no codec is named, no delay, {seeds} seeds; `gap`: percent above the DDP "
-        f"of the same inner optimiser; `beside_published`: percent, by seed, beside the published recipe at the same "
-        f"speeds. Outer learning rate and momentum move in a line over the run where two are named. Rates: {rates}; "
-        f"Muon {muon}"
+        f"K={members}, T={steps}, fp32 where no codec is named, int4 where exchanges take steps (else they take none), "
+        f"{seeds} seeds; `gap`: percent above the DDP of the same inner optimiser; `beside_published`: percent, by "
+        f"seed, beside the published recipe at the same speeds. Outer learning rate and momentum move in a line over "
+        f"the run where two are named. Rates: {rates}; Muon {muon}"
     )
 
 

@@ -119,6 +119,7 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
         sync=SyncSection(
             round_tokens=job.members * job.recipe.inner_steps * STEP_TOKENS,
             round_growth=job.recipe.growth,
+            exchange_share=job.recipe.exchange_share,
             fragments=job.fragments,
         ),
     )

@@ -37,6 +37,7 @@ class Recipe:
     growth: float = WHOLE  # of rounds
     layers: str = "equal"  # or "agreement": tensors on which members agree less move less
     inner_steps: int = 20  # H
+    exchange_share: float = 1.0  # of a round's time, at most: else rounds are longer
     kept: float = 1.0  # share of a pseudo-gradient's elements, the largest, that a member sends
     feedback: float = 0.0  # of what it did not send, this much is added to its next
     last: int = 1  # the mean of so many anchors is evaluated

@@ -73,6 +73,7 @@ micro_batch_samples = 8
 round_tokens = {round_tokens}
 round_growth = 1000000.0
 round_max_seconds = 600
+exchange_share = 1.0  # H is given
 codec = "{codec}"
 """
 

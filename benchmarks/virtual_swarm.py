@@ -129,6 +129,7 @@ class VirtualSwarm:
         self._due = dict(saved.due) or dict(self._step_times)
         self._ramps = dict.fromkeys(self.members, 0)  # steps
         self._joined = dict.fromkeys(self.members, 0)  # the round that each began with
+        self._rest_until = 0.0  # virtual time
         for peer in self.members:
             self._begin(peer, saved.moments.get(peer))
 
@@ -225,11 +226,15 @@ class VirtualSwarm:
         due = due_tokens(self._spec.sync, self.committed_tokens, first, len(self._fragments))
         while sum(loop.progress.tokens for loop in self.loops.values()) < due:
             self._advance(min(self._due.values()))
+        while min(self._due.values()) < self._rest_until:  # as shipped members do, who know how long exchanges last
+            self._advance(min(self._due.values()))
 
     def _train_meanwhile(self) -> None:
         """What members do between their snapshots and the new anchor."""
         if self._it.delay:
-            self._advance(min(self._due.values()) + self._it.delay)
+            began = min(self._due.values())
+            self._rest_until = began + self._it.delay / (self._spec.sync.exchange_share * len(self._fragments))
+            self._advance(began + self._it.delay)
 
     def _round(self, weigh: Weigh) -> None:
         part, count = self._part, len(self._fragments)

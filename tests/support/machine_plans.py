@@ -27,6 +27,7 @@ POLICY = RoundPolicy(
     change_per_token=1.0,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
+    exchange_share=1.0,
     stop_tokens=10**9,
     minimum_lease=8,
     ready_timeout=timedelta(seconds=4),

@@ -63,6 +63,7 @@ class World(Agenda):
         self.network = Network(self.rng)
         self.crash_probability = 0.0  # per action of any node
         self.step_seconds: dict[str, float] = {}  # of an inner step: a snapshot waits for its end
+        self.exchange_seconds: Callable[[dp.Start], float] = lambda start: self.rng.uniform(0.2, 1.0)
         self.checkpoint_probability = 1.0
         self.layers_of: Callable[[str, bytes], bytes] = lambda peer, digest: digest
         self.reports: list[rt.Report] = []
@@ -277,7 +278,7 @@ class World(Agenda):
         elif any(item.weight for item in start.contributions if item.peer_id == node.peer):
             raise Violation(f"{node.peer} brings the snapshot of other layers")
         self._exchanges.join(round_id, node.peer)
-        self._later(min(seconds, self.rng.uniform(0.2, 1.0)), node, self._end_exchange, round_id, start)
+        self._later(min(seconds, self.exchange_seconds(start)), node, self._end_exchange, round_id, start)
 
     def _end_exchange(self, node: Node, round_id: RoundId, start: dp.Start) -> None:
         digests, partial, verdicts = self._exchanges.parts(round_id, node.peer, start)

@@ -39,6 +39,7 @@ micro_batch_samples = 2
 [sync]
 round_tokens = {round_tokens}
 round_max_seconds = 20
+exchange_share = 1.0  # rounds come as fast as they can
 codec = "{codec}"
 part_elements = 8192
 """

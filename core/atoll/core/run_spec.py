@@ -93,6 +93,7 @@ class SyncSection(Section):
     round_tokens: Positive  # of all members together, since the last round, once rounds have grown to that
     round_growth: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # early rounds: this share of the tokens so far
     round_max_seconds: timedelta = timedelta(seconds=60)
+    exchange_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a round's time, at most: else rounds last longer
     codec: CodecName = "int4"
     fragments: Annotated[int, Field(ge=1, le=64)] = 1  # layers take turns in so many groups, one a round
     outer_learning_rate: Rate = 0.7

@@ -1,8 +1,8 @@
 """Which codec the next exchange uses, where a run leaves that to the swarm (`codec = "auto"`). Pure.
 
-The most precise one whose exchange takes at most a quarter of a round, from the begin of one exchange to that of the
-next: what is trained meanwhile enters one round later, so a long exchange costs more than coarse codes (docs/adr/0001
-has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer than it. Where
+The most precise one whose exchange takes at most a quarter of a round, from the begin of one exchange to when there are
+tokens for the next: what is trained meanwhile enters one round later, so a long exchange costs more than coarse codes
+(docs/adr/0001 has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer than it. Where
 fragments take turns, each learns for itself, and a round is their mean.
 
 How long an exchange takes is learnt from the last ones with that codec, as every member sees them; of codecs not used
@@ -79,7 +79,7 @@ class CodecChoice:
         self._reference = None
 
     def choose(self, now: float) -> Codec:
-        """For an exchange that begins now."""
+        """For an exchange that begins now, or could have: `now` is when there were tokens for it."""
         if len(self.names) == 1:
             return CODECS[self.names[0]]
         if not self._times:

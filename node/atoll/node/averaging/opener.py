@@ -92,6 +92,7 @@ class Opener:
     now: float
     unix_ms: int = 0  # dates a Start
     slowest_step: float = 0.0  # seconds, of those worth waiting for
+    enough_since: float | None = None  # tokens sufficed for the round; None: they do not
     done: bool = False
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     stage: Stage = Stage.READY
@@ -252,7 +253,7 @@ class Opener:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        codec = self.paces.codec.choose(self.now)
+        codec = self.paces.codec.choose(self.enough_since if self.enough_since is not None else self.now)
         seconds = self.paces.exchange(codec.number).patience
         self._start = build_start(
             self.policy,

@@ -207,6 +207,7 @@ class RoundMachine:
         self._supersede(f"this node moved to round {head.round}")
         for paces in self._paces_by_fragment:
             paces.codec.forget_round()
+        self._turns.forget_exchange()
         self._reset(head)
         self._check_history()  # a recovery may have made it void while it was fetched
         self._adopt_plan()
@@ -264,6 +265,7 @@ class RoundMachine:
             self._now,
             self._unix_ms,
             slowest_step=self._turns.slowest_step(self._now),
+            enough_since=self._turns.enough_since,
         )
         self._led()
 
@@ -489,6 +491,7 @@ class RoundMachine:
 
     def _start(self, following: Follower, message: dp.Start) -> None:
         following.start(message, self._now)
+        self._turns.begin_exchange(self._now)
         if following.brings:
             weighs = any(item.peer_id == self.me and item.weight for item in message.contributions)
             self._brought.begin(following.round_id, weighs=weighs)

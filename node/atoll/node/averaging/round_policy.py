@@ -52,6 +52,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
             spec.sync, committed, members * spec.tokens_per_step, len(fragments)
         ),
         round_max=spec.sync.round_max_seconds / len(fragments),
+        exchange_share=spec.sync.exchange_share,
         stop_tokens=spec.run.stop_tokens,
         minimum_lease=minimum_lease(spec),
         exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in

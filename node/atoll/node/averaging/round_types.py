@@ -48,6 +48,7 @@ class RoundPolicy:
     change_per_token: float  # of one element, by the optimiser at its full rate
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
+    exchange_share: float  # of the time from one exchange's begin to the next's, at most
     stop_tokens: int
     minimum_lease: int  # samples that a member holds at least after a commit
     ready_timeout: timedelta = timedelta(seconds=15)  # Open → every Ready: includes the rest of an inner step

@@ -1,14 +1,18 @@
 """When a round is due, and whose turn it is to open it: who was heard from lately, and who failed. Pure bookkeeping.
 
 Members report their tokens to the next openers; those of who holds the layers count. A round is due when those heard
-from could commit it and their tokens add up, or nothing was committed for long, or somebody waits to leave. The
-attempt's number names the only peer that may open it; live peers that do not are passed over one after another. Whoever
-opened an attempt that failed lets others have their turn first, longer each time, and everybody backs off a little.
+from could commit it and their tokens add up, or nothing was committed for long, or somebody waits to leave. Where
+exchanges take long it is due later: what is trained during one enters a round late, so that shall be a small part of
+what is trained (docs/adr/0008). The attempt's number names the only peer that may open it; live peers that do not are
+passed over one after another. Whoever opened an attempt that failed lets others have their turn first, longer each
+time, and everybody backs off a little.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
@@ -20,6 +24,7 @@ MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
 _REPORTS = 10  # of a round, if it lasts as long as the last one, so that none is long overdue
+_EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
 _LEAST_INTERVAL = 0.1  # seconds
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 _TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
@@ -34,6 +39,7 @@ class _Heard:
     when: float
     leaving: bool
     step_seconds: float
+    full: bool  # more would not be counted
 
 
 class Turns:
@@ -48,12 +54,20 @@ class Turns:
         self._said_newer: set[str] = set()  # members that told of a newer plan than this one
         self._plan = plan
         self._last_commit = _NEVER
+        self._exchange_began: float | None = None  # the last one, since the head
+        self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
         self.move(head, plan, now)
 
     def move(self, head: Head, plan: Plan, now: float) -> None:
         """A round was committed."""
         self._lasted = now - self._last_commit
         self._last_commit = now
+        self._rest_until = _NEVER
+        if self._exchange_began is not None:
+            self._exchanges.append(now - self._exchange_began)
+            share = self._policy.exchange_share * len(self._policy.fragments)
+            self._rest_until = self._exchange_began + median(self._exchanges) / share
+        self._exchange_began = None
         self.begin(head, plan, now)
 
     def begin(self, head: Head, plan: Plan, now: float, policy: RoundPolicy | None = None) -> None:
@@ -67,6 +81,7 @@ class Turns:
         self._heard: dict[str, _Heard] = {}
         self._reported = _NEVER
         self._due_since: float | None = None
+        self._enough_since: float | None = None
         self._began = now
         self._failures = 0
         self._not_before = _NEVER
@@ -78,17 +93,31 @@ class Turns:
         """Whoever waited to leave had a round."""
         self._left |= {peer for peer, said in self._heard.items() if said.leaving}
 
+    def begin_exchange(self, now: float) -> None:
+        """Of an attempt at the next round."""
+        self._exchange_began = now
+
+    def forget_exchange(self) -> None:
+        """The head that comes next is not its result, as far as is known here."""
+        self._exchange_began = None
+
+    @property
+    def enough_since(self) -> float | None:
+        """Since when the tokens suffice for a round, though it may not be due yet."""
+        return self._enough_since
+
     # --- who is there --------------------------------------------------------------------------------
 
     def hear(self, peer: str, report: dp.TokenReport, now: float) -> None:
         """A report of a member of the plan; what it claims counts up to its cap."""
-        assignment = self._plan.assignment(peer)
-        most = assignment.max_round_tokens if assignment else 0
-        self._heard[peer] = _Heard(min(report.tokens, most), now, report.leaving, report.step_ms / 1000)
+        most = self._cap(peer)
+        tokens = min(report.tokens, most)
+        self._heard[peer] = _Heard(tokens, now, report.leaving, report.step_ms / 1000, full=tokens == most > 0)
 
     def hear_self(self, tokens: int, leaving: bool, step_seconds: float, now: float) -> bool:
         """Our own figures; whether it is time to report them."""
-        self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds)
+        full = tokens >= self._cap(self._me) > 0
+        self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds, full)
         lasted = max(self._lasted, now - self._last_commit)
         if now - self._reported < min(self._interval, max(_LEAST_INTERVAL, lasted / _REPORTS)):
             return False
@@ -139,7 +168,16 @@ class Turns:
         everyone = electorate.members <= lately or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
         due = self._policy.due_tokens(self._head.committed_tokens, len(lately & self._trainers))
-        return total > 0 and ((everyone and total >= due) or overdue or leaving)
+        enough = everyone and total >= due
+        if enough and self._enough_since is None:
+            self._enough_since = now
+        rested = now >= self._rest_until or any(item.full for item in said.values())
+        return total > 0 and ((enough and rested) or overdue or leaving)
+
+    def _cap(self, peer: str) -> int:
+        """The most tokens of its that a round counts."""
+        assignment = self._plan.assignment(peer)
+        return assignment.max_round_tokens if assignment else 0
 
     def must_wait(self, opener: str, now: float) -> bool:
         """Whether others shall have their turn before an opener whose attempts failed."""
@@ -153,6 +191,7 @@ class Turns:
         self._failures += 1
         self._not_before = now + _doubled(_BACKOFF[0], self._failures, _BACKOFF[1])
         self._due_since = None
+        self.forget_exchange()
 
     # --- attempts that others can follow --------------------------------------------------------------
 

@@ -1,0 +1,111 @@
+"""Rounds are as long as their exchanges let them be: what is trained meanwhile comes late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from statistics import mean, median
+
+import pytest
+from support.machine_node import Node
+from support.machine_plans import GENESIS, POLICY, make_plan
+from support.machine_world import World
+
+from atoll.core.fragments import cut_layers
+from atoll.core.plan import Base
+from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.codec_choice import AUTO
+from atoll.node.averaging.codecs import BY_NUMBER
+from atoll.node.averaging.round_types import RoundPolicy
+
+OFFSETS = (0, 256, 512, 1024)
+
+
+class Watched(World):
+    """Exchanges in it take 0.2 to 1.0 s, and 0.6 s of training are enough for a round."""
+
+    def __init__(self, policy: RoundPolicy) -> None:
+        self.began: dict[int, float] = {}
+        self.ended: dict[int, float] = {}
+        super().__init__(4, seed=1, policy=policy)
+
+    def _perform(self, node: Node, action: rt.Action) -> None:
+        if isinstance(action, rt.RunExchange):
+            self.began.setdefault(action.round_id.number, self.now)
+        if isinstance(action, rt.Install):
+            self.ended.setdefault(action.head.round, self.now)
+        super()._perform(node, action)
+
+    def share(self, first: int = 6) -> float:
+        """Of the time from the begin of an exchange to the next one's, from round `first` on."""
+        numbers = sorted(number for number in self.ended if number >= first)
+        took = [self.ended[number] - self.began[number] for number in numbers]
+        rounds = [self.began[after] - self.began[before] for before, after in pairwise(numbers)]
+        return mean(took[:-1]) / mean(rounds)
+
+
+def policy(share: float, fragments: int = 1, **changes) -> RoundPolicy:
+    return replace(POLICY, exchange_share=share, fragments=cut_layers(OFFSETS, fragments), **changes)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_rounds_last_as_long_as_exchanges_want(share):
+    world = Watched(policy(share))
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert 0.6 * share < world.share() < 1.1 * share
+
+
+def test_where_an_exchange_may_take_all_of_a_round_nobody_rests():
+    world = Watched(policy(1.0))
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert world.share() > 0.6
+
+
+def test_fragments_take_turns_so_that_each_of_them_rests():
+    world = Watched(policy(0.25, fragments=2))
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert 0.3 < world.share() < 0.55
+
+
+def test_nobody_trains_on_for_what_would_not_be_counted():
+    """A member's tokens reach what it may claim in a round: it is due."""
+    world = Watched(policy(0.05))
+    plan = make_plan(world.peers, 2, Base(GENESIS.hash, tuple(world.peers)))
+    capped = tuple(replace(item, max_round_tokens=40) for item in plan.assignments)  # about a second's
+    world.issue(replace(plan, assignments=capped))
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert world.share() > 0.2
+    weights = [item.weight for head in world.committed.values() for item in head.manifest.contributions]
+    assert max(weights[20:]) <= 40
+
+
+def test_a_round_that_waited_for_the_dead_does_not_put_off_the_next():
+    world = Watched(policy(0.25))
+    assert world.run(600, until=lambda: world.rounds() >= 10)
+    victim = world.peers[2]
+    assert world.run(60, until=lambda: world.nodes[victim].machine.phase is rt.Phase.EXCHANGING)
+    number = world.rounds() + 1
+    world.kill(victim)
+    assert world.run(60, until=lambda: world.rounds() >= number + 2)
+    usual = median(world.began[n + 1] - world.began[n] for n in range(4, number - 1))
+    assert world.began[number + 1] - world.ended[number] < 2 * usual
+
+
+def test_codes_become_coarser_before_rounds_become_longer():
+    world = Watched(policy(0.25, codecs=AUTO))
+    world.exchange_seconds = lambda start: BY_NUMBER[start.codec].encoded_bytes(2**20) / 2**20
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    used = [BY_NUMBER[world.committed[number].manifest.codec].name for number in range(10, 40)]
+    assert set(used) == {AUTO[-1]}
+    assert world.share() < 0.3
+
+
+def test_who_leaves_is_not_kept_for_the_rest():
+    world = Watched(policy(0.02))
+    assert world.run(600, until=lambda: world.rounds() >= 6)
+    number = world.rounds() + 1
+    assert world.run(60, until=lambda: number - 1 in world.ended)
+    began = world.now
+    world.leave(world.peers[1])
+    assert world.run(60, until=lambda: world.rounds() >= number)
+    assert world.now - began < 5
