@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.clock import ManualClock
-from atoll.node.training import loading
+from atoll.node.training import loading, times_file
 from atoll.node.training import messages as ms
 from atoll.node.training.device import choose_device, device_facts
 from atoll.node.training.times_file import ENTRIES, MAX_AGE, TimesFile
@@ -81,6 +81,13 @@ def test_a_second_start_measures_nothing(start, measured: list[int]) -> None:
 def test_what_is_of_something_else_or_long_ago_is_measured_again(start, measured: list[int], other) -> None:
     start()
     start(**other)
+    assert len(measured) == 2
+
+
+def test_another_version_of_transformers_is_measured(start, measured: list[int], monkeypatch) -> None:
+    for known in ("5.0.0", "5.0.0", "5.1.0"):
+        monkeypatch.setattr(times_file, "version", lambda package, known=known: known)
+        start()
     assert len(measured) == 2
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Set
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -40,13 +41,14 @@ class _Document(BaseModel):
 
 
 def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -> str:
-    """Everything that the times follow from: device, library, precision, the layers and what they are given."""
+    """Everything that the times follow from: device, libraries, precision, the layers and what they are given."""
     device = torch.device(facts.device)
     parts = (
         facts.device,
         facts.name,
         facts.uuid,
         torch.__version__,
+        _transformers(),
         cpu_threads if device.type == "cpu" else 0,
         working_precision(spec.optimizer.precision, device),
         spec.optimizer.micro_batch_samples,
@@ -54,6 +56,13 @@ def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -
         run.table.SerializeToString(deterministic=True).hex(),
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _transformers() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""
 
 
 class TimesFile:
