@@ -55,8 +55,7 @@ def pass_windows(made: Pacer, wires: list[Wire], count: int) -> None:
         for _ in range(LOOKS):
             for wire in wires:
                 wire.pass_time(SECONDS / LOOKS)
-            made._look()
-        made._judge(SECONDS)
+            made._look(SECONDS / LOOKS)
 
 
 async def started(wires: list[Wire]) -> Pacer:
@@ -87,7 +86,7 @@ async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: li
     wires[0].backlog, wires[0].rate = False, 0.0
     for wire in wires:
         wire.pass_time(SECONDS / LOOKS)
-    made._look()
+    made._look(SECONDS / LOOKS)
     assert all(wire.paced >= 5.6e6 for wire in wires[1:])
 
 
@@ -143,3 +142,63 @@ async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatc
         while looks < 2:  # it goes on
             await asyncio.sleep(0.01)
     await made.close()
+
+
+@dataclass(eq=False)
+class Late(Wire):
+    """What it sends, at its pace, is acknowledged a look later."""
+
+    under_way: float = 0.0  # bytes
+
+    def pass_time(self, seconds: float) -> None:
+        sent = min(self.paced, self.rate) * seconds if self.backlog else 0.0
+        self.figures = replace(
+            self.figures,
+            delivered_segments=self.figures.delivered_segments + int(self.under_way / SEGMENT),
+            unsent_bytes=100_000 if self.backlog else 0,
+        )
+        self.under_way = sent
+
+
+def look_on(made: Pacer, wires: list[Late], looks: int) -> None:
+    for _ in range(looks):
+        for wire in wires:
+            wire.pass_time(SECONDS / LOOKS)
+        made._look(SECONDS / LOOKS)
+
+
+@pytest.mark.parametrize("sending", [7, 9, 14])
+async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires: list[Wire], sending: int) -> None:
+    """Each begins with a round trip in which nothing is acknowledged."""
+    made, late = Pacer(SystemClock()), [Late(name, 4e6) for name in ("ann", "bob", "cleo")]
+    for wire in late:
+        made.add(wire)  # type: ignore[arg-type]
+    for _ in range(40):
+        for backlog, looks in ((True, sending), (False, 6)):
+            for wire in late:
+                wire.backlog = backlog
+            look_on(made, late, looks)
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.03)
+
+
+async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list[Wire]) -> None:
+    """Its share is another now than it was when it began, and its first bytes are not acknowledged yet."""
+    made, late = Pacer(SystemClock()), [Late(name, 4e6, backlog=True) for name in ("ann", "bob", "cleo")]
+    for wire in late:
+        made.add(wire)  # type: ignore[arg-type]
+    look_on(made, late, 60)
+    later = [Late(name, 4e6) for name in ("ann", "bob", "cleo")]
+    for wire in later:
+        made.add(wire)  # type: ignore[arg-type]
+    look_on(made, late + later, 2)
+    for _ in range(10):
+        for wire in later:
+            wire.backlog = True
+        look_on(made, late + later, 5)
+        for wire in late:
+            wire.backlog = False
+        look_on(made, late + later, 4)
+        for wire in late + later:
+            wire.backlog = wire in late
+        look_on(made, late + later, 5)
+    assert made.limits() == {}

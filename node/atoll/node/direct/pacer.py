@@ -2,13 +2,17 @@
 
 Only connections that leave the building are measured and paced: where a round trip takes less than two milliseconds,
 TCP does well alone, and the processor, not the link, is what is measured.
+
+What was sent is acknowledged a round trip later. So a window begins a look, about a round trip, after somebody begins
+to send, and of each connection only looks count at which it had sent for that long: else every begin would look like a
+slow link, and like a path that carries less than it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from atoll.core import log
 from atoll.core.clock import Clock
@@ -19,10 +23,20 @@ NEAR_SECONDS = 0.002
 LOOKS = 4  # in a window
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.24, 2.0
 WINDOW_ROUND_TRIPS = 4
+LATE_LOOKS = 2  # from the first that finds it sending to the first whose acknowledgements are all of a full pace
 QUIET_LOOKS = 20  # without a byte sent by anybody: go to sleep
 _AFTER_A_FAULT = 1.0  # seconds
 
 _log = log.get("direct")
+
+
+@dataclass
+class _Steady:
+    """What is known of a connection in a window, where it had sent long enough."""
+
+    seconds: float = 0.0
+    delivered: int = 0
+    given: float = 0.0  # bytes that its pace allowed
 
 
 @dataclass
@@ -34,6 +48,8 @@ class _Watched:
     far: bool = False  # it leaves the building, as far as we saw
     seen: tcp.Info | None = None  # at the last look
     delivered: int = 0  # in this window
+    steady: _Steady = field(default_factory=_Steady)
+    streak: int = 0  # looks without a break at which it had something to send
     behind: int = 0  # looks in this window at which it had something to send
     held: int = 0  # of them, those at which the other side took no more
     sends: bool = False  # in this window or the last
@@ -47,6 +63,10 @@ class Pacer:
         self._clock = clock
         self._watched: dict[Connection, _Watched] = {}
         self._busy = asyncio.Event()
+        self._seconds = 0.0  # of the window
+        self._looks = 0  # in it
+        self._quiet = 0  # looks without a byte sent by anybody
+        self._late = False  # somebody has begun to send, and acknowledgements do not show it yet
         self._task = asyncio.create_task(self._run()) if tcp.PACES else None
 
     def add(self, connection: Connection) -> None:
@@ -84,18 +104,40 @@ class Pacer:
         while True:
             await self._busy.wait()
             self._busy.clear()
-            quiet = 0
             for one in self._watched.values():
                 one.seen = None
-            while quiet < QUIET_LOOKS:
-                began = self._clock.monotonic()
-                for _ in range(LOOKS):
-                    await asyncio.sleep(self._window() / LOOKS)
-                    quiet = 0 if self._look() else quiet + 1
-                self._judge(self._clock.monotonic() - began)
+            self._begin_window()
+            self._quiet, looked = 0, self._clock.monotonic()
+            while self._quiet < QUIET_LOOKS:
+                await asyncio.sleep(self._window() / LOOKS)
+                now = self._clock.monotonic()
+                self._look(now - looked)
+                looked = now
 
-    def _look(self) -> bool:
-        """Read all figures; whether anybody sends."""
+    def _look(self, seconds: float) -> None:
+        """Read all figures, `seconds` after the last time; judge when a window is over."""
+        known = any(one.seen is not None for one in self._watched.values())
+        sends = self._read(seconds)
+        begins = sends and self._quiet >= LOOKS
+        self._quiet = 0 if sends else self._quiet + 1
+        if begins or self._late or not known:
+            self._late = begins
+            self._begin_window()
+            return
+        self._seconds += seconds
+        self._looks += 1
+        if self._looks == LOOKS:
+            self._judge(self._seconds)
+            self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._seconds, self._looks = 0.0, 0
+        for one in self._watched.values():
+            one.delivered = one.behind = one.held = 0
+            one.steady = _Steady()
+
+    def _read(self, seconds: float) -> bool:
+        """All figures; whether anybody sends."""
         sends = changes = False
         for connection, one in self._watched.items():
             now = tcp.info(connection.sock)
@@ -104,7 +146,13 @@ class Pacer:
             before, one.seen, one.far = one.seen, now, True
             if before is None:
                 continue
-            one.delivered += now.delivered_since(before)
+            delivered = now.delivered_since(before)
+            one.delivered += delivered
+            if one.streak >= LATE_LOOKS:
+                one.steady.seconds += seconds
+                one.steady.delivered += delivered
+                one.steady.given += one.given * seconds
+            one.streak = one.streak + 1 if now.unsent_bytes else 0
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
             moves = now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
@@ -131,10 +179,18 @@ class Pacer:
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
         for connection, figures in sent.items():
             one = self._watched[connection]
-            one.path = one.path.observe(seconds, figures, one.given if known else math.inf)
+            one.path = one.path.observe(*self._path_figures(one, figures, seconds, known=known))
             one.sends &= one.behind > 0
-            one.delivered = one.behind = one.held = 0
         self._share()
+
+    @staticmethod
+    def _path_figures(
+        one: _Watched, sent: rates.Sent, seconds: float, *, known: bool
+    ) -> tuple[float, rates.Sent, float]:
+        steady = one.steady
+        if not known or steady.seconds < seconds / 2:
+            return seconds, replace(sent, backlogged=False), math.inf
+        return steady.seconds, replace(sent, delivered=steady.delivered), steady.given / steady.seconds
 
     def _share(self) -> None:
         """Set every sender's rate; who does not send may begin at what one more would get, or all if nobody sends."""
