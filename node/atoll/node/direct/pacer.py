@@ -36,7 +36,7 @@ class _Steady:
 
     seconds: float = 0.0
     delivered: int = 0
-    given: float = 0.0  # bytes that its pace allowed
+    given: float = 0.0  # bytes that its pace allowed, a look before
 
 
 @dataclass
@@ -45,6 +45,7 @@ class _Watched:
 
     path: rates.Path = field(default_factory=rates.Path)
     given: float = math.inf
+    given_before: float = math.inf  # in the look before: what is acknowledged in this one was sent then
     far: bool = False  # it leaves the building, as far as we saw
     seen: tcp.Info | None = None  # at the last look
     delivered: int = 0  # in this window
@@ -52,7 +53,7 @@ class _Watched:
     streak: int = 0  # looks without a break at which it had something to send
     behind: int = 0  # looks in this window at which it had something to send
     held: int = 0  # of them, those at which the other side took no more
-    sends: bool = False  # in this window or the last
+    sends: bool = False  # at the last look it had more to send
 
 
 class Pacer:
@@ -66,6 +67,7 @@ class Pacer:
         self._seconds = 0.0  # of the window
         self._looks = 0  # in it
         self._quiet = 0  # looks without a byte sent by anybody
+        self._idle = 0  # looks at which nobody had more to send
         self._late = False  # somebody has begun to send, and acknowledgements do not show it yet
         self._task = asyncio.create_task(self._run()) if tcp.PACES else None
 
@@ -107,7 +109,7 @@ class Pacer:
             for one in self._watched.values():
                 one.seen = None
             self._begin_window()
-            self._quiet, looked = 0, self._clock.monotonic()
+            self._quiet, self._idle, looked = 0, 0, self._clock.monotonic()
             while self._quiet < QUIET_LOOKS:
                 await asyncio.sleep(self._window() / LOOKS)
                 now = self._clock.monotonic()
@@ -118,8 +120,10 @@ class Pacer:
         """Read all figures, `seconds` after the last time; judge when a window is over."""
         known = any(one.seen is not None for one in self._watched.values())
         sends = self._read(seconds)
-        begins = sends and self._quiet >= LOOKS
+        backlog = any(one.streak for one in self._watched.values())
+        begins = backlog and self._idle >= LOOKS  # words alone, such as those that open a stream, are no begin
         self._quiet = 0 if sends else self._quiet + 1
+        self._idle = 0 if backlog else self._idle + 1
         if begins or self._late or not known:
             self._late = begins
             self._begin_window()
@@ -151,13 +155,14 @@ class Pacer:
             if one.streak >= LATE_LOOKS:
                 one.steady.seconds += seconds
                 one.steady.delivered += delivered
-                one.steady.given += one.given * seconds
+                one.steady.given += one.given_before * seconds
+            one.given_before = one.given
             one.streak = one.streak + 1 if now.unsent_bytes else 0
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
             moves = now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
             sends |= moves
-            before_that, one.sends = one.sends, now.unsent_bytes > 0 or (one.sends and moves)
+            before_that, one.sends = one.sends, now.unsent_bytes > 0
             changes |= one.sends != before_that  # who has sent all leaves its share to the others at once
         if changes:
             self._share()
@@ -180,7 +185,6 @@ class Pacer:
         for connection, figures in sent.items():
             one = self._watched[connection]
             one.path = one.path.observe(*self._path_figures(one, figures, seconds, known=known))
-            one.sends &= one.behind > 0
         self._share()
 
     @staticmethod
