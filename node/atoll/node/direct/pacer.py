@@ -197,11 +197,14 @@ class Pacer:
         return steady.seconds, replace(sent, delivered=steady.delivered), steady.given / steady.seconds
 
     def _share(self) -> None:
-        """Set every sender's rate; who does not send may begin at what one more would get, or all if nobody sends."""
+        """Set every sender's rate; who does not send may begin at what one more would get.
+
+        If nobody sends, one connection with each peer may begin: exchanges use one of the two in a direction at a time.
+        """
         far = {connection: one for connection, one in self._watched.items() if one.far}
         senders = {connection: one.path.limit for connection, one in far.items() if one.sends}
         given = rates.shares(self.uplink.budget, senders)
-        beginners = len(senders) + 1 if senders else max(1, len(far))
+        beginners = len(senders) + 1 if senders else max(1, len({connection.peer_id for connection in far}))
         others = max(self.uplink.budget / beginners, rates.MIN_RATE)
         for connection, one in far.items():
             rate = given.get(connection, others)
