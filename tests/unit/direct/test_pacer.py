@@ -146,33 +146,41 @@ async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatc
 
 @dataclass(eq=False)
 class Late(Wire):
-    """What it sends, at its pace, is acknowledged a look later."""
+    """What it sends is acknowledged a look later."""
 
     under_way: float = 0.0  # bytes
 
-    def pass_time(self, seconds: float) -> None:
-        sent = min(self.paced, self.rate) * seconds if self.backlog else 0.0
+    def send(self, size: float) -> None:
         self.figures = replace(
             self.figures,
             delivered_segments=self.figures.delivered_segments + int(self.under_way / SEGMENT),
             unsent_bytes=100_000 if self.backlog else 0,
         )
-        self.under_way = sent
+        self.under_way = size
 
 
-def look_on(made: Pacer, wires: list[Late], looks: int) -> None:
+def look_on(made: Pacer, wires: list[Late], looks: int, link: float = 12e6) -> None:
+    """All send at their pace over a link of `link` bytes per second."""
     for _ in range(looks):
-        for wire in wires:
-            wire.pass_time(SECONDS / LOOKS)
+        paces = [min(wire.paced, link) if wire.backlog else 0.0 for wire in wires]
+        fits = min(1.0, link / max(sum(paces), 1.0))
+        for wire, pace in zip(wires, paces, strict=True):
+            wire.send(pace * fits * SECONDS / LOOKS)
         made._look(SECONDS / LOOKS)
+
+
+def late_wires(made: Pacer, *peers: str) -> list[Late]:
+    found = [Late(peer) for peer in peers]
+    for wire in found:
+        made.add(wire)  # type: ignore[arg-type]
+    return found
 
 
 @pytest.mark.parametrize("sending", [7, 9, 14])
 async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires: list[Wire], sending: int) -> None:
     """Each begins with a round trip in which nothing is acknowledged."""
-    made, late = Pacer(SystemClock()), [Late(name, 4e6) for name in ("ann", "bob", "cleo")]
-    for wire in late:
-        made.add(wire)  # type: ignore[arg-type]
+    made = Pacer(SystemClock())
+    late = late_wires(made, "ann", "bob", "cleo")
     for _ in range(40):
         for backlog, looks in ((True, sending), (False, 6)):
             for wire in late:
@@ -181,24 +189,35 @@ async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires
     assert made.uplink.rate == pytest.approx(12e6, rel=0.03)
 
 
+@pytest.mark.parametrize(("sending", "pause"), [(1, 5), (3, 7), (5, 4)])
+async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, pause: int) -> None:
+    """A stage of a pipeline may send so: never for a whole window."""
+    made = Pacer(SystemClock())
+    late = late_wires(made, "ann")
+    look_on(made, late, 2)
+    for _ in range(60):
+        for backlog, looks in ((True, sending), (False, pause)):
+            late[0].backlog = backlog
+            look_on(made, late, looks, link=100e6)
+    assert made.uplink.budget > 50e6
+
+
 async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list[Wire]) -> None:
     """Its share is another now than it was when it began, and its first bytes are not acknowledged yet."""
-    made, late = Pacer(SystemClock()), [Late(name, 4e6, backlog=True) for name in ("ann", "bob", "cleo")]
-    for wire in late:
-        made.add(wire)  # type: ignore[arg-type]
-    look_on(made, late, 60)
-    later = [Late(name, 4e6) for name in ("ann", "bob", "cleo")]
-    for wire in later:
-        made.add(wire)  # type: ignore[arg-type]
-    look_on(made, late + later, 2)
+    made = Pacer(SystemClock())
+    first, later = (late_wires(made, "ann", "bob", "cleo") for _ in range(2))
+    for wire in first:
+        wire.backlog = True
+    look_on(made, first + later, 60)
     for _ in range(10):
         for wire in later:
             wire.backlog = True
-        look_on(made, late + later, 5)
-        for wire in late:
+        look_on(made, first + later, 5)
+        for wire in first:
             wire.backlog = False
-        look_on(made, late + later, 4)
-        for wire in late + later:
-            wire.backlog = wire in late
-        look_on(made, late + later, 5)
+        look_on(made, first + later, 4)
+        for wire in first + later:
+            wire.backlog = wire in first
+        look_on(made, first + later, 5)
     assert made.limits() == {}
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)

@@ -3,9 +3,9 @@
 Only connections that leave the building are measured and paced: where a round trip takes less than two milliseconds,
 TCP does well alone, and the processor, not the link, is what is measured.
 
-What was sent is acknowledged a round trip later. So a window begins a look, about a round trip, after somebody begins
-to send, and of each connection only looks count at which it had sent for that long: else every begin would look like a
-slow link, and like a path that carries less than it was given.
+What was sent is acknowledged a round trip later, which is about the time of a look. So a window begins anew when
+somebody has sent for that long, and of each connection only looks after that say what it carries: else every begin
+would look like a slow link, and like a path that carries less than it was given.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _log = log.get("direct")
 class _Steady:
     """What is known of a connection in a window, where it had sent long enough."""
 
+    looks: int = 0
     seconds: float = 0.0
     delivered: int = 0
     given: float = 0.0  # bytes that its pace allowed, a look before
@@ -67,8 +68,6 @@ class Pacer:
         self._seconds = 0.0  # of the window
         self._looks = 0  # in it
         self._quiet = 0  # looks without a byte sent by anybody
-        self._idle = 0  # looks at which nobody had more to send
-        self._late = False  # somebody has begun to send, and acknowledgements do not show it yet
         self._task = asyncio.create_task(self._run()) if tcp.PACES else None
 
     def add(self, connection: Connection) -> None:
@@ -109,7 +108,7 @@ class Pacer:
             for one in self._watched.values():
                 one.seen = None
             self._begin_window()
-            self._quiet, self._idle, looked = 0, 0, self._clock.monotonic()
+            self._quiet, looked = 0, self._clock.monotonic()
             while self._quiet < QUIET_LOOKS:
                 await asyncio.sleep(self._window() / LOOKS)
                 now = self._clock.monotonic()
@@ -119,13 +118,9 @@ class Pacer:
     def _look(self, seconds: float) -> None:
         """Read all figures, `seconds` after the last time; judge when a window is over."""
         known = any(one.seen is not None for one in self._watched.values())
-        sends = self._read(seconds)
-        backlog = any(one.streak for one in self._watched.values())
-        begins = backlog and self._idle >= LOOKS  # words alone, such as those that open a stream, are no begin
-        self._quiet = 0 if sends else self._quiet + 1
-        self._idle = 0 if backlog else self._idle + 1
-        if begins or self._late or not known:
-            self._late = begins
+        was_steady = self._is_steady
+        self._quiet = 0 if self._read(seconds) else self._quiet + 1
+        if not known or (self._is_steady and not was_steady):
             self._begin_window()
             return
         self._seconds += seconds
@@ -133,6 +128,11 @@ class Pacer:
         if self._looks == LOOKS:
             self._judge(self._seconds)
             self._begin_window()
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether what is acknowledged from now on was sent at a full pace."""
+        return any(one.streak >= LATE_LOOKS for one in self._watched.values())
 
     def _begin_window(self) -> None:
         self._seconds, self._looks = 0.0, 0
@@ -153,6 +153,7 @@ class Pacer:
             delivered = now.delivered_since(before)
             one.delivered += delivered
             if one.streak >= LATE_LOOKS:
+                one.steady.looks += 1
                 one.steady.seconds += seconds
                 one.steady.delivered += delivered
                 one.steady.given += one.given_before * seconds
@@ -172,7 +173,7 @@ class Pacer:
         sent = {
             connection: rates.Sent(
                 one.delivered,
-                backlogged=one.behind >= LOOKS and 2 * one.held < LOOKS,
+                backlogged=one.steady.looks >= LOOKS and 2 * one.held < LOOKS,
                 busy=min(1.0, one.behind / LOOKS),
             )
             for connection, one in self._watched.items()
@@ -181,20 +182,17 @@ class Pacer:
         busy = {connection.peer_id for connection, figures in sent.items() if figures.backlogged}
         known = self.uplink.started  # while it is not, who gets through less is only starting
         wide = len(busy) > 1 or len({connection.peer_id for connection in self._watched}) == 1
+        asked = sum(one.steady.given for one in self._watched.values()) / seconds
+        fits = min(1.0, self.uplink.rate / asked) if known and asked else 1.0  # a probe asks for more than is there
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
         for connection, figures in sent.items():
-            one = self._watched[connection]
-            one.path = one.path.observe(*self._path_figures(one, figures, seconds, known=known))
+            one, steady = self._watched[connection], self._watched[connection].steady
+            if known and steady.seconds >= seconds / 2:
+                given = fits * steady.given / steady.seconds
+                one.path = one.path.observe(steady.seconds, replace(figures, delivered=steady.delivered), given)
+            else:
+                one.path = one.path.observe(seconds, replace(figures, backlogged=False), math.inf)
         self._share()
-
-    @staticmethod
-    def _path_figures(
-        one: _Watched, sent: rates.Sent, seconds: float, *, known: bool
-    ) -> tuple[float, rates.Sent, float]:
-        steady = one.steady
-        if not known or steady.seconds < seconds / 2:
-            return seconds, replace(sent, backlogged=False), math.inf
-        return steady.seconds, replace(sent, delivered=steady.delivered), steady.given / steady.seconds
 
     def _share(self) -> None:
         """Set every sender's rate; who does not send may begin at what one more would get.
