@@ -66,7 +66,8 @@ class Turns:
         if self._exchange_began is not None:
             self._exchanges.append(now - self._exchange_began)
             share = self._policy.exchange_share * len(self._policy.fragments)
-            self._rest_until = self._exchange_began + median(self._exchanges) / share
+            if share < 1:  # else they may follow each other at once, also one that was quicker than most
+                self._rest_until = self._exchange_began + median(self._exchanges) / share
         self._exchange_began = None
         self.begin(head, plan, now)
 
