@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 from statistics import mean, median
 
@@ -59,6 +60,12 @@ def test_where_an_exchange_may_take_all_of_a_round_nobody_rests():
     world = Watched(policy(1.0))
     assert world.run(600, until=lambda: world.rounds() >= 40)
     assert world.share() > 0.6
+
+
+def test_that_a_round_is_overdue_does_not_shorten_the_rest():
+    world = Watched(policy(0.25, round_max=timedelta(seconds=0.5), due_tokens=lambda committed, members: 10**9))
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert world.share() < 0.28
 
 
 def test_fragments_take_turns_so_that_each_of_them_rests():

@@ -173,7 +173,7 @@ class Turns:
         if enough and self._enough_since is None:
             self._enough_since = now
         rested = now >= self._rest_until or any(item.full for item in said.values())
-        return total > 0 and ((enough and rested) or overdue or leaving)
+        return total > 0 and (((enough or overdue) and rested) or leaving)
 
     def _cap(self, peer: str) -> int:
         """The most tokens of its that a round counts."""
