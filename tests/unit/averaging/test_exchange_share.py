@@ -86,6 +86,40 @@ def test_nobody_trains_on_for_what_would_not_be_counted():
     assert max(weights[20:]) <= 40
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_member_s_cap_is_of_a_turn(fragments):
+    """It is reached after 10 s of all fragments' rounds."""
+    world = Watched(policy(0.01, fragments))
+    capped = tuple(replace(item, max_round_tokens=400) for item in world.plan.assignments)
+    world.issue(replace(world.plan, version=2, assignments=capped))
+    assert world.run(900, until=lambda: world.rounds() >= 40)
+    began = [world.began[number] for number in range(10, 40)]
+    assert mean(after - before for before, after in pairwise(began)) < 1.4 * 10 / fragments
+
+
+def test_the_last_round_does_not_rest():
+    world = Watched(policy(0.02, stop_tokens=3000))
+    assert world.run(900, until=lambda: all(node.machine.finished for node in world.nodes.values()))
+    assert world.committed[world.rounds()].committed_tokens < 3200
+
+
+def test_after_a_failed_attempt_the_codec_is_chosen_anew():
+    world = Watched(policy(0.5, codecs=AUTO, due_tokens=lambda committed, members: 4000))
+    world.exchange_seconds = lambda start: 0.2 * BY_NUMBER[start.codec].encoded_bytes(2**20) / 2**20
+    assert world.run(900, until=lambda: world.rounds() >= 12)
+    usual = world.committed[world.rounds()].manifest.codec
+    number = world.rounds() + 1
+    world.network.drop = lambda sender, to, message: (
+        message.WhichOneof("body") == "settle"
+        and message.settle.round.number == number
+        and message.settle.round.attempt == 0
+    )
+    assert world.run(900, until=lambda: world.rounds() >= number)
+    assert world.committed[number].manifest.round.attempt > 0
+    assert BY_NUMBER[usual].name != "int2"
+    assert BY_NUMBER[world.committed[number].manifest.codec].name != "int2"
+
+
 def test_a_round_that_waited_for_the_dead_does_not_put_off_the_next():
     world = Watched(policy(0.25))
     assert world.run(600, until=lambda: world.rounds() >= 10)

@@ -83,7 +83,7 @@ async def test_one_slow_peer_says_nothing_about_our_uplink(wires: list[Wire], re
 async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: list[Wire]) -> None:
     made = await started(wires)
     assert all(wire.paced < 4.7e6 for wire in wires)  # a third of the link, and of a probe of it
-    wires[0].backlog, wires[0].rate = False, 0.0
+    wires[0].backlog = False  # its last bytes are still acknowledged
     for wire in wires:
         wire.pass_time(SECONDS / LOOKS)
     made._look(SECONDS / LOOKS)
@@ -176,6 +176,13 @@ def late_wires(made: Pacer, *peers: str) -> list[Late]:
     return found
 
 
+async def test_who_turns_out_to_be_near_leaves_its_share(wires: list[Wire]) -> None:
+    made = await started(wires)
+    wires[0].figures = replace(wires[0].figures, min_rtt_seconds=0.0015)
+    pass_windows(made, wires, 1)
+    assert all(wire.paced > 4.9e6 for wire in wires[1:])
+
+
 @pytest.mark.parametrize("sending", [7, 9, 14])
 async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires: list[Wire], sending: int) -> None:
     """Each begins with a round trip in which nothing is acknowledged."""
@@ -186,10 +193,10 @@ async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires
             for wire in late:
                 wire.backlog = backlog
             look_on(made, late, looks)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.03)
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.04)
 
 
-@pytest.mark.parametrize(("sending", "pause"), [(1, 5), (3, 7), (5, 4)])
+@pytest.mark.parametrize(("sending", "pause"), [(1, 4), (1, 5), (2, 6), (3, 7), (5, 4)])
 async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, pause: int) -> None:
     """A stage of a pipeline may send so: never for a whole window."""
     made = Pacer(SystemClock())

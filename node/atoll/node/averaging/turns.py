@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
@@ -67,7 +67,7 @@ class Turns:
             self._exchanges.append(now - self._exchange_began)
             share = self._policy.exchange_share * len(self._policy.fragments)
             if share < 1:  # else they may follow each other at once, also one that was quicker than most
-                self._rest_until = self._exchange_began + median(self._exchanges) / share
+                self._rest_until = self._exchange_began + median_low(self._exchanges) / share
         self._exchange_began = None
         self.begin(head, plan, now)
 
@@ -112,13 +112,12 @@ class Turns:
     def hear(self, peer: str, report: dp.TokenReport, now: float) -> None:
         """A report of a member of the plan; what it claims counts up to its cap."""
         most = self._cap(peer)
-        tokens = min(report.tokens, most)
-        self._heard[peer] = _Heard(tokens, now, report.leaving, report.step_ms / 1000, full=tokens == most > 0)
+        tokens, step_seconds = min(report.tokens, most), report.step_ms / 1000
+        self._heard[peer] = _Heard(tokens, now, report.leaving, step_seconds, self._is_full(peer, tokens))
 
     def hear_self(self, tokens: int, leaving: bool, step_seconds: float, now: float) -> bool:
         """Our own figures; whether it is time to report them."""
-        full = tokens >= self._cap(self._me) > 0
-        self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds, full)
+        self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds, self._is_full(self._me, tokens))
         lasted = max(self._lasted, now - self._last_commit)
         if now - self._reported < min(self._interval, max(_LEAST_INTERVAL, lasted / _REPORTS)):
             return False
@@ -172,13 +171,18 @@ class Turns:
         enough = everyone and total >= due
         if enough and self._enough_since is None:
             self._enough_since = now
-        rested = now >= self._rest_until or any(item.full for item in said.values())
+        last = self._head.committed_tokens + total >= self._policy.stop_tokens
+        rested = last or now >= self._rest_until or any(item.full for item in said.values())
         return total > 0 and (((enough or overdue) and rested) or leaving)
 
     def _cap(self, peer: str) -> int:
         """The most tokens of its that a round counts."""
         assignment = self._plan.assignment(peer)
         return assignment.max_round_tokens if assignment else 0
+
+    def _is_full(self, peer: str, tokens: int) -> bool:
+        """Whether more would not be counted: `tokens` are since the head, the cap is of a turn of all fragments."""
+        return tokens * len(self._policy.fragments) >= self._cap(peer) > 0
 
     def must_wait(self, opener: str, now: float) -> bool:
         """Whether others shall have their turn before an opener whose attempts failed."""
@@ -191,7 +195,7 @@ class Turns:
         self._refused_until[opener] = now + _doubled(first, self._strikes[opener], most if said_so else most_silent)
         self._failures += 1
         self._not_before = now + _doubled(_BACKOFF[0], self._failures, _BACKOFF[1])
-        self._due_since = None
+        self._due_since = self._enough_since = None
         self.forget_exchange()
 
     # --- attempts that others can follow --------------------------------------------------------------

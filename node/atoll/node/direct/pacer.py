@@ -120,7 +120,8 @@ class Pacer:
         known = any(one.seen is not None for one in self._watched.values())
         was_steady = self._is_steady
         self._quiet = 0 if self._read(seconds) else self._quiet + 1
-        if not known or (self._is_steady and not was_steady):
+        begins = self._is_steady and not was_steady and self.uplink.started  # a start asks who got through at all
+        if begins or not known:
             self._begin_window()
             return
         self._seconds += seconds
@@ -146,6 +147,8 @@ class Pacer:
         for connection, one in self._watched.items():
             now = tcp.info(connection.sock)
             if now is None or now.min_rtt_seconds < NEAR_SECONDS:
+                changes |= one.sends  # it was far, as far as we saw
+                one.sends, one.streak = False, 0
                 continue
             before, one.seen, one.far = one.seen, now, True
             if before is None:
