@@ -112,12 +112,15 @@ class VirtualSwarm:
         saved: Saved | None = None,
         tamper: Tamper = lambda number, gradients: gradients,
         members: Sequence[str] = (),
+        make: Callable[[str], InnerLoop] | None = None,
     ) -> None:
-        self._spec, self._corpus, self._it, self._tamper = spec, corpus, ingredients, tamper
+        """`make`: a member's inner loop, where it is not the usual one."""
+        self._spec, self._it, self._tamper = spec, ingredients, tamper
         self.bandwidth: Mapping[str, int] = {}  # in proportion to which members reduce; none: equally
         self.averaged: list[Averaged] = []  # every round's, without its average
         self.members = list(members) or member_names(len(ingredients.step_times))
-        self.loops = {peer: InnerLoop(spec, corpus, "cpu") for peer in self.members}
+        self._make = make or (lambda peer: InnerLoop(spec, corpus, "cpu"))
+        self.loops = {peer: self._make(peer) for peer in self.members}
         self._fragments = cut_layers(self.loops[self.members[0]].layout.layer_offsets, spec.sync.fragments)
         self._minimum_lease = _round_samples(spec)
         self._step_times = dict(zip(self.members, ingredients.step_times, strict=True))
@@ -163,7 +166,7 @@ class VirtualSwarm:
         rises in a line to everybody's.
         """
         self.loops.pop(leaver).close()
-        self.loops[newcomer] = InnerLoop(self._spec, self._corpus, "cpu")
+        self.loops[newcomer] = self._make(newcomer)
         self.members[self.members.index(leaver)] = newcomer
         for table in (self._step_times, self._due):
             table[newcomer] = table.pop(leaver)
