@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -36,7 +36,7 @@ CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1
 class Side:
     """One member."""
 
-    def __init__(self, name: str, operator: Identity, hub: MemoryHub, directory: Path) -> None:
+    def __init__(self, name: str, operator: Identity, hub: MemoryHub, directory: Path, config: DirectConfig) -> None:
         self.clock = SystemClock()
         self.identity = Identity.generate()
         self.peer_id = self.identity.peer_id
@@ -48,7 +48,7 @@ class Side:
         self.asked = 0  # for ways in
         self.hosts: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)  # known of others
         self.path = DirectPath(
-            CONFIG,
+            config,
             directory=directory,
             gate=self.gate,
             traffic=self.traffic,
@@ -59,7 +59,7 @@ class Side:
             me=self.peer_id,
         )
         self.network.handle(direct.PROTOCOL, self.path.offer)
-        self.path.listen(CONFIG)
+        self.path.listen(config)
 
     async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> WayIn:
         self.asked += 1
@@ -99,10 +99,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def direct_pair(directory: Path) -> AsyncIterator[Pair]:
-    """Two members of one run that know each other."""
-    operator, hub = Identity.generate(), MemoryHub()
-    pair = Pair(Side("a", operator, hub, directory), Side("b", operator, hub, directory))
+async def direct_pair(directory: Path, at_once: Collection[str] = ()) -> AsyncIterator[Pair]:
+    """Two members of one run that know each other; `at_once`: protocols whose conversations need not be let in."""
+    operator, hub, config = Identity.generate(), MemoryHub(), replace(CONFIG, at_once=frozenset(at_once))
+    pair = Pair(*(Side(name, operator, hub, directory, config) for name in "ab"))
     pair.a.gate.admit(pair.b.peer_id, pair.b.gate.hello())
     pair.b.gate.admit(pair.a.peer_id, pair.a.gate.hello())
     try:

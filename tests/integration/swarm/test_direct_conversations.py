@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from atoll.core.membership import Deny
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm import streams
+from atoll.node.swarm.door import Door
+from atoll.node.swarm.streams import SocketStream
 from atoll.node.transport import Stream
 
 BODY = bytes(range(256)) * 4096
@@ -93,6 +96,83 @@ async def test_a_refusal_is_raised_by_its_class_and_costs_no_connection(tmp_path
             await stream.send(FrameKind.MESSAGE, b"please")
             with pytest.raises(RoundAbandoned, match="not this one"):
                 await stream.receive(SOON)
+            await pair.settled()
+        assert pair.a.asked == 1
+
+
+class Doorkeeper:
+    """Answers who begins a conversation only while `awake`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.awake = asyncio.Event()
+        self.awake.set()
+        let_in = Door.let_in
+
+        async def late(door: Door, stream: SocketStream) -> None:
+            await self.awake.wait()
+            await let_in(door, stream)
+
+        monkeypatch.setattr(Door, "let_in", late)
+
+
+async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Doorkeeper(monkeypatch)
+    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+        pair.b.door.handle(TALK, shout)
+        for _ in range(3):
+            stream = await pair.a.talk(pair.b)
+            await stream.send(FrameKind.PART, b"h", BODY)
+            keeper.awake.set()
+            assert bytes((await stream.receive(SOON)).body) == BODY
+            assert await echoes(stream)
+            await stream.close()
+            await pair.settled()
+            keeper.awake.clear()
+        assert pair.a.asked == 1
+        monkeypatch.setattr(dialler, "PROVED", timedelta(0))  # it was long ago
+        opening = asyncio.create_task(pair.a.talk(pair.b))
+        assert not (await asyncio.wait({opening}, timeout=0.3))[0]
+        keeper.awake.set()
+        assert await echoes(await opening)
+
+
+async def test_who_is_refused_after_it_began_to_send_hears_why_and_the_path_stays(tmp_path: Path) -> None:
+    state = "/atoll/state/1"
+    async with direct_pair(tmp_path, at_once={state}) as pair:
+        pair.b.door.handle(TALK, shout)
+        for body in (b"", BODY):
+            stream = await pair.a.talk(pair.b)
+            assert await echoes(stream)
+            await stream.close()
+            await pair.settled()
+            refused = await pair.a.talk(pair.b, state)
+            with suppress(Unreachable):  # it may hear so early
+                await refused.send(FrameKind.PART, b"", body)
+            with pytest.raises(Unreachable):  # not served; or cut off, where the answer was overtaken
+                await refused.receive(SOON)
+            await refused.close()
+            await pair.settled()
+        assert await echoes(await pair.a.talk(pair.b))
+
+
+async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Doorkeeper(monkeypatch)
+    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+        pair.b.door.handle(TALK, shout)
+        for _ in range(3):
+            keeper.awake.set()
+            stream = await pair.a.talk(pair.b)
+            assert await echoes(stream)
+            await stream.close()
+            await pair.settled()
+            keeper.awake.clear()
+            early = await pair.a.talk(pair.b)
+            await early.close()
+            keeper.awake.set()
             await pair.settled()
         assert pair.a.asked == 1
 

@@ -9,10 +9,11 @@ again for a while, longer each time, until a conversation ends as it should.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ PATIENCE = timedelta(seconds=1.5)  # an opener waits so long for a new connectio
 WARM_TIMEOUT = timedelta(seconds=5)  # for a connection to let us in; half of the opener's time at most
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
+PROVED = timedelta(seconds=10)  # since a conversation ended as it should: the next may be one of those that do not wait
 FIRST_PAUSE, LAST_PAUSE = timedelta(seconds=30), timedelta(minutes=10)
 
 _log = log.get("direct")
@@ -57,9 +59,12 @@ Adopt = Callable[[str, Wire], Connection]
 class Dialler:
     """The connections that we made, by peer."""
 
-    def __init__(self, me: str, ask: AskWayIn, adopt: Adopt, clock: Clock, *, loopback: bool) -> None:
-        """`loopback`: whether addresses of this machine are dialled."""
+    def __init__(
+        self, me: str, ask: AskWayIn, adopt: Adopt, clock: Clock, *, loopback: bool, at_once: Collection[str]
+    ) -> None:
+        """`loopback`: whether addresses of this machine are dialled. `at_once`: protocols that need not be let in."""
         self._me = me
+        self._at_once = at_once
         self._loopback = loopback
         self._closed = False
         self._resolver = ThreadPoolExecutor(1, thread_name_prefix="resolve")  # a slow name holds nothing else up
@@ -69,6 +74,7 @@ class Dialler:
         self._context = tls.dialling_context()
         self._all: defaultdict[str, set[Connection]] = defaultdict(set)
         self._free: defaultdict[str, list[tuple[Connection, asyncio.TimerHandle]]] = defaultdict(list)
+        self._proved: dict[Connection, float] = {}  # when a conversation ended on it as it should
         self._dialling: defaultdict[str, set[asyncio.Task[None]]] = defaultdict(set)
         self._failures: dict[str, tuple[int, float]] = {}  # how many in a row, and when to try again
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,11 +133,18 @@ class Dialler:
         for table in (self._all, self._free):
             if not table[peer_id]:
                 del table[peer_id]
+        self._proved.pop(connection, None)
 
     # --- connections that are there ------------------------------------------------------------------
 
     async def _begin(self, connection: Connection, protocol: str, timeout: timedelta) -> DirectStream:
-        return await connection.begin(protocol, timeout, lambda stream: self._ended(connection, stream))
+        proved = self._clock.monotonic() - self._proved.get(connection, -math.inf) < PROVED.total_seconds()
+        return await connection.begin(
+            protocol,
+            timeout,
+            lambda stream: self._ended(connection, stream),
+            at_once=proved and protocol in self._at_once,
+        )
 
     def _ended(self, connection: Connection, stream: DirectStream) -> None:
         if stream.broken and stream.was_let_in:
@@ -142,6 +155,7 @@ class Dialler:
     async def _settle(self, connection: Connection, stream: DirectStream) -> None:
         if await stream.until_ended():
             self._failures.pop(connection.peer_id, None)
+            self._proved[connection] = self._clock.monotonic()
             self._keep(connection)
 
     def _broken(self, peer_id: str, error: BaseException) -> None:

@@ -30,7 +30,7 @@ from atoll.node.direct.dialler import Dialler, WayIn
 from atoll.node.direct.hosts import hosts_in
 from atoll.node.direct.listener import Listener
 from atoll.node.direct.pacer import Pacer
-from atoll.node.direct.protocol import BULK, MAX_HOSTS
+from atoll.node.direct.protocol import AT_ONCE, BULK, MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import TICKET_BYTES, Tickets
 from atoll.node.direct.wire import Wire, when_lost
@@ -50,6 +50,7 @@ class DirectConfig:
     hosts: tuple[str, ...]
     ports: tuple[int, ...] = (0,)
     protocols: frozenset[str] = BULK
+    at_once: frozenset[str] = AT_ONCE
 
 
 class DirectPath:
@@ -78,7 +79,7 @@ class DirectPath:
         self._connections: set[Connection] = set()  # both ways
         self._pacer = Pacer(clock)
         loopback = any(ipaddress.ip_address(host).is_loopback for host in config.hosts)
-        self._dialler = Dialler(me, ask, self._adopt, clock, loopback=loopback)
+        self._dialler = Dialler(me, ask, self._adopt, clock, loopback=loopback, at_once=config.at_once)
         self._listener = Listener(context, self._tickets, self._adopt, serve, config.protocols, max_frame_bytes)
 
     @property

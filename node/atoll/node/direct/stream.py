@@ -3,9 +3,11 @@
     dialler:   proof of a ticket   begin(protocol)   …   END                 begin(protocol)   …
     acceptor:                              come in   …   END                         come in   …
 
-The dialler begins; the acceptor lets it in or refuses, as on a libp2p stream. `close` says END, and when both have said
-it with nothing else under way, the connection is free for the next conversation, warm. Whatever is not clean, a frame
-that was left half-way or came after the end, a reader or sender that was interrupted, costs the connection.
+The dialler begins; the acceptor lets it in or refuses, as on a libp2p stream. On a connection that was proved to work
+a moment ago the dialler need not wait for the answer before it sends; it gets it when it first receives. `close` says
+END, and when both have said it with nothing else under way, the connection is free for the next conversation, warm.
+Whatever is not clean, a frame that was left half-way or came after the end, a reader or sender that was interrupted,
+costs the connection.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class DirectStream(_TlsStream):
             max_frame_bytes=max_frame_bytes,
         )
         self.was_let_in = False  # as a dialler
+        self._unanswered = False  # it began, and the acceptor's word is the next that comes
         self._sends = connection.sends
         self._told_ended = ended  # called once, when this side has ended it
         self._closed = False
@@ -107,6 +110,8 @@ class DirectStream(_TlsStream):
         """After `close`: wait for the other side's END. Whether the connection is clean; else it is closed."""
         try:
             async with asyncio.timeout(END_TIMEOUT.total_seconds()):
+                if self._unanswered:
+                    self._take_answer(await super()._read_frame())
                 if not self._peer_closed:
                     self._check_end(await self._read_prefix())
         except (AtollError, EOFError, OSError, TimeoutError):
@@ -138,7 +143,35 @@ class DirectStream(_TlsStream):
                 view = memoryview(piece)
                 yield from (view[start : start + _WRITE_BYTES] for start in range(0, len(view), _WRITE_BYTES))
 
+    def expect_answer(self) -> None:
+        """As the side that began: `receive` finds whether we are let in before anything else."""
+        self._unanswered = True
+
+    async def be_let_in(self, timeout: timedelta) -> None:
+        """As the side that began, wait for that.
+
+        Raises what the peer refuses with, `FrameInvalid`, `Unreachable`, `DeadlineExceeded`.
+        """
+        self._take_answer(await self.receive(timeout))
+
+    def _take_answer(self, frame: Frame) -> None:
+        """Raises `FrameInvalid` unless it lets us in; a refusal is for who receives."""
+        self._unanswered = False
+        if frame.kind is FrameKind.REFUSAL:
+            return
+        if frame.kind is not FrameKind.MESSAGE or frame.header or frame.body:
+            raise FrameInvalid(f"peer {self.peer_id} began {self.protocol} with something else than to let us in")
+        self.was_let_in = True
+
     async def _read_frame(self) -> Frame:
+        frame = await self._read_next()
+        if self._unanswered:
+            self._take_answer(frame)
+            if self.was_let_in:
+                frame = await self._read_next()
+        return frame
+
+    async def _read_next(self) -> Frame:
         if self._closed or self._peer_closed:
             raise self._ended()
         self._reading = True
@@ -202,8 +235,10 @@ class Connection:
         """The first thing to send as a dialler: the proof of a ticket."""
         await self._control.send(FrameKind.MESSAGE, shown)
 
-    async def begin(self, protocol: str, timeout: timedelta, ended: Callable[[DirectStream], None]) -> DirectStream:
-        """Open a conversation and wait to be let in.
+    async def begin(
+        self, protocol: str, timeout: timedelta, ended: Callable[[DirectStream], None], *, at_once: bool = False
+    ) -> DirectStream:
+        """Open a conversation and wait to be let in; `at_once`: let `receive` find out whether we are.
 
         Raises what the peer refuses with; then the connection is as good as before. Raises `Unreachable` or
         `FrameInvalid` when it is not.
@@ -211,9 +246,10 @@ class Connection:
         stream = DirectStream(self, protocol, MAX_FRAME_BYTES, ended)
         try:
             await self._control.send(FrameKind.MESSAGE, wire.DirectBegin(protocol=protocol).SerializeToString())
-            answer = await stream.receive(timeout)
-            if answer.kind is not FrameKind.MESSAGE or answer.header or answer.body:
-                raise FrameInvalid(f"peer {self.peer_id} began {protocol} with something else than to let us in")
+            if at_once:
+                stream.expect_answer()
+            else:
+                await stream.be_let_in(timeout)
         except (DeadlineExceeded, FrameInvalid, asyncio.CancelledError):
             stream.abort()
             raise
@@ -223,7 +259,6 @@ class Connection:
             else:
                 stream.abort()
             raise
-        stream.was_let_in = True
         return stream
 
     async def next(
