@@ -56,6 +56,7 @@ class Node:
     frozen: bool = False  # SIGSTOP
     leaving: bool = False
     catching_up: bool = False
+    heard: int = 0  # the newest plan's version
     trained: int = 0  # tokens of this incarnation
     spent: int = 0  # of them, counted in committed rounds or given up
     counted: dict[int, int] = field(default_factory=dict)  # layer → tokens that its last round with us holds

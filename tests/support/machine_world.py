@@ -182,11 +182,17 @@ class World(Agenda):
         if node.frozen:
             return
         node.trained += TOKENS_PER_TICK
-        if not node.catching_up:
-            self.feed(peer, rt.Progress(node.trained - node.spent, self.step_seconds.get(peer, STEP_SECONDS)))
-            self.feed(peer, TICKED)
+        self._tell_time(node)
         if node.busy_for(self.now) > self._too_long and not node.catching_up:
             raise Violation(f"{node.peer} hangs in phase {node.machine.phase}")
+
+    def _tell_time(self, node: Node) -> None:
+        """So often, and at every new head, as the engine does."""
+        if not node.catching_up:
+            beyond = node.trained - node.snapshot.end if node.snapshot is not None else 0
+            step_seconds = self.step_seconds.get(node.peer, STEP_SECONDS)
+            self.feed(node.peer, rt.Progress(node.trained - node.spent, step_seconds, beyond))
+            self.feed(node.peer, TICKED)
 
     def feed(self, peer: str, event: rt.Event) -> None:
         """Take one event and carry out what the machine wants, unless the node dies in between."""
@@ -265,6 +271,8 @@ class World(Agenda):
             self._send(node.peer, to, message)
 
     def _freeze_snapshot(self, node: Node, round_id: RoundId, fragment: Fragment) -> None:
+        if not node.machine.is_freezing(round_id):
+            return  # given up meanwhile, as in the engine
         start = max(node.counted.get(layer, 0) for layer in fragment.layers)
         node.snapshot = Snapshot(fragment.layers, start, node.trained)
         tokens = node.trained - node.snapshot.start
@@ -328,6 +336,7 @@ class World(Agenda):
         node.move()
         if node.leaving:
             self.kill(node.peer)
+        self._later(0.0, node, self._tell_time)
 
     def _was_held(self, state: bytes) -> bool:
         return state in self._made or any(state in node.staged for node in self.nodes.values())
@@ -381,8 +390,9 @@ class World(Agenda):
 
     def _hear_plan(self, peer: str, plan: Plan) -> None:
         node = self.nodes[peer]
-        if not node.up:
+        if not node.up or plan.version < node.heard:  # a daemon keeps the newest
             return
+        node.heard = plan.version
         if plan.version > node.machine.plan.version and plan.span(peer) != node.machine.plan.span(peer):
             self._respan(node, plan)
         else:
@@ -399,6 +409,7 @@ class World(Agenda):
             node.leaving,
             node.frozen,
         )
+        again.heard = plan.version
         self.nodes[node.peer] = again
         self.at(TICK, self._tick, node.peer, again.incarnation)
 

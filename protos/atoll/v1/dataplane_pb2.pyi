@@ -26,16 +26,18 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class TokenReport(_message.Message):
-    __slots__ = ("round", "tokens", "leaving", "step_ms")
+    __slots__ = ("round", "tokens", "leaving", "step_ms", "expected")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
     leaving: bool
     step_ms: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., leaving: _Optional[bool] = ..., step_ms: _Optional[int] = ...) -> None: ...
+    expected: bool
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., leaving: _Optional[bool] = ..., step_ms: _Optional[int] = ..., expected: _Optional[bool] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("round", "head_hash", "deadline_ms")

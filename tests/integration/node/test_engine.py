@@ -1,6 +1,8 @@
 """Engines with real trainer processes, joined by an in-process network that can be slow or cut."""
 
 import asyncio
+import threading
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from itertools import pairwise
@@ -223,6 +225,37 @@ async def test_a_vote_is_on_disk_before_it_is_sent(tmp_path):
         stores.update({member.identity.peer_id: VoteStore(member.directory) for member in made})
         await asyncio.gather(*(member.rounds(3) for member in made))
         assert recorded
+
+
+@pytest.mark.timeout(120)
+async def test_what_a_round_holds_is_not_reported_again_while_its_state_is_written(tmp_path):
+    """A large state takes seconds; rounds must not open for tokens that were just counted."""
+    trainers: dict[str, Trainer] = {}
+    counted: Counter[tuple[str, int]] = Counter()  # tokens, by member and round
+    reports: list[tuple[int, int]] = []  # of the second round: tokens, and what no round held then
+    reported = threading.Event()
+
+    async def watch(passage):
+        message = dp.RoundMessage.FromString(passage.frame.header) if passage.protocol == ROUND else dp.RoundMessage()
+        if message.HasField("commit"):
+            manifest = manifest_pb2.Manifest.FromString(message.commit.manifest.payload)
+            for item in manifest.contributions:
+                counted[item.peer_id, manifest.round.number] = item.tokens
+        if message.HasField("report") and message.report.round.number == 2:
+            left = trainers[passage.sender].status.tokens - counted[passage.sender, 1]
+            reports.append((message.report.tokens, left))
+            if len(reports) == 4:
+                reported.set()
+        return passage.frame
+
+    async with members(tmp_path, 2, watch, round_tokens=4000) as made:
+        trainers.update({member.identity.peer_id: member.trainer for member in made})
+        for member in made:
+            commit = member.state.commit
+            member.state.commit = lambda staged, commit=commit: (reported.wait(30), commit(staged))
+        await asyncio.gather(*(member.rounds(2) for member in made))
+        assert reported.is_set()
+        assert all(tokens <= left for tokens, left in reports)
 
 
 @pytest.mark.timeout(180)

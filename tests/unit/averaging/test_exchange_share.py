@@ -56,6 +56,41 @@ def test_rounds_last_as_long_as_exchanges_want(share):
     assert 0.6 * share < world.share() < 1.1 * share
 
 
+class Opened(Watched):
+    """Knows when members opened rounds, heard of tokens, and came to a new head."""
+
+    def __init__(self, policy: RoundPolicy) -> None:
+        self.opened: set[tuple[str, float]] = set()
+        self.heard: set[tuple[str, float]] = set()
+        self.moved: set[tuple[str, float]] = set()
+        super().__init__(policy)
+
+    def feed(self, peer: str, event: rt.Event) -> None:
+        if isinstance(event, rt.Received) and event.message.HasField("report"):
+            self.heard.add((peer, self.now))
+        super().feed(peer, event)
+
+    def _perform(self, node: Node, action: rt.Action) -> None:
+        if isinstance(action, rt.Send) and action.message.HasField("open"):
+            self.opened.add((node.peer, self.now))
+        if isinstance(action, rt.Install):
+            self.moved.add((node.peer, self.now))
+        super()._perform(node, action)
+
+
+def test_the_report_that_makes_a_round_due_opens_it():
+    world = Opened(policy(1.0, due_tokens=lambda committed, members: 300))  # more than are trained in an exchange
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert 2 * len(world.opened & world.heard) > len(world.opened)  # else the opener's own tokens were the last
+
+
+def test_where_tokens_suffice_the_next_round_opens_as_soon_as_its_opener_knows_of_the_last():
+    world = Opened(policy(1.0, due_tokens=lambda committed, members: 1))
+    assert world.run(600, until=lambda: world.rounds() >= 40)
+    assert 4 * len(world.opened & world.moved) > len(world.opened)  # in others it waits for those who voted last
+    assert len(world.opened & (world.moved | world.heard)) > 0.8 * len(world.opened)
+
+
 def test_where_an_exchange_may_take_all_of_a_round_nobody_rests():
     world = Watched(policy(1.0))
     assert world.run(600, until=lambda: world.rounds() >= 40)

@@ -108,7 +108,7 @@ def test_who_stands_by_is_not_waited_for(place, most):
     assert seconds[3.0] <= most * seconds[0.0]
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", range(6))
 def test_who_stands_by_is_waited_for_where_it_takes_its_vote(seed):
     """One of two that train is gone; the other cannot decide alone, nor with the coordinator."""
     w = World(3, seed=seed, routes=[[(peer, 0, POLICY.layers - 1)] for peer in ("p0", "p1")])
@@ -117,7 +117,8 @@ def test_who_stands_by_is_waited_for_where_it_takes_its_vote(seed):
     w.kill("p1")
     before, told = w.rounds(), len(w.reports)
     assert w.run(60, until=lambda: w.rounds() >= before + 6)
-    assert [report.reason for report in w.reports[told:] if report.manifest is None] == []
+    abandoned = [report.reason for report in w.reports[told:] if report.manifest is None]
+    assert [reason for reason in abandoned if not reason.startswith("this node moved")] == []
 
 
 def test_who_stands_by_follows_every_round_that_it_is_in_time_for():
@@ -225,7 +226,7 @@ def test_two_of_four_go_on_with_the_coordinator_and_wait_without_it():
 
 
 def test_a_minority_cut_off_commits_nothing_and_its_progress_enters_after_healing():
-    w = World(5)
+    w = World(5, policy=replace(POLICY, exchange_share=0.5))  # else who fetches one round misses the next
     assert w.run(60, until=committed(w, 2))
     few, many = w.peers[:2], w.peers[2:]
     w.network.part(few, many)

@@ -1,7 +1,9 @@
-"""An Open that came too early: under a plan that has not arrived here, or while another attempt is under way. Pure."""
+"""An Open that came too early: under a plan that has not arrived here, while another attempt is under way, or while the
+round before it still is, here. Pure."""
 
 from __future__ import annotations
 
+from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.round_types import Received
 
@@ -16,7 +18,7 @@ class EarlyOpen:
         """`received` holds an Open whose opener waits that long."""
         if self._kept is not None:
             until, known = self._kept
-            if now <= until and _round_of(known).ballot >= _round_of(received).ballot:
+            if now <= until and _order_of(known) >= _order_of(received):
                 return
         self._kept = (now + seconds, received)
 
@@ -29,6 +31,11 @@ class EarlyOpen:
             return None
         self._kept = None
         return received if now <= until else None
+
+
+def _order_of(received: Received) -> tuple[int, Ballot]:
+    round_id = _round_of(received)
+    return round_id.number, round_id.ballot
 
 
 def _round_of(received: Received) -> RoundId:

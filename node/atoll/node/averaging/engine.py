@@ -134,6 +134,7 @@ class AveragingEngine:
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._looking = False
+        self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
         self.finished = asyncio.Event()
@@ -205,7 +206,7 @@ class AveragingEngine:
             self._results.close()
 
     async def _feed(self) -> None:
-        """Events as they come, and a tick every so often however many events come."""
+        """Events as they come, and a tick at every new head, and every so often however many events come."""
         next_tick = self._clock.monotonic() + _TICK_SECONDS
         while True:
             try:
@@ -213,7 +214,8 @@ class AveragingEngine:
                     self._step(await self._events.get())
             except TimeoutError:
                 pass  # nothing came: only the tick
-            if self._clock.monotonic() >= next_tick:
+            if self._head_is_new or self._clock.monotonic() >= next_tick:
+                self._head_is_new = False
                 next_tick = self._clock.monotonic() + _TICK_SECONDS
                 self._tick()
                 await asyncio.sleep(0)  # a flood of events must not keep others from running
@@ -222,7 +224,8 @@ class AveragingEngine:
         if self._catching_up:
             return  # what the machine believes is out of date
         status = self._trainer.status
-        self._step(rt.Progress(self._tally.unreported(status.tokens), status.step_seconds))
+        tokens, beyond = self._tally.unreported(status.tokens), self._tally.beyond(status.tokens)
+        self._step(rt.Progress(tokens, status.step_seconds, beyond))
         self._step(rt.Tick())
         quiet = self._clock.monotonic() - self._last_look
         if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
@@ -261,6 +264,7 @@ class AveragingEngine:
             case rt.Release(round_id, thaw):
                 self._release(round_id, thaw)
             case rt.Install(head, opened_here, counted):
+                self._account(head, counted)
                 self._orders.put_nowait(lambda: self._install(head, opened_here, counted))
             case rt.CatchUp(reason):
                 self._look(reason)
@@ -309,6 +313,14 @@ class AveragingEngine:
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
         self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
+    def _account(self, head: Head, counted: rt.Counted) -> None:
+        """What a round holds of ours is not reported again, while its state is still being written."""
+        self._head_is_new = True
+        if is_witness(self._machine.plan, self._me, head.committed.payload):
+            self._tally.pass_by(self._trainer.status.tokens)
+        elif counted is rt.Counted.SNAPSHOT:
+            self._tally.count(head.round)
+
     async def _install(self, head: Head, opened_here: bool, counted: rt.Counted) -> None:
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             await self._witness(head, opened_here)
@@ -321,8 +333,6 @@ class AveragingEngine:
         await self._move(head, self._state.commit, staged)
         self._results.forget()
         self._counters.committed += 1
-        if counted is rt.Counted.SNAPSHOT:
-            self._tally.count(head.round)
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
         await self._take_anchor(head, counted, (own.start, own.stop))
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
@@ -350,7 +360,6 @@ class AveragingEngine:
         await self._move(head, lambda: None)
         self._results.forget()
         self._counters.witnessed += 1
-        self._tally.pass_by(self._trainer.status.tokens)
         ranges = self._ranges(head)
         await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens, moved=(0, 0))
         _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)

@@ -70,7 +70,7 @@ class RoundMachine:
         self._memory = VoteMemory(record, head, plan)
         self._turns = Turns(me, policy, head, plan, now)
         self._known = known or head  # the newest that this node ever saw committed
-        self._tokens = 0
+        self._tokens = self._beyond = 0  # since the head; since the snapshot
         self._step_seconds = 0.0
         self._next_plan: Plan | None = None
         self._leaving = False
@@ -157,8 +157,8 @@ class RoundMachine:
         match event:
             case rt.Tick():
                 self._tick()
-            case rt.Progress(tokens, step_seconds):
-                self._tokens, self._step_seconds = tokens, step_seconds
+            case rt.Progress(tokens, step_seconds, beyond):
+                self._tokens, self._step_seconds, self._beyond = tokens, step_seconds, beyond
             case rt.Received(peer, message):
                 self._receive(peer, message)
             case rt.Frozen():
@@ -219,10 +219,8 @@ class RoundMachine:
         if self._following is not None and self._now >= self._following.deadline:
             self._overdue(self._following)
         self._adopt_plan()
-        if self.phase is not rt.Phase.IDLE or self.finished or self.me not in self.plan.members:
-            return
-        self._report_tokens()  # those who are ahead answer with their head
-        if not self.lagging:
+        if self._is_between_rounds:
+            self._report_tokens()  # those who are ahead answer with their head
             self._open_if_due()
 
     def _overdue(self, following: Follower) -> None:
@@ -235,21 +233,42 @@ class RoundMachine:
     def _report_tokens(self) -> None:
         if not self._turns.hear_self(self._tokens, self._leaving, self._step_seconds, self._now):
             return
-        order = self.round_id.order(self.plan.members)
-        upcoming = {order[(self.attempt + ahead) % len(order)] for ahead in range(NEXT_OPENERS)}
-        for peer in sorted(upcoming - {self.me}):
+        for peer in self._upcoming(self.round_id):
             self._send_report(peer)
 
+    def _upcoming(self, round_id: RoundId) -> list[str]:
+        """Who else may open that attempt and those after it."""
+        order = round_id.order(self.plan.members)
+        upcoming = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(NEXT_OPENERS)}
+        return sorted(upcoming - {self.me})
+
     def _send_report(self, peer: str) -> None:
-        report = dp.TokenReport(
-            round=self.round_id.to_proto(),
-            tokens=self._tokens,
-            leaving=self._leaving,
-            step_ms=min(int(self._step_seconds * 1000), 2**32 - 1),
-        )
+        report = self._report_of(self.round_id, self._tokens)
+        report.leaving = self._leaving
         self._send(peer, dp.RoundMessage(report=report))
 
+    def _report_of(self, round_id: RoundId, tokens: int) -> dp.TokenReport:
+        step_ms = min(int(self._step_seconds * 1000), 2**32 - 1)
+        return dp.TokenReport(round=round_id.to_proto(), tokens=tokens, step_ms=step_ms)
+
+    def _report_ahead(self) -> None:
+        """With our vote: what is left when it is committed, so that the next opener need not ask for it then."""
+        number = self.head.round + 2
+        fragment = self.policy.fragment_of(number).index
+        expected = RoundId(self.policy.run_id, self.plan.version, fragment, number, 0)
+        report = self._report_of(expected, self._beyond)
+        report.expected = True
+        for peer in self._upcoming(expected):
+            self._send(peer, dp.RoundMessage(report=report))
+
+    @property
+    def _is_between_rounds(self) -> bool:
+        """Whether a round is what comes next here."""
+        return self.phase is rt.Phase.IDLE and not self.finished and self.me in self.plan.members
+
     def _open_if_due(self) -> None:
+        if self.lagging:
+            return
         attempt = self._turns.attempt_to_open(self.round_id, self._now) if self._opener is None else None
         if attempt is None:
             return
@@ -307,7 +326,7 @@ class RoundMachine:
         elif round_id.number <= self.head.round:
             self._tell_head(peer, kind)
         elif round_id.number > self.head.round + 1:
-            self._heard_from_ahead(peer, round_id.number)
+            self._received_ahead(peer, round_id, kind, message)
         elif kind == "report":
             self._token_report(peer, round_id, message.report)
         elif kind == "open":
@@ -350,6 +369,20 @@ class RoundMachine:
         if round_id.plan_version == self.plan.version and self.phase is rt.Phase.IDLE and self._opener is None:
             self.attempt = self._turns.reach(self.attempt, round_id.attempt, self._now)
         self._turns.hear(peer, report, self._now)
+        if self._is_between_rounds:
+            self._open_if_due()
+
+    def _received_ahead(self, peer: str, round_id: RoundId, kind: str, message: dp.RoundMessage) -> None:
+        """Of a round after the next: most likely the next one is about to be committed here, too."""
+        if peer not in self.plan.members:
+            return
+        one_ahead = round_id.number == self.head.round + 2
+        if one_ahead and kind == "report" and message.report.expected:
+            self._turns.expect(peer, round_id, message.report, self._now)
+            return
+        if one_ahead and kind == "open" and round_id.attempt < len(self.plan.members):
+            self._wait_with(peer, message)
+        self._heard_from_ahead(peer, round_id.number)
 
     def _opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
         following = self._following
@@ -417,8 +450,6 @@ class RoundMachine:
         self._early.keep(rt.Received(peer, message), self._now, seconds)
 
     def _heard_from_ahead(self, peer: str, number: int) -> None:
-        if peer not in self.plan.members:
-            return
         one_ahead = number == self.head.round + 2
         if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.PARTED, rt.Phase.STAGING):
             return  # a majority was quicker than we are: our own result is on its way
@@ -478,6 +509,7 @@ class RoundMachine:
         self._supersede(f"round {head.round} was committed in another attempt")
         self._reset(head)
         self._adopt_plan()
+        self._try_waiting()
         return True
 
     # --- following ---------------------------------------------------------------------------------
@@ -535,6 +567,8 @@ class RoundMachine:
         self._memory.keep(payload)
         if following.commit is None or following.commit.payload != payload or not self._install(following.commit):
             following.vote(payload)
+            if following.brings and not self._leaving:
+                self._report_ahead()
 
     def _try(self, following: Follower, step: Callable[[], None]) -> None:
         """Go on with the attempt, or give up when its opener misbehaved."""
@@ -593,7 +627,7 @@ class RoundMachine:
             self._known = head
         self._following = None
         self._opener = None
-        self._tokens = 0
+        self._tokens = self._beyond = 0
         self._brought = Brought()
         self._told = {}
         self._turns.move(head, self.plan, self._now)

@@ -121,10 +121,11 @@ class HeadMoved:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens that this node trained since its head, and what an inner step takes."""
+    """Tokens that this node trained since its head, what an inner step takes, and what came after the snapshot."""
 
     tokens: int
     step_seconds: float = 0.0
+    beyond: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,18 @@ class Tally:
         """What was trained since the head, as far as rounds should open for it."""
         return max(0, trained - self._reported_from)
 
+    def beyond(self, trained: int) -> int:
+        """What was trained since the last snapshot."""
+        return max(0, trained - self._frozen_at)
+
     def freeze(self, tokens: int, trained: int) -> None:
         """A snapshot was taken, of that many tokens."""
         self._frozen_tokens, self._frozen_at = tokens, trained
 
     def count(self, round_number: int) -> None:
-        """That round holds our snapshot."""
+        """That round holds our snapshot. Heard twice, it is counted once."""
+        if round_number <= self._counted_round:
+            return
         self._counted_from = self._reported_from = self._frozen_at
         if self._frozen_tokens:
             self._usual_tokens.append(self._frozen_tokens // max(1, round_number - self._counted_round))

@@ -1,11 +1,12 @@
 """When a round is due, and whose turn it is to open it: who was heard from lately, and who failed. Pure bookkeeping.
 
-Members report their tokens to the next openers; those of who holds the layers count. A round is due when those heard
-from could commit it and their tokens add up, or nothing was committed for long, or somebody waits to leave. Where
-exchanges take long it is due later: what is trained during one enters a round late, so that shall be a small part of
-what is trained (docs/adr/0008). The attempt's number names the only peer that may open it; live peers that do not are
-passed over one after another. Whoever opened an attempt that failed lets others have their turn first, longer each
-time, and everybody backs off a little.
+Members report their tokens to the next openers; those of who holds the layers count. With a vote they also tell those
+of the round after it what they will have then. A round is due when those heard from could commit it and their tokens
+add up, or nothing was committed for long, or somebody waits to leave. Where exchanges take long it is due later: what
+is trained during one enters a round late, so that shall be a small part of what is trained (docs/adr/0008). The
+attempt's number names the only peer that may open it; live peers that do not are passed over one after another.
+Whoever opened an attempt that failed lets others have their turn first, longer each time, and everybody backs off a
+little.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Turns:
         self._last_commit = _NEVER
         self._exchange_began: float | None = None  # the last one, since the head
         self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
+        self._expected: dict[str, tuple[RoundId, dp.TokenReport, float]] = {}  # peer → of the next head; when it came
         self.move(head, plan, now)
 
     def move(self, head: Head, plan: Plan, now: float) -> None:
@@ -70,6 +72,10 @@ class Turns:
                 self._rest_until = self._exchange_began + median_low(self._exchanges) / share
         self._exchange_began = None
         self.begin(head, plan, now)
+        expected, self._expected = self._expected, {}
+        for peer, (round_id, report, when) in expected.items():
+            if (round_id.number, round_id.plan_version) == (head.round + 1, plan.version):
+                self.hear(peer, report, when)
 
     def begin(self, head: Head, plan: Plan, now: float, policy: RoundPolicy | None = None) -> None:
         """A new head or a new plan, with its policy: nobody was heard from, nobody failed."""
@@ -114,6 +120,10 @@ class Turns:
         most = self._cap(peer)
         tokens, step_seconds = min(report.tokens, most), report.step_ms / 1000
         self._heard[peer] = _Heard(tokens, now, report.leaving, step_seconds, self._is_full(peer, tokens))
+
+    def expect(self, peer: str, round_id: RoundId, report: dp.TokenReport, now: float) -> None:
+        """What a member of the plan will have at the next head."""
+        self._expected[peer] = round_id, report, now
 
     def hear_self(self, tokens: int, leaving: bool, step_seconds: float, now: float) -> bool:
         """Our own figures; whether it is time to report them."""
