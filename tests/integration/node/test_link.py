@@ -93,11 +93,10 @@ class Early(membership_pb2_grpc.MembershipServiceServicer):
 async def test_a_node_finds_out_how_far_its_clock_is_off(seconds):
     service = Early(seconds)
     async with serving(service) as link:
-        async with asyncio.timeout(20):
-            while service.answers < 6:
+        async with asyncio.timeout(20):  # answers that come late on a busy machine are outdone by quick ones
+            while service.answers < 6 or link.clock_offset.seconds != pytest.approx(seconds, abs=0.1):
                 link.hurry()
                 await asyncio.sleep(0.05)
-        assert link.clock_offset.seconds == pytest.approx(seconds, abs=0.1)
 
 
 async def test_reports_survive_every_broken_stream():
