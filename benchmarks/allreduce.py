@@ -42,6 +42,7 @@ METHODS = {  # what each can carry
 OURS = ("atoll", "atoll-p2p")
 CODEC_NAMES = ("fp32", "fp16", "int8", "int4")
 WARM_ROUNDS = 3
+QUEUE_MS = 100.0
 _ERRORS = {"fp32": 1e-6, "fp16": 0.01, "int8": 0.1, "int4": 2.0}  # of the mean's root mean square, at most
 _SLOWEST = 0.08  # of the link: a round that takes longer is given up
 
@@ -53,16 +54,18 @@ class Setting:
     name: str
     mbit: tuple[float, ...]  # by host, both ways
     rtt_ms: float
+    slower: float = 1.0  # slow motion: rates divided, and times multiplied by that; queues hold as many bytes
 
     def topology(self) -> Topology:
         """One region, queues of 100 ms, cubic."""
+        rtt_ms, queue_ms = self.rtt_ms * self.slower, QUEUE_MS * self.slower
         lines = [
             f'description = "{self.name}"', "[public]", 'region = "core"',
-            "[[route]]", 'between = ["core", "core"]', f"rtt_ms = {self.rtt_ms}",
+            "[[route]]", 'between = ["core", "core"]', f"rtt_ms = {rtt_ms}",
         ]  # fmt: skip
-        for index, rate in enumerate(self.mbit):
+        for index, rate in enumerate(mbit / self.slower for mbit in self.mbit):
             lines += ["[[host]]", f'name = "h{index}"', 'region = "core"']
-            lines += [f"uplink_mbit = {rate}", f"downlink_mbit = {rate}", "queue_ms = 100"]
+            lines += [f"uplink_mbit = {rate}", f"downlink_mbit = {rate}", f"queue_ms = {queue_ms}"]
         return parse_topology("\n".join(lines), self.name)
 
 

@@ -102,8 +102,7 @@ class Case:
     @property
     def setting(self) -> Setting:
         """The lab, in slow motion."""
-        rates = (self.mbit / self.slower,) * self.stages
-        return Setting(f"{self.mbit:g} Mbit/s", rates, self.rtt_ms * self.slower)
+        return Setting(f"{self.mbit:g} Mbit/s", (self.mbit,) * self.stages, self.rtt_ms, self.slower)
 
     @property
     def dimension(self) -> int:

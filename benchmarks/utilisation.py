@@ -140,7 +140,7 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
     """All cells that were asked for."""
     for mbit, inner_steps in chosen.cells:
         for case in cases(chosen):
-            setting = Setting(f"{mbit:g} Mbit/s", (mbit / case.slower,) * HOSTS, RTT_MS * case.slower)
+            setting = Setting(f"{mbit:g} Mbit/s", (mbit,) * HOSTS, RTT_MS, case.slower)
             with tempfile.TemporaryDirectory(prefix="atoll-") as place:
                 async with wan_network(setting.topology()) as network:
                     try:

@@ -19,6 +19,7 @@ from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm.door import Door, request_bytes
@@ -42,7 +43,8 @@ class Side:
         self.peer_id = self.identity.peer_id
         certificate = certificate_of(self.identity, operator, self.clock.unix(), name=name)
         self.gate = Gate(Authority(operator.public_key, "reef"), certificate, self.peer_id, EMPTY_DENY, self.clock)
-        self.traffic = Traffic(self.clock)
+        self.traffic, self.pacer = Traffic(self.clock), Pacer(self.clock)
+        self.traffic.departing.append(self.pacer.wake)
         self.door = Door(self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic)
         self.network = hub.join(self.peer_id)
         self.asked = 0  # for ways in
@@ -57,6 +59,7 @@ class Side:
             max_frame_bytes=request_bytes,
             ask=self.way_into,
             me=self.peer_id,
+            pacer=self.pacer,
         )
         self.network.handle(direct.PROTOCOL, self.path.offer)
         self.path.listen(config)
@@ -77,6 +80,7 @@ class Side:
 
     async def close(self) -> None:
         await self.path.close()
+        await self.pacer.close()
         await self.door.close()
 
 

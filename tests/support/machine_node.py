@@ -61,6 +61,7 @@ class Node:
     spent: int = 0  # of them, counted in committed rounds or given up
     counted: dict[int, int] = field(default_factory=dict)  # layer → tokens that its last round with us holds
     snapshot: Snapshot | None = None
+    frozen_at: int = 0  # tokens at the last snapshot
     parts: dict[RoundId, tuple[bytes, ...]] = field(default_factory=dict)
     staged: set[bytes] = field(default_factory=set)  # digests of states that it holds beside its head
     backlog: list[tuple[Callable[..., None], tuple]] = field(default_factory=list)  # what came while it was frozen

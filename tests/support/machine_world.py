@@ -189,7 +189,7 @@ class World(Agenda):
     def _tell_time(self, node: Node) -> None:
         """So often, and at every new head, as the engine does."""
         if not node.catching_up:
-            beyond = node.trained - node.snapshot.end if node.snapshot is not None else 0
+            beyond = node.trained - node.frozen_at
             step_seconds = self.step_seconds.get(node.peer, STEP_SECONDS)
             self.feed(node.peer, rt.Progress(node.trained - node.spent, step_seconds, beyond))
             self.feed(node.peer, TICKED)
@@ -275,6 +275,7 @@ class World(Agenda):
             return  # given up meanwhile, as in the engine
         start = max(node.counted.get(layer, 0) for layer in fragment.layers)
         node.snapshot = Snapshot(fragment.layers, start, node.trained)
+        node.frozen_at = node.trained
         tokens = node.trained - node.snapshot.start
         self.feed(node.peer, rt.Frozen(round_id, tokens, (node.trained - node.spent) // 10))
 
@@ -360,6 +361,7 @@ class World(Agenda):
         node.move()
         self.ledger.installed[node.peer].append(head)
         self.feed(node.peer, rt.HeadMoved(head))
+        self._tell_time(node)
 
     def newest_reachable(self, peer: str) -> Head:
         others = [node for node in self.nodes.values() if node.peer != peer and self._reachable(peer, node.peer)]
@@ -377,7 +379,8 @@ class World(Agenda):
 
     def _arrive(self, sender: str, to: str, message: dp.RoundMessage) -> None:
         node = self.nodes[to]
-        if not node.up or node.catching_up or not self.network.connects(sender, to):
+        away = node.catching_up and not message.HasField("open")
+        if not node.up or away or not self.network.connects(sender, to):
             return
         if node.frozen:
             node.backlog.append((self._arrive, (sender, to, message)))

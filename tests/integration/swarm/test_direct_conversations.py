@@ -23,7 +23,7 @@ from atoll.core.frames import PREFIX, FrameKind, pack_prefix
 from atoll.core.membership import Deny
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm import streams
+from atoll.node.swarm import door, streams
 from atoll.node.swarm.door import Door
 from atoll.node.swarm.streams import SocketStream
 from atoll.node.transport import Stream
@@ -108,9 +108,9 @@ class Doorkeeper:
         self.awake.set()
         let_in = Door.let_in
 
-        async def late(door: Door, stream: SocketStream) -> None:
+        async def late(asked: Door, stream: SocketStream) -> None:
             await self.awake.wait()
-            await let_in(door, stream)
+            await let_in(asked, stream)
 
         monkeypatch.setattr(Door, "let_in", late)
 
@@ -138,23 +138,47 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
         assert await echoes(await opening)
 
 
-async def test_who_is_refused_after_it_began_to_send_hears_why_and_the_path_stays(tmp_path: Path) -> None:
-    state = "/atoll/state/1"
-    async with direct_pair(tmp_path, at_once={state}) as pair:
+async def test_who_is_refused_after_it_began_to_send_hears_why_and_the_path_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with direct_pair(tmp_path, at_once={TALK}) as pair:
         pair.b.door.handle(TALK, shout)
+        most = door.MAX_STREAMS_PER_PROTOCOL
         for body in (b"", BODY):
             stream = await pair.a.talk(pair.b)
             assert await echoes(stream)
             await stream.close()
             await pair.settled()
-            refused = await pair.a.talk(pair.b, state)
+            monkeypatch.setattr(door, "MAX_STREAMS_PER_PROTOCOL", 0)
+            refused = await pair.a.talk(pair.b)
             with suppress(Unreachable):  # it may hear so early
                 await refused.send(FrameKind.PART, b"", body)
-            with pytest.raises(Unreachable):  # not served; or cut off, where the answer was overtaken
+            with pytest.raises(PeerMisbehaved, match="at most"):
                 await refused.receive(SOON)
             await refused.close()
+            monkeypatch.setattr(door, "MAX_STREAMS_PER_PROTOCOL", most)
             await pair.settled()
         assert await echoes(await pair.a.talk(pair.b))
+
+
+async def test_who_is_not_answered_takes_the_other_path_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Doorkeeper(monkeypatch)
+    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+        pair.b.door.handle(TALK, shout)
+        warm = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(3)))
+        for stream in warm:
+            assert await echoes(stream)
+            await stream.close()
+        await pair.settled()
+        keeper.awake.clear()
+        silent = await pair.a.talk(pair.b)
+        with pytest.raises(DeadlineExceeded):
+            await silent.receive(timedelta(seconds=0.2))
+        await silent.close()
+        assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        keeper.awake.set()
 
 
 async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connection(

@@ -12,12 +12,19 @@ from support.machine_node import Node
 from support.machine_plans import GENESIS, POLICY, make_plan
 from support.machine_world import World
 
+from atoll.core import protocol
 from atoll.core.fragments import cut_layers
+from atoll.core.manifest import Head
 from atoll.core.plan import Base
+from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.codec_choice import AUTO
 from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.averaging.round_types import RoundPolicy
+from atoll.node.averaging.turns import Turns
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 
 OFFSETS = (0, 256, 512, 1024)
 
@@ -89,6 +96,38 @@ def test_where_tokens_suffice_the_next_round_opens_as_soon_as_its_opener_knows_o
     assert world.run(600, until=lambda: world.rounds() >= 40)
     assert 4 * len(world.opened & world.moved) > len(world.opened)  # in others it waits for those who voted last
     assert len(world.opened & (world.moved | world.heard)) > 0.8 * len(world.opened)
+
+
+@pytest.mark.parametrize(("share", "fragments"), [(1.0, 1), (0.5, 2)], ids=["whole", "fragments"])
+def test_who_was_away_takes_part_again_soon_though_rounds_follow_at_once(share, fragments):
+    """Else it would fetch one state while the next is made."""
+    seconds = []
+    for seed in range(8):
+        world = World(5, seed, policy=policy(share, fragments))
+        world.run(60, until=lambda world=world: world.rounds() >= 6)
+        away = world.peers[seed % 5]
+        world.kill(away)
+        world.run(10)
+        world.restart(away)
+        back = world.now
+        assert world.run(60, until=lambda world=world, away=away: world.nodes[away].spent > 0)
+        seconds.append(world.now - back)
+    assert median(seconds) < 7  # a few rounds
+
+
+def test_who_dies_after_its_vote_is_not_counted_on_at_the_next_head():
+    peers = ["p0", "p1", "p2", "p3"]
+    manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="r", number=1))
+    for peer in peers:
+        manifest.contributions.add(peer_id=peer, present=True, weight=1, tokens=1)
+    head = Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
+    plan, next_round = make_plan(peers), RoundId("r", 1, 0, 2, 0)
+    turns = Turns("p0", POLICY, GENESIS, plan, 0.0)
+    for peer in peers[1:]:
+        turns.expect(peer, next_round, dp.TokenReport(round=next_round.to_proto(), tokens=200), 10.0)
+    turns.lose("p3")
+    turns.move(head, plan, 10.5)
+    assert turns.lately(10.5) == {"p0", "p1", "p2"}
 
 
 def test_where_an_exchange_may_take_all_of_a_round_nobody_rests():

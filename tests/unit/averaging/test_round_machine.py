@@ -76,11 +76,11 @@ def test_a_member_frozen_in_any_phase_holds_nobody_up_and_returns_without_losing
     assert w.run(60, until=lambda: w.rounds() > before)
     assert w.now - began < 12
     w.run(10)
+    trained = w.nodes[victim].trained
     w.thaw(victim)
-    spent = w.nodes[victim].spent
     assert w.run(60, until=lambda: victim in w.committed[w.rounds()].electorate.members)
     assert w.run(60, until=committed(w, w.rounds()))
-    assert w.nodes[victim].spent >= spent + 10 * 10  # what it trained before it was frozen counts
+    assert w.nodes[victim].spent >= trained > 0  # what it trained before it was frozen counts
 
 
 def test_a_member_with_long_steps_is_waited_for():
@@ -118,7 +118,9 @@ def test_who_stands_by_is_waited_for_where_it_takes_its_vote(seed):
     before, told = w.rounds(), len(w.reports)
     assert w.run(60, until=lambda: w.rounds() >= before + 6)
     abandoned = [report.reason for report in w.reports[told:] if report.manifest is None]
-    assert [reason for reason in abandoned if not reason.startswith("this node moved")] == []
+    outrun = [reason for reason in abandoned if reason.startswith("this node moved")]  # by who did not wait any more
+    assert abandoned == outrun
+    assert len(outrun) <= 1
 
 
 def test_who_stands_by_follows_every_round_that_it_is_in_time_for():
@@ -226,7 +228,7 @@ def test_two_of_four_go_on_with_the_coordinator_and_wait_without_it():
 
 
 def test_a_minority_cut_off_commits_nothing_and_its_progress_enters_after_healing():
-    w = World(5, policy=replace(POLICY, exchange_share=0.5))  # else who fetches one round misses the next
+    w = World(5)
     assert w.run(60, until=committed(w, 2))
     few, many = w.peers[:2], w.peers[2:]
     w.network.part(few, many)

@@ -161,7 +161,7 @@ class AveragingEngine:
         """A round message from a member."""
         if message.HasField("plan"):
             self._listener.plan_shared(message.plan)
-        elif not self._catching_up:
+        elif not self._catching_up or message.HasField("open"):  # it may be followed when we are there
             self._events.put_nowait(rt.Received(peer, message))
 
     def lost(self, peer: str) -> None:
@@ -320,6 +320,8 @@ class AveragingEngine:
             self._tally.pass_by(self._trainer.status.tokens)
         elif counted is rt.Counted.SNAPSHOT:
             self._tally.count(head.round)
+        elif counted is rt.Counted.UNKNOWN:
+            self._tally.begin_anew(self._trainer.status.tokens)
 
     async def _install(self, head: Head, opened_here: bool, counted: rt.Counted) -> None:
         if is_witness(self._machine.plan, self._me, head.committed.payload):
@@ -501,6 +503,7 @@ class AveragingEngine:
                 await self._keep_progress(before, head, counted)
                 self._catching_up = False  # it may not be the end of it
                 self._step(rt.HeadMoved(head))
+                self._tick()  # so that others hear at once that we are there
                 if self._machine.finished:
                     self.finished.set()
         except AtollError as error:

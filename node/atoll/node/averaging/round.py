@@ -211,6 +211,8 @@ class RoundMachine:
         self._reset(head)
         self._check_history()  # a recovery may have made it void while it was fetched
         self._adopt_plan()
+        self._say_that_we_are_here()
+        self._try_waiting()
 
     def _tick(self) -> None:
         if self._opener is not None:
@@ -235,6 +237,13 @@ class RoundMachine:
             return
         for peer in self._upcoming(self.round_id):
             self._send_report(peer)
+
+    def _say_that_we_are_here(self) -> None:
+        """To everybody, after others were: most likely a round is under way without us, and the next may wait."""
+        if self.me in self.plan.members:
+            for peer in self.plan.members:
+                if peer != self.me:
+                    self._send_report(peer)
 
     def _upcoming(self, round_id: RoundId) -> list[str]:
         """Who else may open that attempt and those after it."""
@@ -380,8 +389,9 @@ class RoundMachine:
         if one_ahead and kind == "report" and message.report.expected:
             self._turns.expect(peer, round_id, message.report, self._now)
             return
-        if one_ahead and kind == "open" and round_id.attempt < len(self.plan.members):
-            self._wait_with(peer, message)
+        ours = round_id.plan_version == self.plan.version
+        if kind == "open" and ours and peer == round_id.opener(self.plan.members):
+            self._early.keep_ahead(rt.Received(peer, message), self._now, self._open_seconds(message))
         self._heard_from_ahead(peer, round_id.number)
 
     def _opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
@@ -407,7 +417,7 @@ class RoundMachine:
             self._behind(f"{peer} builds round {round_id.number} on another manifest than ours")
             return
         self.attempt = round_id.attempt
-        seconds = min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
+        seconds = self._open_seconds(message)
         tie = self._tie_seconds
         until = self._now + 2 * seconds + tie
         head, plan, policy, memory = self.head, self.plan, self.policy, self._memory
@@ -446,8 +456,11 @@ class RoundMachine:
         return ""
 
     def _wait_with(self, peer: str, message: dp.RoundMessage) -> None:
-        seconds = min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
-        self._early.keep(rt.Received(peer, message), self._now, seconds)
+        self._early.keep(rt.Received(peer, message), self._now, self._open_seconds(message))
+
+    def _open_seconds(self, message: dp.RoundMessage) -> float:
+        """That the opener waits for us, at most."""
+        return min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
 
     def _heard_from_ahead(self, peer: str, number: int) -> None:
         one_ahead = number == self.head.round + 2
@@ -518,6 +531,7 @@ class RoundMachine:
         following = self._followed_in(event.round_id, rt.Phase.FREEZING)
         if following is not None:
             self._brought.keep(event, following.fragment.layers)
+            self._beyond = 0
             following.promise(event, leaving=self._leaving)
             self._carry_out(following)
 
@@ -654,7 +668,7 @@ class RoundMachine:
 
     def _try_waiting(self) -> None:
         """An Open that came too early may be followed now."""
-        received = self._early.take(self.plan.version, self._now)
+        received = self._early.take(self.plan.version, self.head.round + 1, self._now)
         if received is not None:
             self._inbox.append(received)
 

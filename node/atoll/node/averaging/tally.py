@@ -11,6 +11,7 @@ class Tally:
     def __init__(self, trained: int, round_number: int) -> None:
         self._counted_from = self._reported_from = trained
         self._counted_round = round_number
+        self._is_frozen = False  # there is a snapshot that was not counted
         self._frozen_tokens = 0  # of the snapshot, since the round before that counted us
         self._frozen_at = 0  # the total then
         self._usual_tokens: deque[int] = deque(maxlen=2)  # what was counted of ours, a round
@@ -34,12 +35,13 @@ class Tally:
 
     def freeze(self, tokens: int, trained: int) -> None:
         """A snapshot was taken, of that many tokens."""
-        self._frozen_tokens, self._frozen_at = tokens, trained
+        self._is_frozen, self._frozen_tokens, self._frozen_at = True, tokens, trained
 
     def count(self, round_number: int) -> None:
         """That round holds our snapshot. Heard twice, it is counted once."""
-        if round_number <= self._counted_round:
+        if not self._is_frozen:
             return
+        self._is_frozen = False
         self._counted_from = self._reported_from = self._frozen_at
         if self._frozen_tokens:
             self._usual_tokens.append(self._frozen_tokens // max(1, round_number - self._counted_round))

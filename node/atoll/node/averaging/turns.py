@@ -3,10 +3,11 @@
 Members report their tokens to the next openers; those of who holds the layers count. With a vote they also tell those
 of the round after it what they will have then. A round is due when those heard from could commit it and their tokens
 add up, or nothing was committed for long, or somebody waits to leave. Where exchanges take long it is due later: what
-is trained during one enters a round late, so that shall be a small part of what is trained (docs/adr/0008). The
-attempt's number names the only peer that may open it; live peers that do not are passed over one after another.
-Whoever opened an attempt that failed lets others have their turn first, longer each time, and everybody backs off a
-little.
+is trained during one enters a round late, so that shall be a small part of what is trained (docs/adr/0008). Who came to
+a head too late for its round is fetching the next one, and is waited for there, once in a while: else it might fetch
+one state after another. The attempt's number names the only peer that may open it; live peers that do not are passed
+over one after another. Whoever opened an attempt that failed lets others have their turn first, longer each time, and
+everybody backs off a little.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
 _REPORTS = 10  # of a round, if it lasts as long as the last one, so that none is long overdue
+_AWAIT = 2  # exchanges: so long somebody who is late is waited for
+_AWAIT_AGAIN = 5  # rounds after which somebody who is late is waited for once more
 _EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
 _LEAST_INTERVAL = 0.1  # seconds
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
@@ -57,6 +60,8 @@ class Turns:
         self._last_commit = _NEVER
         self._exchange_began: float | None = None  # the last one, since the head
         self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
+        self._heard: dict[str, _Heard] = {}
+        self._awaited: dict[str, int] = {}  # peer → the head at which the others waited for it
         self._expected: dict[str, tuple[RoundId, dp.TokenReport, float]] = {}  # peer → of the next head; when it came
         self.move(head, plan, now)
 
@@ -65,6 +70,7 @@ class Turns:
         self._lasted = now - self._last_commit
         self._last_commit = now
         self._rest_until = _NEVER
+        self._look_for_late(head, plan, now)
         if self._exchange_began is not None:
             self._exchanges.append(now - self._exchange_began)
             share = self._policy.exchange_share * len(self._policy.fragments)
@@ -77,6 +83,14 @@ class Turns:
             if (round_id.number, round_id.plan_version) == (head.round + 1, plan.version):
                 self.hear(peer, report, when)
 
+    def _look_for_late(self, head: Head, plan: Plan, now: float) -> None:
+        """Who came to the last head too late for its round is fetching the next: wait for it, once in a while."""
+        here = {peer for peer, said in self._heard.items() if not said.leaving} & set(plan.members)
+        late = here - head.electorate.members - {self._me} - set(plan.standbys)
+        self._late = {peer for peer in late if head.round - self._awaited.get(peer, -_AWAIT_AGAIN) >= _AWAIT_AGAIN}
+        self._awaited |= dict.fromkeys(self._late, head.round)
+        self._late_until = now + (_AWAIT * median_low(self._exchanges) if self._exchanges else 0.0)
+
     def begin(self, head: Head, plan: Plan, now: float, policy: RoundPolicy | None = None) -> None:
         """A new head or a new plan, with its policy: nobody was heard from, nobody failed."""
         self._policy = policy or self._policy
@@ -85,7 +99,7 @@ class Turns:
         self._head, self._plan = head, plan
         self._holders = plan.holders(self._policy.fragment_of(head.round + 1).layers)
         self._trainers = self._holders & plan.stages
-        self._heard: dict[str, _Heard] = {}
+        self._heard = {}
         self._reported = _NEVER
         self._due_since: float | None = None
         self._enough_since: float | None = None
@@ -137,6 +151,7 @@ class Turns:
     def lose(self, peer: str) -> None:
         """Its connection broke."""
         self._heard.pop(peer, None)
+        self._expected.pop(peer, None)
 
     def lately(self, now: float) -> frozenset[str]:
         """Members of the plan that were heard from here, lately; ourselves too."""
@@ -181,9 +196,10 @@ class Turns:
         enough = everyone and total >= due
         if enough and self._enough_since is None:
             self._enough_since = now
+        all_here = now >= self._late_until or self._late <= lately
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
         rested = last or now >= self._rest_until or any(item.full for item in said.values())
-        return total > 0 and (((enough or overdue) and rested) or leaving)
+        return total > 0 and (((enough or overdue) and rested and all_here) or leaving)
 
     def _cap(self, peer: str) -> int:
         """The most tokens of its that a round counts."""

@@ -1,4 +1,4 @@
-"""Keeps every direct connection at its share of what our uplink carries; the sums are in `rates.py`.
+"""Keeps every connection at its share of what our uplink carries; the sums are in `rates.py`.
 
 Only connections that leave the building are measured and paced: where a round trip takes less than two milliseconds,
 TCP does well alone, and the processor, not the link, is what is measured.
@@ -12,22 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.node.direct import rates, tcp
-from atoll.node.direct.stream import Connection
+from atoll.node.direct.hosts import is_address
 
 NEAR_SECONDS = 0.002
 LOOKS = 4  # in a window
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.24, 2.0
 WINDOW_ROUND_TRIPS = 4
 LATE_LOOKS = 2  # from the first that finds it sending to the first whose acknowledgements are all of a full pace
-QUIET_LOOKS = 20  # without a byte sent by anybody: go to sleep
+QUIET_LOOKS = 20  # at which nobody sends: go to sleep
+QUIET_BYTES = 16 * 1024  # of a connection from one look to the next: it says something now and then
 _AFTER_A_FAULT = 1.0  # seconds
 
 _log = log.get("direct")
+
+
+class Paced(Hashable, Protocol):
+    """A connection."""
+
+    @property
+    def peer_id(self) -> str:
+        """Whom it leads to; an IP address where that is all we know."""
+
+    @property
+    def sock(self) -> tcp.Options:
+        """For the kernel's figures, and for its pace."""
 
 
 @dataclass
@@ -55,6 +70,7 @@ class _Watched:
     behind: int = 0  # looks in this window at which it had something to send
     held: int = 0  # of them, those at which the other side took no more
     sends: bool = False  # at the last look it had more to send
+    carries: bool = False  # it ever sent more than a word
 
 
 class Pacer:
@@ -63,18 +79,18 @@ class Pacer:
     def __init__(self, clock: Clock) -> None:
         self.uplink = rates.Uplink()
         self._clock = clock
-        self._watched: dict[Connection, _Watched] = {}
+        self._watched: dict[Paced, _Watched] = {}
         self._busy = asyncio.Event()
         self._seconds = 0.0  # of the window
         self._looks = 0  # in it
         self._quiet = 0  # looks without a byte sent by anybody
         self._task = asyncio.create_task(self._run()) if tcp.PACES else None
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Paced) -> None:
         """Watch a new connection."""
         self._watched[connection] = _Watched()
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: Paced) -> None:
         """It is gone."""
         self._watched.pop(connection, None)
 
@@ -164,7 +180,8 @@ class Pacer:
             one.streak = one.streak + 1 if now.unsent_bytes else 0
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
-            moves = now.unsent_bytes > 0 or now.delivered_segments != before.delivered_segments
+            moves = now.unsent_bytes > 0 or delivered > QUIET_BYTES
+            one.carries |= moves
             sends |= moves
             before_that, one.sends = one.sends, now.unsent_bytes > 0
             changes |= one.sends != before_that  # who has sent all leaves its share to the others at once
@@ -184,7 +201,7 @@ class Pacer:
         }
         busy = {connection.peer_id for connection, figures in sent.items() if figures.backlogged}
         known = self.uplink.started  # while it is not, who gets through less is only starting
-        wide = len(busy) > 1 or len({connection.peer_id for connection in self._watched}) == 1
+        wide = len(busy) > 1 or len(self._peers) == 1
         asked = sum(one.steady.given for one in self._watched.values()) / seconds
         fits = min(1.0, self.uplink.rate / asked) if known and asked else 1.0  # a probe asks for more than is there
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
@@ -205,7 +222,7 @@ class Pacer:
         far = {connection: one for connection, one in self._watched.items() if one.far}
         senders = {connection: one.path.limit for connection, one in far.items() if one.sends}
         given = rates.shares(self.uplink.budget, senders)
-        beginners = len(senders) + 1 if senders else max(1, len({connection.peer_id for connection in far}))
+        beginners = len(senders) + 1 if senders else max(1, len(self._peers))
         others = max(self.uplink.budget / beginners, rates.MIN_RATE)
         for connection, one in far.items():
             rate = given.get(connection, others)
@@ -213,8 +230,22 @@ class Pacer:
                 one.given = rate
                 tcp.pace(connection.sock, rate)
 
+    @property
+    def _peers(self) -> set[str]:
+        """To whom large things may be sent: over p2pd's connections only where they ever were."""
+        return {
+            connection.peer_id
+            for connection, one in self._watched.items()
+            if one.carries or not is_address(connection.peer_id)
+        }
+
+    @property
+    def uplink_bytes_per_second(self) -> float:
+        """What was measured while we sent to others, at least 1; 0 while nothing is known."""
+        return max(self.uplink.rate, 1.0) if math.isfinite(self.uplink.rate) else 0.0
+
     def limits(self) -> dict[str, float]:
-        """Bytes per second to those peers whose path, and not our uplink, is what limits us."""
+        """Bytes per second to those whose path, and not our uplink, is what limits us."""
         found: dict[str, float] = {}
         for connection, one in self._watched.items():
             if math.isfinite(one.path.limit):

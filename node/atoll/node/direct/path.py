@@ -1,4 +1,4 @@
-"""The direct path of one host: listener, dialler and pacer behind the host's gate and door.
+"""The direct path of one host: listener and dialler behind the host's gate and door.
 
     path = DirectPath(config, gate=…, traffic=…, clock=…, serve=door.let_in, ask=…, max_frame_bytes=…)
     door.handle(PROTOCOL, path.offer)
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,6 +67,7 @@ class DirectPath:
         max_frame_bytes: Callable[[str], int],
         ask: Callable[[str, timedelta], Awaitable[WayIn]],
         me: str,
+        pacer: Pacer,
     ) -> None:
         """`me` is our peer id."""
         context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
@@ -77,7 +77,7 @@ class DirectPath:
         self._closed = False
         self._tickets = Tickets(clock, me)
         self._connections: set[Connection] = set()  # both ways
-        self._pacer = Pacer(clock)
+        self._pacer = pacer
         loopback = any(ipaddress.ip_address(host).is_loopback for host in config.hosts)
         self._dialler = Dialler(me, ask, self._adopt, clock, loopback=loopback, at_once=config.at_once)
         self._listener = Listener(context, self._tickets, self._adopt, serve, config.protocols, max_frame_bytes)
@@ -91,16 +91,6 @@ class DirectPath:
     def strangers_turned_away(self) -> int:
         """Connections that brought no good ticket."""
         return self._listener.turned_away
-
-    @property
-    def uplink_bytes_per_second(self) -> float:
-        """What was measured while we sent to others, at least 1; 0 while nothing is known."""
-        rate = self._pacer.uplink.rate
-        return max(rate, 1.0) if math.isfinite(rate) else 0.0
-
-    def path_limits(self) -> dict[str, float]:
-        """Bytes per second to those peers whose path is slower than our uplink allows."""
-        return self._pacer.limits()
 
     def peers(self) -> frozenset[str]:
         """Whom we have dialled and are connected to."""
@@ -138,7 +128,6 @@ class DirectPath:
         self._closed = True
         await self._dialler.close()
         await self._listener.close()
-        await self._pacer.close()
         left = tuple(self._connections)
         for connection in left:
             connection.abort()
@@ -156,7 +145,6 @@ class DirectPath:
             writer,
             guard=lambda: self._gate.require(peer_id),
             traffic=self._traffic,
-            sends=self._pacer.wake,
         )
         reader.arrived = self._traffic.arrived
         self._connections.add(connection)

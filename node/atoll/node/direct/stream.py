@@ -68,7 +68,7 @@ class DirectStream(_TlsStream):
         )
         self.was_let_in = False  # as a dialler
         self._unanswered = False  # it began, and the acceptor's word is the next that comes
-        self._sends = connection.sends
+        self.was_ignored = False  # and did not come in time
         self._told_ended = ended  # called once, when this side has ended it
         self._closed = False
         self._peer_closed = False
@@ -98,6 +98,13 @@ class DirectStream(_TlsStream):
         finally:
             self._told_ended(self)
 
+    async def receive(self, timeout: timedelta) -> Frame:
+        try:
+            return await super().receive(timeout)
+        except DeadlineExceeded:
+            self.was_ignored |= self._unanswered
+            raise
+
     async def turn_away(self, header: Buffer) -> None:
         """Refuse, and end; the connection may serve another conversation."""
         try:
@@ -123,10 +130,6 @@ class DirectStream(_TlsStream):
         if not self._closed:
             self._closed = True
             self._told_ended(self)
-
-    def _put(self, piece: Buffer) -> None:
-        self._sends()
-        super()._put(piece)
 
     def _ended(self) -> Unreachable:
         self.broken |= not (self._closed or self._peer_closed)
@@ -209,14 +212,12 @@ class Connection:
         *,
         guard: Callable[[], object],
         traffic: Traffic,
-        sends: Callable[[], None],
     ) -> None:
         self.peer_id = peer_id
         self.reader = reader
         self.writer = writer
         self.guard = guard  # raises when the peer is no member any more
         self.traffic = traffic
-        self.sends = sends  # told whenever something is sent
         self.sock: tcp.Options = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
         self._control = _TlsStream(
             peer_id, PROTOCOL, reader, writer, guard=guard, traffic=traffic, max_frame_bytes=MAX_BEGIN_BYTES

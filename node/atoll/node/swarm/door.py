@@ -3,7 +3,8 @@
 p2pd connects to our stream socket and names the peer (as the libp2p handshake proved it) and the protocol. A
 member's stream is answered with one empty frame, "come in"; anybody else's with a refusal, and closed, without
 reading. The dialler waits for that frame before it sends, so a refusal is never lost behind its data, and it
-knows at once when our table was lost and it must say hello again.
+knows at once when our table was lost and it must say hello again. (Where a direct connection was proved a moment
+ago, one that averages does not wait: `direct/stream.py`. What it sends lies unread until the gate was passed.)
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from atoll.core.membership import Authority, Deny
 from atoll.core.records import MAX_MULTIADDRS, build_addresses, build_head, heads_key, nodes_key
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.hosts import is_address
+from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.swarm import hello
 from atoll.node.swarm.addresses import AddressBook, worth_telling
@@ -37,6 +39,7 @@ from atoll.node.swarm.door import Door, request_bytes
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
+from atoll.node.swarm.p2pd_sockets import P2pdSockets
 from atoll.node.swarm.streams import SocketStream
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
@@ -72,6 +75,9 @@ class SwarmHost:
         self._clock = clock
         self._door = Door(p2p.gate, p2p.introductions, p2p.traffic)
         self._directory = Directory(p2p, authority, clock, ())
+        self._pacer = Pacer(clock)
+        self._p2pd_sockets = P2pdSockets(p2pd.pid, self._pacer)
+        self.traffic.departing += [self._pacer.wake, self._p2pd_sockets.wake]
         self._direct: DirectPath | None = None
         self._registrations: list[asyncio.Task[None]] = []
         self._closed = False
@@ -146,14 +152,14 @@ class SwarmHost:
 
     @property
     def uplink_bytes_per_second(self) -> float:
-        """What our side sends to all others together, as measured on direct connections, or our limit; 0: unknown."""
-        measured = self._direct.uplink_bytes_per_second if self._direct is not None else 0.0
+        """What our side sends to all others together, as measured while it did, or our limit; 0: unknown."""
+        measured = self._pacer.uplink_bytes_per_second
         limit = self.traffic.up.bytes_per_second
         return min(measured, limit) if measured and limit else measured
 
     def path_limits(self) -> dict[str, float]:
         """Bytes per second, as measured, to those members whose path is slower than our uplink."""
-        return self._direct.path_limits() if self._direct is not None else {}
+        return {peer: rate for peer, rate in self._pacer.limits().items() if not is_address(peer)}
 
     def direct_peers(self) -> frozenset[str]:
         """Members to which we have a direct connection; to the others all goes over libp2p."""
@@ -237,6 +243,8 @@ class SwarmHost:
         async with AsyncExitStack() as steps:  # last pushed runs first; each runs whatever the others raise
             steps.push_async_callback(self._p2pd.stop, timeout)
             steps.push_async_callback(self._p2p.detach)
+            steps.push_async_callback(self._pacer.close)
+            steps.push_async_callback(self._p2pd_sockets.close)
             if not self.died.done():
                 steps.push_async_callback(self._directory.close, timeout)
             steps.push_async_callback(self._door.close)
@@ -266,6 +274,7 @@ class SwarmHost:
             max_frame_bytes=request_bytes,
             ask=self._ask_way_in,
             me=self.peer_id,
+            pacer=self._pacer,
         )
         self._direct.listen(config)
         self._door.handle(direct.PROTOCOL, self._direct.offer)

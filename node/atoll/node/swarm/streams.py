@@ -189,7 +189,7 @@ class SocketStream:
     def _put(self, piece: Buffer) -> None:
         self._writer.write(piece)
         self._sent += len(piece)
-        self._traffic.sent[self.protocol] += len(piece)
+        self._traffic.departs(self.protocol, len(piece))
 
     def _got(self, count: int) -> None:
         self._received += count

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
@@ -84,6 +84,7 @@ class Traffic:
         self.sent: Counter[str] = Counter()  # bytes by protocol
         self.received: Counter[str] = Counter()
         self.up, self.down = Line(clock), Line(clock)
+        self.departing: list[Callable[[], None]] = []  # told when more than a small frame is sent
         self._clock = clock
         self._downlink = Downlink()
         self._allowed_total = math.inf
@@ -97,6 +98,13 @@ class Traffic:
     def downlink_bytes_per_second(self) -> float:
         """The most that came in lately on direct connections, of all peers together; 0: next to nothing did."""
         return self._downlink.bytes_per_second(self._clock.monotonic())
+
+    def departs(self, protocol: str, count: int) -> None:
+        """So many bytes are handed on, to p2pd or the kernel."""
+        self.sent[protocol] += count
+        if count > SMALL_FRAME_BYTES:
+            for tell in self.departing:
+                tell()
 
     def arrived(self, count: int) -> None:
         """So many bytes are here, read or not."""

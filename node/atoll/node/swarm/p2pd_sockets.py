@@ -1,0 +1,162 @@
+"""The TCP connections of p2pd, lent to the pacer, which treats them like our own.
+
+Left alone they share an uplink as unpaced senders do, and half of it is lost (`direct/rates.py`). Linux (5.6) lets a
+parent copy a descriptor of its child (`pidfd_getfd`). A copy is held for one call at a time: a connection that p2pd
+closes would live on in it. Where the system does not allow it (another system, seccomp, `ptrace_scope` above 1), p2pd
+goes unpaced, as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.core import log
+from atoll.node.direct import tcp
+from atoll.node.direct.pacer import Pacer
+
+SCAN_SECONDS = 2.0  # between two looks for new connections, while bytes are sent
+_PIDFD_GETFD = 438  # the system call, on every architecture
+_SO_COOKIE = 57
+_ESTABLISHED = "01"
+_WORD = 4  # bytes of an address that the kernel prints at once
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_log = log.get("direct")
+
+
+class Lent:
+    """One connection of p2pd: `direct.tcp.Options` for whoever wants its figures or its pace."""
+
+    def __init__(self, process: int, descriptor: int, address: str) -> None:
+        """`process` is a pidfd. Raises `OSError` where the kernel does not lend."""
+        self.peer_id = address  # whose connection it is we do not know
+        self.sock = self
+        self._process, self._descriptor = process, descriptor
+        self._cookie = b""
+        with self._borrowed() as sock:
+            self._cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+
+    def setsockopt(self, level: int, option: int, value: int, /) -> None:
+        with self._borrowed() as sock:
+            sock.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
+        with self._borrowed() as sock:
+            return sock.getsockopt(level, option, size)
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[socket.socket]:
+        copy = _pidfd_getfd(self._process, self._descriptor)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy) as sock:
+            if self._cookie and sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8) != self._cookie:
+                raise ConnectionResetError("p2pd uses the descriptor for another connection now")
+            yield sock
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A connection in the kernel's table."""
+
+    descriptor: int
+    address: str  # of the far end
+    is_local: bool  # that is this machine
+
+
+class P2pdSockets:
+    """Keeps the pacer's list of them up to date. Call `close` before p2pd ends."""
+
+    def __init__(self, pid: int, pacer: Pacer, *, loopback: bool = False) -> None:
+        """`loopback`: whether connections that do not leave this machine count, too."""
+        self._pid, self._pacer, self._loopback = pid, pacer, loopback
+        self._lent: dict[int, Lent] = {}  # by inode
+        self._sending = asyncio.Event()
+        self._process = -1
+        with suppress(OSError, AttributeError):  # it is gone, or this is not Linux
+            self._process = os.pidfd_open(pid)
+        self._task = asyncio.create_task(self._run()) if tcp.PACES and self._process >= 0 else None
+
+    def wake(self) -> None:
+        """Bytes are sent: connections may be new."""
+        self._sending.set()
+
+    async def close(self) -> None:
+        """Borrow nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for lent in self._lent.values():
+            self._pacer.remove(lent)
+        self._lent.clear()
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+    async def _run(self) -> None:
+        while True:
+            await self._sending.wait()
+            self._sending.clear()
+            try:
+                self._scan()
+            except PermissionError as error:
+                _log.info("connections over libp2p are not paced", reason=str(error))
+                return
+            except OSError as error:  # p2pd ends
+                _log.debug("cannot look for p2pd's connections", reason=str(error))
+            await asyncio.sleep(SCAN_SECONDS)
+
+    def _scan(self) -> None:
+        found = {inode: it for inode, it in _connections(self._pid) if self._loopback or not it.is_local}
+        for inode in self._lent.keys() - found.keys():
+            self._pacer.remove(self._lent.pop(inode))
+        for inode in found.keys() - self._lent.keys():
+            try:
+                lent = Lent(self._process, found[inode].descriptor, found[inode].address)
+            except PermissionError:
+                raise
+            except OSError:
+                continue  # closed meanwhile
+            self._lent[inode] = lent
+            self._pacer.add(lent)
+        self._pacer.wake()
+
+
+def _connections(pid: int) -> Iterator[tuple[int, _Found]]:
+    """Inode and place of every TCP connection of that process. Raises `OSError`."""
+    descriptors = {}
+    place = Path(f"/proc/{pid}/fd")
+    for entry in os.listdir(place):
+        with suppress(OSError):  # closed meanwhile
+            kind, _, rest = os.readlink(place / entry).partition(":[")
+            if kind == "socket":
+                descriptors[int(rest.removesuffix("]"))] = int(entry)
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            inode, far_end = int(fields[9]), address_of(fields[2])
+            if fields[3] == _ESTABLISHED and inode in descriptors:
+                yield inode, _Found(descriptors[inode], str(far_end), far_end.is_loopback)
+
+
+def address_of(printed: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The kernel prints words of an address as numbers in the machine's byte order, in hexadecimal."""
+    digits, size = printed.partition(":")[0], 2 * _WORD
+    words = (int(digits[start : start + size], 16) for start in range(0, len(digits), size))
+    address = ipaddress.ip_address(b"".join(word.to_bytes(_WORD, sys.byteorder) for word in words))
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _pidfd_getfd(process: int, descriptor: int) -> int:
+    copy: int = _libc.syscall(_PIDFD_GETFD, process, descriptor, 0)
+    if copy < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return copy

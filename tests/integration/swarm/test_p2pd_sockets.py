@@ -1,0 +1,182 @@
+"""The kernel lends us the connections of a child: their figures and their pace, and nothing that keeps them open."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from atoll.node.direct import tcp
+from atoll.node.swarm import p2pd_sockets
+from atoll.node.swarm.p2pd_sockets import Lent, P2pdSockets, address_of
+
+pytestmark = pytest.mark.skipif(not tcp.PACES, reason="only Linux lends sockets")
+
+SECONDS = 20
+PACE = 123_456
+CHILD = """
+import socket, sys
+connections = []
+for line in sys.stdin:
+    what, *rest = line.split()
+    if what == "dial":
+        connections.append(socket.create_connection(("127.0.0.1", int(rest[0]))))
+    if what == "pace":
+        print(connections[0].getsockopt(socket.SOL_SOCKET, 47))
+    if what == "close":
+        connections.pop(0).close()
+    print("done", flush=True)
+"""
+
+
+class Child:
+    """Stands in for p2pd: dials, closes, and says how it is paced."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def does(self, order: str) -> list[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+        return list(iter(lambda: self._process.stdout.readline().strip(), "done"))  # type: ignore[union-attr]
+
+
+@contextmanager
+def child() -> Iterator[Child]:
+    command = [sys.executable, "-I", "-c", CHILD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Child(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(SECONDS)
+
+
+class Watching:
+    """A pacer's list of connections."""
+
+    def __init__(self) -> None:
+        self.watched: list[Any] = []
+        self.changed = asyncio.Event()
+
+    def add(self, connection: Any) -> None:
+        self.watched.append(connection)
+
+    def remove(self, connection: Any) -> None:
+        self.watched.remove(connection)
+
+    def wake(self) -> None:
+        self.changed.set()
+
+    async def until_looked(self, sockets: P2pdSockets) -> None:
+        self.changed.clear()
+        sockets.wake()
+        async with asyncio.timeout(SECONDS):
+            await self.changed.wait()
+
+
+async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2pd_sockets, "SCAN_SECONDS", 0.01)
+    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(SECONDS)
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        dialler.does(f"dial {listening.getsockname()[1]}")
+        accepted, _ = listening.accept()
+        with accepted:
+            await pacer.until_looked(sockets)
+            (lent,) = pacer.watched
+            assert lent.peer_id == "127.0.0.1"
+            figures = tcp.info(lent.sock)
+            assert figures is not None
+            assert figures.segment_bytes > 0
+            tcp.pace(lent.sock, PACE)
+            assert dialler.does("pace") == [str(PACE)]
+            accepted.settimeout(SECONDS)
+            dialler.does("close")
+            assert accepted.recv(1) == b""  # else the copy keeps it open
+            assert tcp.info(lent.sock) is None
+        await pacer.until_looked(sockets)
+        assert not pacer.watched
+        await sockets.close()
+
+
+async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -> None:
+    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        dialler.does(f"dial {port}")
+        await pacer.until_looked(sockets)
+        (lent,) = pacer.watched
+        dialler.does("close")
+        dialler.does(f"dial {port}")  # on the same descriptor
+        tcp.pace(lent.sock, PACE)
+        assert dialler.does("pace") != [str(PACE)]
+        assert tcp.info(lent.sock) is None
+        await sockets.close()
+        assert not pacer.watched
+
+
+async def test_what_does_not_leave_this_machine_is_not_lent() -> None:
+    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
+        dialler.does(f"dial {listening.getsockname()[1]}")
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer)  # type: ignore[arg-type]
+        await pacer.until_looked(sockets)
+        assert not pacer.watched
+        await sockets.close()
+
+
+async def test_where_the_kernel_does_not_lend_nothing_is_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asyncio.Event()
+
+    def refuses(process: int, descriptor: int) -> int:
+        asked.set()
+        raise PermissionError("ptrace is not allowed here")
+
+    monkeypatch.setattr(p2pd_sockets, "_pidfd_getfd", refuses)
+    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
+        dialler.does(f"dial {listening.getsockname()[1]}")
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        sockets.wake()
+        async with asyncio.timeout(SECONDS):
+            await asked.wait()
+        assert not pacer.watched
+        await sockets.close()
+
+
+async def test_who_is_gone_lends_nothing() -> None:
+    with child() as dialler:
+        pid = dialler.pid
+    pacer = Watching()
+    sockets = P2pdSockets(pid, pacer)  # type: ignore[arg-type]
+    sockets.wake()
+    await asyncio.sleep(0)
+    await sockets.close()
+    assert not pacer.watched
+    with pytest.raises(OSError, match="descriptor"):
+        Lent(-1, 0, "nobody")
+
+
+@pytest.mark.parametrize(
+    ("printed", "address"),
+    [
+        ("0100007F:1F90", "127.0.0.1"),
+        ("01000D0B:B101", "11.13.0.1"),
+        ("0000000000000000FFFF00000100000B:0050", "11.0.0.1"),
+        ("B80D0120000000000000000001000000:0050", "2001:db8::1"),
+    ],
+)
+@pytest.mark.skipif(sys.byteorder != "little", reason="the kernel prints in the machine's byte order")
+def test_addresses_are_read_as_the_kernel_prints_them(printed: str, address: str) -> None:
+    assert str(address_of(printed)) == address
