@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.skipif(not tcp.PACES, reason="only Linux lends sockets"
 
 SECONDS = 20
 PACE = 123_456
+LARGE = 16 * 1024 * 1024  # more than kernels hold
 CHILD = """
-import socket, sys
+import socket, sys, threading
 connections = []
 for line in sys.stdin:
     what, *rest = line.split()
@@ -29,6 +31,8 @@ for line in sys.stdin:
         connections.append(socket.create_connection(("127.0.0.1", int(rest[0]))))
     if what == "pace":
         print(connections[0].getsockopt(socket.SOL_SOCKET, 47))
+    if what == "send":
+        threading.Thread(target=connections[0].sendall, args=(bytes(int(rest[0])),), daemon=True).start()
     if what == "close":
         connections.pop(0).close()
     print("done", flush=True)
@@ -83,56 +87,88 @@ class Watching:
             await self.changed.wait()
 
 
-async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+class Conversation:
+    """A connection of the child to us, on which it sends more than we took."""
+
+    def __init__(self, dialler: Child, size: int = LARGE) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.settimeout(SECONDS)
+        self.address = f"dial {self._listening.getsockname()[1]}"
+        dialler.does(self.address)
+        self._accepted, _ = self._listening.accept()
+        self._accepted.settimeout(SECONDS)
+        self._left = size
+        dialler.does(f"send {size}")
+
+    def take_all(self) -> None:
+        while self._left:
+            self._left -= len(self._accepted.recv(1 << 20))
+
+    def has_ended(self) -> bool:
+        return self._accepted.recv(1) == b""
+
+    def close(self) -> None:
+        self._accepted.close()
+        self._listening.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2pd_sockets, "SCAN_SECONDS", 0.01)
-    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.settimeout(SECONDS)
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
-        dialler.does(f"dial {listening.getsockname()[1]}")
-        accepted, _ = listening.accept()
-        with accepted:
-            await pacer.until_looked(sockets)
-            (lent,) = pacer.watched
-            assert lent.peer_id == "127.0.0.1"
-            figures = tcp.info(lent.sock)
-            assert figures is not None
-            assert figures.segment_bytes > 0
-            tcp.pace(lent.sock, PACE)
-            assert dialler.does("pace") == [str(PACE)]
-            accepted.settimeout(SECONDS)
-            dialler.does("close")
-            assert accepted.recv(1) == b""  # else the copy keeps it open
-            assert tcp.info(lent.sock) is None
-        await pacer.until_looked(sockets)
-        assert not pacer.watched
-        await sockets.close()
 
 
-async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -> None:
-    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+@pytest.mark.usefixtures("quick")
+async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -> None:
+    with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer = Watching()
         sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
-        dialler.does(f"dial {port}")
         await pacer.until_looked(sockets)
         (lent,) = pacer.watched
-        dialler.does("close")
-        dialler.does(f"dial {port}")  # on the same descriptor
+        assert lent.peer_id == "127.0.0.1"
+        figures = tcp.info(lent.sock)
+        assert figures is not None
+        assert figures.unsent_bytes > 0
         tcp.pace(lent.sock, PACE)
-        assert dialler.does("pace") != [str(PACE)]
+        assert dialler.does("pace") == [str(PACE)]
+        tcp.pace(lent.sock, float("inf"))
+        talk.take_all()
+        dialler.does("close")
+        assert talk.has_ended()  # else the copy keeps it open
         assert tcp.info(lent.sock) is None
-        await sockets.close()
-        assert not pacer.watched
-
-
-async def test_what_does_not_leave_this_machine_is_not_lent() -> None:
-    with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
-        dialler.does(f"dial {listening.getsockname()[1]}")
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer)  # type: ignore[arg-type]
         await pacer.until_looked(sockets)
         assert not pacer.watched
+        await sockets.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -> None:
+    with child() as dialler, closing(Conversation(dialler)) as talk:
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        await pacer.until_looked(sockets)
+        (lent,) = pacer.watched
+        await sockets.close()
+        assert not pacer.watched
+        borrowing = Lent(os.pidfd_open(dialler.pid), lent._descriptor, "127.0.0.1")
+        talk.take_all()
+        dialler.does("close")
+        dialler.does(talk.address)  # on the same descriptor
+        tcp.pace(borrowing.sock, PACE)
+        assert dialler.does("pace") != [str(PACE)]
+        assert tcp.info(borrowing.sock) is None
+        os.close(borrowing._process)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("size", "loopback"), [(1000, True), (LARGE, False)], ids=["little", "within this machine"])
+async def test_connections_of_no_interest_are_left_alone(size: int, loopback: bool) -> None:
+    with child() as dialler, closing(Conversation(dialler, size)) as talk:
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer, loopback=loopback)  # type: ignore[arg-type]
+        for _ in range(3):
+            await pacer.until_looked(sockets)
+            assert not pacer.watched
+        talk.take_all()
         await sockets.close()
 
 
@@ -177,6 +213,6 @@ async def test_who_is_gone_lends_nothing() -> None:
         ("B80D0120000000000000000001000000:0050", "2001:db8::1"),
     ],
 )
-@pytest.mark.skipif(sys.byteorder != "little", reason="the kernel prints in the machine's byte order")
+@pytest.mark.skipif(sys.byteorder != "little", reason="the examples are of such a machine")
 def test_addresses_are_read_as_the_kernel_prints_them(printed: str, address: str) -> None:
     assert str(address_of(printed)) == address

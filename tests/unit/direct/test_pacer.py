@@ -228,24 +228,3 @@ async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list
         look_on(made, first + later, 5)
     assert made.limits() == {}
     assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
-
-
-async def test_connections_that_carry_nothing_large_take_nobody_s_share(wires: list[Wire]) -> None:
-    made = await started(wires)
-    idle = [Wire(f"11.0.0.{number}") for number in range(1, 4)]  # p2pd's, for questions and votes
-    for wire in idle:
-        made.add(wire)
-    for wire in wires:
-        wire.backlog = False
-    pass_windows(made, wires + idle, 2)
-    assert all(wire.paced == pytest.approx(made.uplink.budget / 3) for wire in wires)  # each may begin with a third
-
-
-async def test_with_one_peer_that_is_known_to_p2pd_too_the_uplink_is_learnt(wires: list[Wire]) -> None:
-    made = Pacer(SystemClock())
-    only, beside = wires[0], Wire("11.0.0.1")
-    only.rate, only.backlog = 12e6, True
-    for wire in (only, beside):
-        made.add(wire)
-    pass_windows(made, [only, beside], 12)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)

@@ -27,7 +27,7 @@ MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further tha
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
 _REPORTS = 10  # of a round, if it lasts as long as the last one, so that none is long overdue
 _AWAIT = 2  # exchanges: so long somebody who is late is waited for
-_AWAIT_AGAIN = 5  # rounds after which somebody who is late is waited for once more
+_AWAIT_AGAIN = 5  # rounds after which somebody who is still late is waited for once more; twice as many each time
 _EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
 _LEAST_INTERVAL = 0.1  # seconds
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
@@ -61,7 +61,7 @@ class Turns:
         self._exchange_began: float | None = None  # the last one, since the head
         self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
         self._heard: dict[str, _Heard] = {}
-        self._awaited: dict[str, int] = {}  # peer → the head at which the others waited for it
+        self._awaited: dict[str, tuple[int, int]] = {}  # peer → not before that round, and for how many then
         self._expected: dict[str, tuple[RoundId, dp.TokenReport, float]] = {}  # peer → of the next head; when it came
         self.move(head, plan, now)
 
@@ -86,9 +86,14 @@ class Turns:
     def _look_for_late(self, head: Head, plan: Plan, now: float) -> None:
         """Who came to the last head too late for its round is fetching the next: wait for it, once in a while."""
         here = {peer for peer, said in self._heard.items() if not said.leaving} & set(plan.members)
-        late = here - head.electorate.members - {self._me} - set(plan.standbys)
-        self._late = {peer for peer in late if head.round - self._awaited.get(peer, -_AWAIT_AGAIN) >= _AWAIT_AGAIN}
-        self._awaited |= dict.fromkeys(self._late, head.round)
+        there = head.electorate.members
+        self._awaited = {peer: waits for peer, waits in self._awaited.items() if peer not in there}
+        self._late = set()
+        for peer in here - there - {self._me} - set(plan.standbys):
+            next_round, rounds = self._awaited.get(peer, (head.round, _AWAIT_AGAIN))
+            if head.round >= next_round:
+                self._late.add(peer)
+                self._awaited[peer] = head.round + rounds, 2 * rounds
         self._late_until = now + (_AWAIT * median_low(self._exchanges) if self._exchanges else 0.0)
 
     def begin(self, head: Head, plan: Plan, now: float, policy: RoundPolicy | None = None) -> None:

@@ -19,7 +19,6 @@ from typing import Protocol
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.node.direct import rates, tcp
-from atoll.node.direct.hosts import is_address
 
 NEAR_SECONDS = 0.002
 LOOKS = 4  # in a window
@@ -70,7 +69,6 @@ class _Watched:
     behind: int = 0  # looks in this window at which it had something to send
     held: int = 0  # of them, those at which the other side took no more
     sends: bool = False  # at the last look it had more to send
-    carries: bool = False  # it ever sent more than a word
 
 
 class Pacer:
@@ -181,7 +179,6 @@ class Pacer:
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
             moves = now.unsent_bytes > 0 or delivered > QUIET_BYTES
-            one.carries |= moves
             sends |= moves
             before_that, one.sends = one.sends, now.unsent_bytes > 0
             changes |= one.sends != before_that  # who has sent all leaves its share to the others at once
@@ -201,7 +198,7 @@ class Pacer:
         }
         busy = {connection.peer_id for connection, figures in sent.items() if figures.backlogged}
         known = self.uplink.started  # while it is not, who gets through less is only starting
-        wide = len(busy) > 1 or len(self._peers) == 1
+        wide = len(busy) > 1 or len({connection.peer_id for connection in self._watched}) == 1
         asked = sum(one.steady.given for one in self._watched.values()) / seconds
         fits = min(1.0, self.uplink.rate / asked) if known and asked else 1.0  # a probe asks for more than is there
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
@@ -222,22 +219,13 @@ class Pacer:
         far = {connection: one for connection, one in self._watched.items() if one.far}
         senders = {connection: one.path.limit for connection, one in far.items() if one.sends}
         given = rates.shares(self.uplink.budget, senders)
-        beginners = len(senders) + 1 if senders else max(1, len(self._peers))
+        beginners = len(senders) + 1 if senders else max(1, len({connection.peer_id for connection in far}))
         others = max(self.uplink.budget / beginners, rates.MIN_RATE)
         for connection, one in far.items():
             rate = given.get(connection, others)
             if rate != one.given:
                 one.given = rate
                 tcp.pace(connection.sock, rate)
-
-    @property
-    def _peers(self) -> set[str]:
-        """To whom large things may be sent: over p2pd's connections only where they ever were."""
-        return {
-            connection.peer_id
-            for connection, one in self._watched.items()
-            if one.carries or not is_address(connection.peer_id)
-        }
 
     @property
     def uplink_bytes_per_second(self) -> float:

@@ -23,7 +23,8 @@ from atoll.core import log
 from atoll.node.direct import tcp
 from atoll.node.direct.pacer import Pacer
 
-SCAN_SECONDS = 2.0  # between two looks for new connections, while bytes are sent
+SCAN_SECONDS = 2.0  # between two looks at p2pd's connections, while something large is sent
+CARRIES_BYTES = 256 * 1024  # from one to the next: such a connection is paced from then on; most only ask and answer
 _PIDFD_GETFD = 438  # the system call, on every architecture
 _SO_COOKIE = 57
 _ESTABLISHED = "01"
@@ -42,8 +43,18 @@ class Lent:
         self.sock = self
         self._process, self._descriptor = process, descriptor
         self._cookie = b""
+        self._seen: tcp.Info | None = None
         with self._borrowed() as sock:
             self._cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+
+    def carries(self) -> bool:
+        """Whether it sent more than words since the last time that this was asked."""
+        before, self._seen = self._seen, tcp.info(self)
+        if self._seen is None:
+            return False
+        return self._seen.unsent_bytes > 0 or (
+            before is not None and self._seen.delivered_since(before) > CARRIES_BYTES
+        )
 
     def setsockopt(self, level: int, option: int, value: int, /) -> None:
         with self._borrowed() as sock:
@@ -78,6 +89,7 @@ class P2pdSockets:
         """`loopback`: whether connections that do not leave this machine count, too."""
         self._pid, self._pacer, self._loopback = pid, pacer, loopback
         self._lent: dict[int, Lent] = {}  # by inode
+        self._paced: set[int] = set()  # of them, those that the pacer has
         self._sending = asyncio.Event()
         self._process = -1
         with suppress(OSError, AttributeError):  # it is gone, or this is not Linux
@@ -93,9 +105,8 @@ class P2pdSockets:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for lent in self._lent.values():
-            self._pacer.remove(lent)
-        self._lent.clear()
+        for inode in tuple(self._lent):
+            self._forget(inode)
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
@@ -116,17 +127,24 @@ class P2pdSockets:
     def _scan(self) -> None:
         found = {inode: it for inode, it in _connections(self._pid) if self._loopback or not it.is_local}
         for inode in self._lent.keys() - found.keys():
-            self._pacer.remove(self._lent.pop(inode))
+            self._forget(inode)
         for inode in found.keys() - self._lent.keys():
             try:
-                lent = Lent(self._process, found[inode].descriptor, found[inode].address)
+                self._lent[inode] = Lent(self._process, found[inode].descriptor, found[inode].address)
             except PermissionError:
                 raise
             except OSError:
                 continue  # closed meanwhile
-            self._lent[inode] = lent
-            self._pacer.add(lent)
+        for inode in [inode for inode, lent in self._lent.items() if inode not in self._paced and lent.carries()]:
+            self._paced.add(inode)
+            self._pacer.add(self._lent[inode])
         self._pacer.wake()
+
+    def _forget(self, inode: int) -> None:
+        lent = self._lent.pop(inode)
+        if inode in self._paced:
+            self._paced.discard(inode)
+            self._pacer.remove(lent)
 
 
 def _connections(pid: int) -> Iterator[tuple[int, _Found]]:
