@@ -178,7 +178,29 @@ async def test_who_is_not_answered_takes_the_other_path_the_next_time(
             await silent.receive(timedelta(seconds=0.2))
         await silent.close()
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
+        assert not any(one.is_open for made in pair.a.path._dialler._all.values() for one in made)
         keeper.awake.set()
+
+
+async def test_who_is_answered_late_was_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges wait in slices, so that a machine that slept does not give everybody up."""
+    keeper = Doorkeeper(monkeypatch)
+    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+        pair.b.door.handle(TALK, shout)
+        first = await pair.a.talk(pair.b)
+        assert await echoes(first)
+        await first.close()
+        await pair.settled()
+        keeper.awake.clear()
+        stream = await pair.a.talk(pair.b)
+        with pytest.raises(DeadlineExceeded):
+            await stream.receive(timedelta(seconds=0.2))
+        keeper.awake.set()
+        assert await echoes(stream)
+        await stream.close()
+        await pair.settled()
+        assert await echoes(await pair.a.talk(pair.b))
+        assert pair.a.asked == 1
 
 
 async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connection(

@@ -23,7 +23,7 @@ SECONDS = 20
 PACE = 123_456
 LARGE = 16 * 1024 * 1024  # more than kernels hold
 CHILD = """
-import socket, sys, threading
+import os, socket, sys, threading
 connections = []
 for line in sys.stdin:
     what, *rest = line.split()
@@ -33,6 +33,11 @@ for line in sys.stdin:
         print(connections[0].getsockopt(socket.SOL_SOCKET, 47))
     if what == "send":
         threading.Thread(target=connections[0].sendall, args=(bytes(int(rest[0])),), daemon=True).start()
+    if what == "pipe":
+        number = connections[0].fileno()
+        connections.pop(0).close()
+        pipe = os.pipe()
+        assert number in pipe
     if what == "close":
         connections.pop(0).close()
     print("done", flush=True)
@@ -157,6 +162,21 @@ async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -
         assert dialler.does("pace") != [str(PACE)]
         assert tcp.info(borrowing.sock) is None
         os.close(borrowing._process)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
+    with child() as dialler, closing(Conversation(dialler)) as talk:
+        pacer = Watching()
+        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        await pacer.until_looked(sockets)
+        (lent,) = pacer.watched
+        talk.take_all()
+        dialler.does("pipe")
+        before = len(os.listdir("/proc/self/fd"))
+        assert [tcp.info(lent.sock) for _ in range(20)] == [None] * 20
+        assert len(os.listdir("/proc/self/fd")) == before
+        await sockets.close()
 
 
 @pytest.mark.usefixtures("quick")

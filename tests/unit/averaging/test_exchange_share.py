@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -115,19 +116,57 @@ def test_who_was_away_takes_part_again_soon_though_rounds_follow_at_once(share, 
     assert median(seconds) < 7  # a few rounds
 
 
-def test_who_dies_after_its_vote_is_not_counted_on_at_the_next_head():
-    peers = ["p0", "p1", "p2", "p3"]
-    manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="r", number=1))
-    for peer in peers:
+PEERS = ["p0", "p1", "p2", "p3"]
+
+
+def head_of(number: int, members: Sequence[str]) -> Head:
+    manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="r", number=number))
+    for peer in members:
         manifest.contributions.add(peer_id=peer, present=True, weight=1, tokens=1)
-    head = Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
-    plan, next_round = make_plan(peers), RoundId("r", 1, 0, 2, 0)
-    turns = Turns("p0", POLICY, GENESIS, plan, 0.0)
-    for peer in peers[1:]:
+    return Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
+
+
+def test_who_dies_after_its_vote_is_not_counted_on_at_the_next_head():
+    turns, next_round = Turns("p0", POLICY, GENESIS, make_plan(PEERS), 0.0), RoundId("r", 1, 0, 2, 0)
+    for peer in PEERS[1:]:
         turns.expect(peer, next_round, dp.TokenReport(round=next_round.to_proto(), tokens=200), 10.0)
     turns.lose("p3")
-    turns.move(head, plan, 10.5)
+    turns.move(head_of(1, PEERS), make_plan(PEERS), 10.5)
     assert turns.lately(10.5) == {"p0", "p1", "p2"}
+
+
+@pytest.mark.parametrize(
+    ("what", "waits"),
+    [("came late", True), ("was there before", False), ("was lost since", False), ("is not in the plan", False)],
+)
+def test_who_came_late_is_waited_for_and_nobody_else(what, waits):
+    plan, others = make_plan(PEERS), PEERS[:3]
+    turns = Turns("p0", POLICY, head_of(0, PEERS), plan, 0.0)
+    turns.begin_exchange(0.0)
+    turns.move(head_of(1, PEERS), plan, 10.0)  # an exchange takes ten seconds
+    report = dp.TokenReport(tokens=200)
+    if what == "was there before":
+        turns.hear("p3", report, 11.0)
+    turns.begin_attempt(12.0)
+    turns.begin_exchange(12.0)
+    if what != "was there before":
+        turns.hear("p3", report, 15.0)
+    turns.move(head_of(2, others), plan, 22.0)
+    if what == "was lost since":
+        turns.lose("p3")
+    if what == "is not in the plan":
+        turns.begin(head_of(2, others), plan := make_plan(others, 2), 22.0)
+    opener = RoundId("r", plan.version, 0, 3, 0).order(plan.members).index("p0")
+    attempt = RoundId("r", plan.version, 0, 3, opener)
+
+    def opens(now: float) -> bool:
+        for peer in others[1:]:
+            turns.hear(peer, report, now)
+        turns.hear_self(200, leaving=False, step_seconds=0.1, now=now)
+        return turns.attempt_to_open(attempt, now) is not None
+
+    assert opens(22.2) is not waits
+    assert opens(43.0)  # two exchanges later, at the latest
 
 
 def test_where_an_exchange_may_take_all_of_a_round_nobody_rests():

@@ -228,3 +228,27 @@ async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list
         look_on(made, first + later, 5)
     assert made.limits() == {}
     assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
+
+
+async def test_one_slow_peer_with_a_connection_of_p2pd_s_beside_ours_says_nothing_about_our_uplink(
+    wires: list[Wire],
+) -> None:
+    made = await started(wires)
+    for wire in wires[1:]:
+        wire.backlog, wire.rate = False, 0.0
+    slow = [wires[0], Wire("11.0.0.1", backlog=True)]
+    made.add(slow[1])
+    for wire in slow:
+        wire.rate = 50_000.0
+    pass_windows(made, [*wires, slow[1]], 3 * MEMORY_WINDOWS)
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+
+
+async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wires: list[Wire]) -> None:
+    made = Pacer(SystemClock())
+    only, beside = wires[0], Wire("11.0.0.1")
+    only.rate, only.backlog = 12e6, True
+    for wire in (only, beside):
+        made.add(wire)
+    pass_windows(made, [only, beside], 12)
+    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)

@@ -3,6 +3,7 @@ under way here. Pure."""
 
 from __future__ import annotations
 
+from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.round_types import Received
 
@@ -20,7 +21,7 @@ class EarlyOpen:
         """`received` holds an Open whose opener waits that long."""
         if self._kept is not None:
             until, known = self._kept
-            if now <= until and _round_of(known).ballot >= _round_of(received).ballot:
+            if now <= until and _order_of(known) >= _order_of(received):
                 return
         self._kept = (now + seconds, received)
 
@@ -30,16 +31,16 @@ class EarlyOpen:
 
     def take(self, plan_version: int, number: int, now: float) -> Received | None:
         """What may be followed now, under that plan, where that round is the next."""
-        return self._take_kept(plan_version, now) or self._take_ahead(number, now)
+        return self._take_kept(plan_version, number, now) or self._take_ahead(number, now)
 
-    def _take_kept(self, plan_version: int, now: float) -> Received | None:
+    def _take_kept(self, plan_version: int, number: int, now: float) -> Received | None:
         if self._kept is None:
             return None
         until, received = self._kept
         if now <= until and _round_of(received).plan_version > plan_version:
             return None
         self._kept = None
-        return received if now <= until else None
+        return received if now <= until and _round_of(received).number >= number else None
 
     def _take_ahead(self, number: int, now: float) -> Received | None:
         """The first attempt of that round: the others follow when it failed."""
@@ -52,6 +53,11 @@ class EarlyOpen:
         first = min(due, key=lambda received: _round_of(received).ballot)
         del self._ahead[first.peer]
         return first
+
+
+def _order_of(received: Received) -> tuple[int, Ballot]:
+    round_id = _round_of(received)
+    return round_id.number, round_id.ballot
 
 
 def _round_of(received: Received) -> RoundId:

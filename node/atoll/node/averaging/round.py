@@ -417,6 +417,7 @@ class RoundMachine:
             self._behind(f"{peer} builds round {round_id.number} on another manifest than ours")
             return
         self.attempt = round_id.attempt
+        self._turns.begin_attempt(self._now)
         seconds = self._open_seconds(message)
         tie = self._tie_seconds
         until = self._now + 2 * seconds + tie

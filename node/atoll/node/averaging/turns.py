@@ -12,6 +12,7 @@ everybody backs off a little.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median_low
@@ -61,6 +62,8 @@ class Turns:
         self._exchange_began: float | None = None  # the last one, since the head
         self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
         self._heard: dict[str, _Heard] = {}
+        self._late: set[str] = set()
+        self._attempt_began = math.inf  # the last one, since the head
         self._awaited: dict[str, tuple[int, int]] = {}  # peer → not before that round, and for how many then
         self._expected: dict[str, tuple[RoundId, dp.TokenReport, float]] = {}  # peer → of the next head; when it came
         self.move(head, plan, now)
@@ -85,13 +88,14 @@ class Turns:
 
     def _look_for_late(self, head: Head, plan: Plan, now: float) -> None:
         """Who came to the last head too late for its round is fetching the next: wait for it, once in a while."""
-        here = {peer for peer, said in self._heard.items() if not said.leaving} & set(plan.members)
-        there = head.electorate.members
+        began, self._attempt_began = self._attempt_began, math.inf
+        said_since = {peer for peer, said in self._heard.items() if said.when >= began and not said.leaving}
+        here, there = said_since & set(plan.members), head.electorate.members
         self._awaited = {peer: waits for peer, waits in self._awaited.items() if peer not in there}
         self._late = set()
         for peer in here - there - {self._me} - set(plan.standbys):
             next_round, rounds = self._awaited.get(peer, (head.round, _AWAIT_AGAIN))
-            if head.round >= next_round:
+            if head.round >= next_round or head.round + rounds < next_round:  # that was before a recovery
                 self._late.add(peer)
                 self._awaited[peer] = head.round + rounds, 2 * rounds
         self._late_until = now + (_AWAIT * median_low(self._exchanges) if self._exchanges else 0.0)
@@ -102,6 +106,7 @@ class Turns:
         if plan.version != self._plan.version:
             self._said_newer.clear()
         self._head, self._plan = head, plan
+        self._late &= set(plan.members)
         self._holders = plan.holders(self._policy.fragment_of(head.round + 1).layers)
         self._trainers = self._holders & plan.stages
         self._heard = {}
@@ -118,6 +123,10 @@ class Turns:
     def serve_leaving(self) -> None:
         """Whoever waited to leave had a round."""
         self._left |= {peer for peer, said in self._heard.items() if said.leaving}
+
+    def begin_attempt(self, now: float) -> None:
+        """We follow one: who comes to this head from now on comes too late for it."""
+        self._attempt_began = now
 
     def begin_exchange(self, now: float) -> None:
         """Of an attempt at the next round."""
@@ -157,6 +166,7 @@ class Turns:
         """Its connection broke."""
         self._heard.pop(peer, None)
         self._expected.pop(peer, None)
+        self._late.discard(peer)
 
     def lately(self, now: float) -> frozenset[str]:
         """Members of the plan that were heard from here, lately; ourselves too."""
@@ -204,7 +214,8 @@ class Turns:
         all_here = now >= self._late_until or self._late <= lately
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
         rested = last or now >= self._rest_until or any(item.full for item in said.values())
-        return total > 0 and (((enough or overdue) and rested and all_here) or leaving)
+        due_here = (enough and all_here) or overdue
+        return total > 0 and ((due_here and rested) or leaving)
 
     def _cap(self, peer: str) -> int:
         """The most tokens of its that a round counts."""

@@ -148,6 +148,7 @@ class Dialler:
 
     def _ended(self, connection: Connection, stream: DirectStream) -> None:
         if stream.was_ignored or (stream.broken and stream.was_let_in):
+            connection.abort()
             self._broken(connection.peer_id, Unreachable("a conversation broke"))
         elif connection.is_open and not self._closed:
             self._start(self._settle(connection, stream))

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.node.direct import rates, tcp
+from atoll.node.direct.hosts import is_address
 
 NEAR_SECONDS = 0.002
 LOOKS = 4  # in a window
@@ -196,9 +197,9 @@ class Pacer:
             for connection, one in self._watched.items()
             if one.seen is not None
         }
-        busy = {connection.peer_id for connection, figures in sent.items() if figures.backlogged}
+        busy = _far_ends(connection for connection, figures in sent.items() if figures.backlogged)
         known = self.uplink.started  # while it is not, who gets through less is only starting
-        wide = len(busy) > 1 or len({connection.peer_id for connection in self._watched}) == 1
+        wide = len(busy) > 1 or len(_far_ends(self._watched)) == 1
         asked = sum(one.steady.given for one in self._watched.values()) / seconds
         fits = min(1.0, self.uplink.rate / asked) if known and asked else 1.0  # a probe asks for more than is there
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), wide=wide)
@@ -219,7 +220,7 @@ class Pacer:
         far = {connection: one for connection, one in self._watched.items() if one.far}
         senders = {connection: one.path.limit for connection, one in far.items() if one.sends}
         given = rates.shares(self.uplink.budget, senders)
-        beginners = len(senders) + 1 if senders else max(1, len({connection.peer_id for connection in far}))
+        beginners = len(senders) + 1 if senders else max(1, len(_far_ends(far)))
         others = max(self.uplink.budget / beginners, rates.MIN_RATE)
         for connection, one in far.items():
             rate = given.get(connection, others)
@@ -243,3 +244,9 @@ class Pacer:
     def _window(self) -> float:
         round_trip = max((one.seen.min_rtt_seconds for one in self._watched.values() if one.seen), default=0.0)
         return min(max(MIN_WINDOW_SECONDS, WINDOW_ROUND_TRIPS * round_trip), MAX_WINDOW_SECONDS)
+
+
+def _far_ends(connections: Iterable[Paced]) -> set[str]:
+    """To whom these lead. p2pd's count where there are no others: most likely they lead to the same peers."""
+    known = {connection.peer_id for connection in connections}
+    return {peer for peer in known if not is_address(peer)} or known

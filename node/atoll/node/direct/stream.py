@@ -68,7 +68,7 @@ class DirectStream(_TlsStream):
         )
         self.was_let_in = False  # as a dialler
         self._unanswered = False  # it began, and the acceptor's word is the next that comes
-        self.was_ignored = False  # and did not come in time
+        self._waited = False  # in vain, for whatever came next
         self._told_ended = ended  # called once, when this side has ended it
         self._closed = False
         self._peer_closed = False
@@ -77,6 +77,11 @@ class DirectStream(_TlsStream):
     @property
     def has_own_connection(self) -> bool:
         return True
+
+    @property
+    def was_ignored(self) -> bool:
+        """Whether this side began, and waited for a word until its time was up."""
+        return self._waited and self._unanswered
 
     async def close(self) -> None:
         if self._closed:
@@ -102,7 +107,7 @@ class DirectStream(_TlsStream):
         try:
             return await super().receive(timeout)
         except DeadlineExceeded:
-            self.was_ignored |= self._unanswered
+            self._waited = True
             raise
 
     async def turn_away(self, header: Buffer) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import ipaddress
+import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,12 @@ class Lent:
     @contextmanager
     def _borrowed(self) -> Iterator[socket.socket]:
         copy = _pidfd_getfd(self._process, self._descriptor)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy) as sock:
+        try:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy)
+        except OSError:  # it is no socket any more
+            os.close(copy)
+            raise
+        with sock:
             if self._cookie and sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8) != self._cookie:
                 raise ConnectionResetError("p2pd uses the descriptor for another connection now")
             yield sock
@@ -116,16 +122,18 @@ class P2pdSockets:
             await self._sending.wait()
             self._sending.clear()
             try:
-                self._scan()
+                self._scan(dict(await asyncio.to_thread(_connections, self._pid)))
             except PermissionError as error:
                 _log.info("connections over libp2p are not paced", reason=str(error))
+                for inode in tuple(self._lent):
+                    self._forget(inode)
                 return
             except OSError as error:  # p2pd ends
                 _log.debug("cannot look for p2pd's connections", reason=str(error))
             await asyncio.sleep(SCAN_SECONDS)
 
-    def _scan(self) -> None:
-        found = {inode: it for inode, it in _connections(self._pid) if self._loopback or not it.is_local}
+    def _scan(self, connections: Mapping[int, _Found]) -> None:
+        found = {inode: it for inode, it in connections.items() if self._loopback or not it.is_local}
         for inode in self._lent.keys() - found.keys():
             self._forget(inode)
         for inode in found.keys() - self._lent.keys():
@@ -145,9 +153,10 @@ class P2pdSockets:
         if inode in self._paced:
             self._paced.discard(inode)
             self._pacer.remove(lent)
+            tcp.pace(lent, math.inf)
 
 
-def _connections(pid: int) -> Iterator[tuple[int, _Found]]:
+def _connections(pid: int) -> list[tuple[int, _Found]]:
     """Inode and place of every TCP connection of that process. Raises `OSError`."""
     descriptors = {}
     place = Path(f"/proc/{pid}/fd")
@@ -156,12 +165,17 @@ def _connections(pid: int) -> Iterator[tuple[int, _Found]]:
             kind, _, rest = os.readlink(place / entry).partition(":[")
             if kind == "socket":
                 descriptors[int(rest.removesuffix("]"))] = int(entry)
+    connections = []
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        lines: list[str] = []
+        with suppress(FileNotFoundError):  # a kernel without IPv6
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        for line in lines:
             fields = line.split()
             inode, far_end = int(fields[9]), address_of(fields[2])
             if fields[3] == _ESTABLISHED and inode in descriptors:
-                yield inode, _Found(descriptors[inode], str(far_end), far_end.is_loopback)
+                connections.append((inode, _Found(descriptors[inode], str(far_end), far_end.is_loopback)))
+    return connections
 
 
 def address_of(printed: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
