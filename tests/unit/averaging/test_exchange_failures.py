@@ -15,7 +15,7 @@ import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, into, start_message
 from support.virtual_time import Inline, run_virtually
 
-from atoll.core.errors import PartInvalid
+from atoll.core.errors import PartInvalid, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.averaging.average import Average
 from atoll.node.averaging.reducer import Inlet
@@ -238,6 +238,30 @@ def test_a_member_that_never_begins():
         swarm.assert_true(["a", "c"])
         assert swarm.seconds <= REDUCER_PATIENCE + STALL_SECONDS
         assert swarm.held["a"].partial == ("b",)
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+@pytest.mark.parametrize(("seconds", "counted"), [(STALL_SECONDS - 1.5, True), (STALL_SECONDS + 1, False)])
+def test_a_reducer_that_cannot_be_dialled_yet_is_dialled_again(seconds, counted):
+    """Of two behind NAT, neither can be found until its relay is: at the beginning of a run, that may take a while."""
+
+    async def scene() -> None:
+        swarm = Swarm(WEIGHTS, "fp32")
+        openings = swarm.networks["a"].open
+        found_at = asyncio.get_running_loop().time() + seconds
+
+        async def open_once_found(peer: str, protocol: str, timeout: timedelta) -> Stream:
+            if peer == "b" and asyncio.get_running_loop().time() < found_at:
+                raise Unreachable("all dials failed")
+            return await openings(peer, protocol, timeout)
+
+        swarm.networks["a"].open = open_once_found
+        await swarm.run()
+        assert swarm.held["b"].partial == (() if counted else ("a",))
+        assert all(swarm.held["a"].digests) is counted
+        assert swarm.seconds <= STALL_SECONDS + 1
         await swarm.close()
 
     run_virtually(scene())

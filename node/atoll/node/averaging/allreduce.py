@@ -48,6 +48,7 @@ __all__ = ["PROTOCOL", "Exchange", "ExchangeServer", "PartsHeld"]
 
 _EARLY_PER_PEER = 4
 _REDUCER_PATIENCE = 2.5  # stalls
+_KNOCK_AGAIN = timedelta(seconds=1)
 _REPAIR_TURNS = 4  # holders that may be tried one after another before the time is up
 
 _log = log.get("exchange")
@@ -215,7 +216,7 @@ class Exchange:
     async def _contribute(self, share: Share) -> None:
         """Whatever happens to the reducer, it ends quietly with that reducer's remaining parts missing."""
         try:
-            stream = await self._network.open(share.reducer, PROTOCOL, self._stall * _REDUCER_PATIENCE)
+            stream = await self._open(share.reducer)
             with self._counted(stream):
                 async with asyncio.TaskGroup() as tasks:
                     giving = tasks.create_task(self._give(stream, share))
@@ -228,6 +229,18 @@ class Exchange:
             self._reducer_lost(share, first if isinstance(first, AtollError) else _crashed(first))
         except Exception as error:  # of ours: it must not end the exchange with the others
             self._reducer_lost(share, _crashed(error))
+
+    async def _open(self, reducer: str) -> Stream:
+        """Knock again for as long as the reducer waits for us: behind NAT it is found only once it has a relay."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._stall.total_seconds()
+        while True:
+            try:
+                return await self._network.open(reducer, PROTOCOL, self._stall * _REDUCER_PATIENCE)
+            except Unreachable:
+                if loop.time() + _KNOCK_AGAIN.total_seconds() >= until:
+                    raise
+            await asyncio.sleep(_KNOCK_AGAIN.total_seconds())
 
     async def _give(self, stream: Stream, share: Share) -> None:
         header = dp.ExchangeHeader(round=self.round_id.to_proto())
