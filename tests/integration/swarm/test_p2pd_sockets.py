@@ -15,7 +15,7 @@ import pytest
 
 from atoll.node.direct import tcp
 from atoll.node.swarm import p2pd_sockets
-from atoll.node.swarm.p2pd_sockets import Lent, P2pdSockets, address_of
+from atoll.node.swarm.p2pd_sockets import Lent, P2pdSockets
 
 pytestmark = pytest.mark.skipif(not tcp.PACES, reason="only Linux lends sockets")
 
@@ -92,6 +92,11 @@ class Watching:
             await self.changed.wait()
 
 
+def watched(dialler: Child, *, loopback: bool = True) -> tuple[Watching, P2pdSockets]:
+    pacer = Watching()
+    return pacer, P2pdSockets(dialler.pid, pacer, loopback=loopback)  # type: ignore[arg-type]
+
+
 class Conversation:
     """A connection of the child to us, on which it sends more than we took."""
 
@@ -125,8 +130,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        pacer, sockets = watched(dialler)
         await pacer.until_looked(sockets)
         (lent,) = pacer.watched
         assert lent.peer_id == "127.0.0.1"
@@ -148,8 +152,7 @@ async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -
 @pytest.mark.usefixtures("quick")
 async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        pacer, sockets = watched(dialler)
         await pacer.until_looked(sockets)
         (lent,) = pacer.watched
         await sockets.close()
@@ -165,10 +168,27 @@ async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_connection_in_the_place_of_another_is_a_new_one() -> None:
+    """p2pd dials from its listening port: even both ends of it may have the same addresses."""
+    with child() as dialler, closing(Conversation(dialler)) as talk:
+        pacer, sockets = watched(dialler)
+        await pacer.until_looked(sockets)
+        (before,) = pacer.watched
+        talk.take_all()
+        dialler.does("close")
+        with closing(Conversation(dialler)):  # on the same descriptor
+            await pacer.until_looked(sockets)
+            await pacer.until_looked(sockets)
+            (now,) = pacer.watched
+            assert now is not before
+            assert tcp.info(now.sock) is not None
+        await sockets.close()
+
+
+@pytest.mark.usefixtures("quick")
 async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        pacer, sockets = watched(dialler)
         await pacer.until_looked(sockets)
         (lent,) = pacer.watched
         talk.take_all()
@@ -183,8 +203,7 @@ async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
 @pytest.mark.parametrize(("size", "loopback"), [(1000, True), (LARGE, False)], ids=["little", "within this machine"])
 async def test_connections_of_no_interest_are_left_alone(size: int, loopback: bool) -> None:
     with child() as dialler, closing(Conversation(dialler, size)) as talk:
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer, loopback=loopback)  # type: ignore[arg-type]
+        pacer, sockets = watched(dialler, loopback=loopback)
         for _ in range(3):
             await pacer.until_looked(sockets)
             assert not pacer.watched
@@ -202,8 +221,7 @@ async def test_where_the_kernel_does_not_lend_nothing_is_paced(monkeypatch: pyte
     monkeypatch.setattr(p2pd_sockets, "_pidfd_getfd", refuses)
     with child() as dialler, socket.create_server(("127.0.0.1", 0)) as listening:
         dialler.does(f"dial {listening.getsockname()[1]}")
-        pacer = Watching()
-        sockets = P2pdSockets(dialler.pid, pacer, loopback=True)  # type: ignore[arg-type]
+        pacer, sockets = watched(dialler)
         sockets.wake()
         async with asyncio.timeout(SECONDS):
             await asked.wait()
@@ -213,26 +231,11 @@ async def test_where_the_kernel_does_not_lend_nothing_is_paced(monkeypatch: pyte
 
 async def test_who_is_gone_lends_nothing() -> None:
     with child() as dialler:
-        pid = dialler.pid
-    pacer = Watching()
-    sockets = P2pdSockets(pid, pacer)  # type: ignore[arg-type]
+        pass
+    pacer, sockets = watched(dialler)
     sockets.wake()
     await asyncio.sleep(0)
     await sockets.close()
     assert not pacer.watched
     with pytest.raises(OSError, match="descriptor"):
         Lent(-1, 0, "nobody")
-
-
-@pytest.mark.parametrize(
-    ("printed", "address"),
-    [
-        ("0100007F:1F90", "127.0.0.1"),
-        ("01000D0B:B101", "11.13.0.1"),
-        ("0000000000000000FFFF00000100000B:0050", "11.0.0.1"),
-        ("B80D0120000000000000000001000000:0050", "2001:db8::1"),
-    ],
-)
-@pytest.mark.skipif(sys.byteorder != "little", reason="the examples are of such a machine")
-def test_addresses_are_read_as_the_kernel_prints_them(printed: str, address: str) -> None:
-    assert str(address_of(printed)) == address

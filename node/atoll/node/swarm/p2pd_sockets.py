@@ -14,11 +14,10 @@ import ipaddress
 import math
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from atoll.core import log
 from atoll.node.direct import tcp
@@ -28,8 +27,6 @@ SCAN_SECONDS = 2.0  # between two looks at p2pd's connections, while something l
 CARRIES_BYTES = 256 * 1024  # from one to the next: such a connection is paced from then on; most only ask and answer
 _PIDFD_GETFD = 438  # the system call, on every architecture
 _SO_COOKIE = 57
-_ESTABLISHED = "01"
-_WORD = 4  # bytes of an address that the kernel prints at once
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _log = log.get("direct")
@@ -47,6 +44,10 @@ class Lent:
         self._seen: tcp.Info | None = None
         with self._borrowed() as sock:
             self._cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+
+    def is_open(self) -> bool:
+        """Whether this connection is still what its descriptor stands for."""
+        return tcp.info(self) is not None
 
     def carries(self) -> bool:
         """Whether it sent more than words since the last time that this was asked."""
@@ -79,22 +80,13 @@ class Lent:
             yield sock
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A connection in the kernel's table."""
-
-    descriptor: int
-    address: str  # of the far end
-    is_local: bool  # that is this machine
-
-
 class P2pdSockets:
     """Keeps the pacer's list of them up to date. Call `close` before p2pd ends."""
 
     def __init__(self, pid: int, pacer: Pacer, *, loopback: bool = False) -> None:
         """`loopback`: whether connections that do not leave this machine count, too."""
         self._pid, self._pacer, self._loopback = pid, pacer, loopback
-        self._lent: dict[int, Lent] = {}  # by inode
+        self._lent: dict[int, Lent] = {}  # by descriptor
         self._paced: set[int] = set()  # of them, those that the pacer has
         self._sending = asyncio.Event()
         self._process = -1
@@ -111,8 +103,7 @@ class P2pdSockets:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for inode in tuple(self._lent):
-            self._forget(inode)
+        self._forget_all()
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
@@ -122,68 +113,52 @@ class P2pdSockets:
             await self._sending.wait()
             self._sending.clear()
             try:
-                self._scan(dict(await asyncio.to_thread(_connections, self._pid)))
-            except PermissionError as error:
+                self._scan(await asyncio.to_thread(_connections, self._pid, loopback=self._loopback))
+            except (PermissionError, psutil.AccessDenied) as error:
                 _log.info("connections over libp2p are not paced", reason=str(error))
-                for inode in tuple(self._lent):
-                    self._forget(inode)
+                self._forget_all()
                 return
-            except OSError as error:  # p2pd ends
+            except (OSError, psutil.Error) as error:  # p2pd ends
                 _log.debug("cannot look for p2pd's connections", reason=str(error))
             await asyncio.sleep(SCAN_SECONDS)
 
-    def _scan(self, connections: Mapping[int, _Found]) -> None:
-        found = {inode: it for inode, it in connections.items() if self._loopback or not it.is_local}
-        for inode in self._lent.keys() - found.keys():
-            self._forget(inode)
-        for inode in found.keys() - self._lent.keys():
+    def _scan(self, far_ends: Mapping[int, str]) -> None:
+        for descriptor in [it for it, lent in self._lent.items() if it not in far_ends or not lent.is_open()]:
+            self._forget(descriptor)
+        for descriptor in far_ends.keys() - self._lent.keys():
             try:
-                self._lent[inode] = Lent(self._process, found[inode].descriptor, found[inode].address)
+                self._lent[descriptor] = Lent(self._process, descriptor, far_ends[descriptor])
             except PermissionError:
                 raise
             except OSError:
                 continue  # closed meanwhile
-        for inode in [inode for inode, lent in self._lent.items() if inode not in self._paced and lent.carries()]:
-            self._paced.add(inode)
-            self._pacer.add(self._lent[inode])
+        for descriptor in [it for it, lent in self._lent.items() if it not in self._paced and lent.carries()]:
+            self._paced.add(descriptor)
+            self._pacer.add(self._lent[descriptor])
         self._pacer.wake()
 
-    def _forget(self, inode: int) -> None:
-        lent = self._lent.pop(inode)
-        if inode in self._paced:
-            self._paced.discard(inode)
+    def _forget_all(self) -> None:
+        for descriptor in tuple(self._lent):
+            self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        lent = self._lent.pop(descriptor)
+        if descriptor in self._paced:
+            self._paced.discard(descriptor)
             self._pacer.remove(lent)
             tcp.pace(lent, math.inf)
 
 
-def _connections(pid: int) -> list[tuple[int, _Found]]:
-    """Inode and place of every TCP connection of that process. Raises `OSError`."""
-    descriptors = {}
-    place = Path(f"/proc/{pid}/fd")
-    for entry in os.listdir(place):
-        with suppress(OSError):  # closed meanwhile
-            kind, _, rest = os.readlink(place / entry).partition(":[")
-            if kind == "socket":
-                descriptors[int(rest.removesuffix("]"))] = int(entry)
-    connections = []
-    for table in ("tcp", "tcp6"):
-        lines: list[str] = []
-        with suppress(FileNotFoundError):  # a kernel without IPv6
-            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-        for line in lines:
-            fields = line.split()
-            inode, far_end = int(fields[9]), address_of(fields[2])
-            if fields[3] == _ESTABLISHED and inode in descriptors:
-                connections.append((inode, _Found(descriptors[inode], str(far_end), far_end.is_loopback)))
-    return connections
-
-
-def address_of(printed: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The kernel prints words of an address as numbers in the machine's byte order, in hexadecimal."""
-    digits, size = printed.partition(":")[0], 2 * _WORD
-    words = (int(digits[start : start + size], 16) for start in range(0, len(digits), size))
-    address = ipaddress.ip_address(b"".join(word.to_bytes(_WORD, sys.byteorder) for word in words))
-    return getattr(address, "ipv4_mapped", None) or address
+def _connections(pid: int, *, loopback: bool) -> dict[int, str]:
+    """By descriptor, the far end of every connection of that process. Raises `psutil.Error`, `OSError`."""
+    far_ends = {}
+    for connection in psutil.Process(pid).net_connections("tcp"):
+        if connection.status == psutil.CONN_ESTABLISHED:
+            address = ipaddress.ip_address(connection.raddr.ip)
+            address = getattr(address, "ipv4_mapped", None) or address
+            if loopback or not address.is_loopback:
+                far_ends[connection.fd] = str(address)
+    return far_ends
 
 
 def _pidfd_getfd(process: int, descriptor: int) -> int:
