@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
-from atoll.node.lab.corpus import write_python_corpus
 from benchmarks import parity_jobs
 from benchmarks.common import Report
-from benchmarks.finished import Finished
+from benchmarks.finished import on_python_text
 from benchmarks.parity_jobs import STEP_TOKENS, corpus_of, warm_start
 from benchmarks.parity_recipes import PUBLISHED
 from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh
@@ -171,12 +169,8 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
 def main() -> None:
     arguments = _arguments()
     report = Report("byzantine")
-    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        corpus = Path(folder) / "corpus.txt"
-        write_python_corpus(corpus)
-        kept = arguments.keep or Path(folder) / "finished.jsonl"
-        with Finished(kept, corpus, arguments.workers, run_job, Outcome) as finished:
-            outcomes = finished.train(_jobs(arguments))
+    with on_python_text(arguments.keep, arguments.workers, run_job, Outcome) as finished:
+        outcomes = finished.train(_jobs(arguments))
     _tell(report, outcomes)
     report.finish(
         f"nats per byte at equal committed tokens, decoder of 0.25 M parameters, {MEMBERS} members, {arguments.steps} "

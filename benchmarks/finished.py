@@ -6,10 +6,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import multiprocessing
-from collections.abc import Callable, Hashable, Iterable
+import tempfile
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+from atoll.node.lab.corpus import write_python_corpus
 
 
 class Job(Hashable, Protocol):
@@ -53,3 +57,15 @@ class Finished(Generic[J, O]):
         with self._path.open("a") as file:
             file.write(json.dumps({"key": key, "outcome": asdict(outcome)}) + "\n")
         print(f"{outcome.loss:.4f}  {key}", flush=True)
+
+
+@contextmanager
+def on_python_text(
+    keep: Path | None, workers: int, run: Callable[[J, str], O], outcome: type[O]
+) -> Iterator[Finished[J, O]]:
+    """Runs on the sources of this machine's Python. Without `keep`, the file of those that are done goes at the end."""
+    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
+        corpus = Path(folder) / "corpus.txt"
+        write_python_corpus(corpus)
+        with Finished(keep or Path(folder) / "finished.jsonl", corpus, workers, run, outcome) as finished:
+            yield finished

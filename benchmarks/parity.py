@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from atoll.node.lab.corpus import write_python_corpus
 from benchmarks.common import Report
-from benchmarks.finished import Finished
+from benchmarks.finished import on_python_text
 from benchmarks.parity_explore import Train, explore
 from benchmarks.parity_jobs import STEP_TOKENS, WARM_STEPS, Job, Outcome, run_job
 from benchmarks.parity_recipes import Recipe
@@ -57,12 +55,8 @@ Key = tuple[int, int, str]  # members, steps, row
 
 def main() -> None:
     arguments = _arguments()
-    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        corpus = Path(folder) / "corpus.txt"
-        write_python_corpus(corpus)
-        kept = arguments.keep or Path(folder) / "finished.jsonl"
-        with Finished(kept, corpus, arguments.workers, run_job, Outcome) as finished:
-            _measure(arguments, finished.train)
+    with on_python_text(arguments.keep, arguments.workers, run_job, Outcome) as finished:
+        _measure(arguments, finished.train)
 
 
 def _measure(arguments: argparse.Namespace, train: Train) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import torch
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.pipeline import wire
 from atoll.node.pipeline.in_process import InProcessRoute
 from atoll.node.pipeline.inbox import Place
@@ -35,7 +33,7 @@ from atoll.node.training.run_model import hold
 from atoll.node.training.schedule import learning_rate
 from benchmarks import parity_jobs
 from benchmarks.common import Report
-from benchmarks.finished import Finished
+from benchmarks.finished import Finished, on_python_text
 from benchmarks.parity_jobs import MICRO_BATCH, STEP_TOKENS, corpus_of, warm_start
 from benchmarks.synchronous import train_on
 from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh, member_names
@@ -159,12 +157,8 @@ def _spec(job: Job, corpus_path: str) -> RunSpec:
 
 def main() -> None:
     arguments = _arguments()
-    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        corpus = Path(folder) / "corpus.txt"
-        write_python_corpus(corpus)
-        kept = arguments.keep or Path(folder) / "finished.jsonl"
-        with Finished(kept, corpus, arguments.workers, run_job, Outcome) as finished:
-            _tell(finished, arguments)
+    with on_python_text(arguments.keep, arguments.workers, run_job, Outcome) as finished:
+        _tell(finished, arguments)
 
 
 def _tell(finished: Finished[Job, Outcome], arguments: argparse.Namespace) -> None:
