@@ -165,7 +165,7 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
         rounds.pseudo_gradient_into(out_E)
         second = rounds.step().loss
         left += snapshot.samples
-        rounds.apply(rounds._anchor_E - out_E, ranges=((left, 10_000),))
+        rounds.apply(rounds._anchor - out_E, ranges=((left, 10_000),))
         assert [first, second] == pytest.approx(plain_losses, rel=1e-3)
     assert rounds.progress.samples_repeated == 0
 
@@ -193,7 +193,7 @@ def test_fragments_take_turns_and_each_holds_what_was_trained_since_its_own(make
         since = [tokens + 64 for tokens in since]
         since[number % 2] = 64
         left += snapshot.samples
-        turns.apply(turns._anchor_E - out_E, ranges=((left, 10_000),), moved=part)
+        turns.apply(turns._anchor - out_E, ranges=((left, 10_000),), moved=part)
         assert torch.allclose(turns.weights_E, plain.weights_E, atol=1e-6)
     assert turns.progress.samples_repeated == 0
 

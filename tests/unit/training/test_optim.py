@@ -10,7 +10,7 @@ from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import SpanModel
 from atoll.node.training.model import initial_parameters
-from atoll.node.training.optim import InnerOptimizer, Stepper, hidden_matrices
+from atoll.node.training.optim import InnerOptimizer, Stepper
 from atoll.node.training.shape import ModelShape
 
 SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
@@ -28,8 +28,7 @@ def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[SpanModel, Stepper]:
 def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
     """Its updates are orthogonal, with 0.2 of the learning rate as root mean square (Liu et al. 2025, section 2.2)."""
     model, muon = stepper("muon")
-    gradients_E, module = model.gradients_E, model.cut.module
-    hidden = hidden_matrices(model.trained, module, model.cut.layers)
+    gradients_E, module, hidden = model.gradients_E, model.cut.module, model.hidden
     matrices = [
         parameter for block in list(module.layers)[1:-1] for parameter in block.parameters() if parameter.dim() == 2
     ]

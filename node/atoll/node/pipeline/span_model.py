@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from atoll.node.pipeline.span import Span
 from atoll.node.training.flat import FlatLayout
+from atoll.node.training.held import Weights, WholeWeights
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,54 @@ class Architecture(Protocol):
         ...
 
 
+class TrainedModel(Protocol):
+    """A cut in memory, as optimisers see it: on one device, or this device's pieces of it."""
+
+    cut: Cut
+    device: torch.device
+    trained: FlatLayout  # of what is trained, wherever it lies
+    frozen: FlatLayout
+    weights: Weights
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What can be loaded here by the name under which a whole model has it; all that is frozen, at least."""
+        ...
+
+    def run(self, x: Tensor) -> Tensor:
+        """What the cut's `run` does."""
+        ...
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained, or their pieces, in layer order."""
+        ...
+
+    @property
+    def embedding(self) -> nn.Parameter | None:
+        """The parameter that does not decay, if it is trained here."""
+        ...
+
+    @property
+    def hidden(self) -> list[nn.Parameter]:
+        """The matrices that are neither of the first nor of the last layer of the whole model."""
+        ...
+
+    def gather_gradients(self) -> None:
+        """Make them whole when backward is done: until then they lie where it left them."""
+        ...
+
+    def norms(self) -> tuple[float, ...]:
+        """Of the gradient, one a layer."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all of them."""
+        ...
+
+    def zero_gradients(self) -> None:
+        """Begin again."""
+        ...
+
+
 class SpanModel:
     """A cut with memory for its parameters: zeros until they are loaded."""
 
@@ -73,11 +123,12 @@ class SpanModel:
         self.trained = layout_of(cut)
         self.frozen = layout_of(cut, trained=False)
         self.weights_E = torch.zeros(self.trained.elements, device=device)
+        self.weights: Weights = WholeWeights(self.weights_E)
         self.gradients_E = torch.zeros_like(self.weights_E)
         self.frozen_E = torch.zeros(self.frozen.elements, device=device)
         self.trained.bind(cut.module, self.weights_E, self.gradients_E)
         self.frozen.bind(cut.module, self.frozen_E, None)
-        _move_buffers(cut.module, device)
+        move_buffers(cut.module, device)
         self._named = dict(cut.module.named_parameters())
         self._borrowed = self._bind_borrowed() if cut.tie is not None and cut.last else None
 
@@ -110,7 +161,17 @@ class SpanModel:
         """The parameter that does not decay, if it is trained here."""
         return self._named.get(self.cut.embedding)
 
-    def return_borrowed(self) -> None:
+    @property
+    def hidden(self) -> list[nn.Parameter]:
+        """The matrices that are neither of the first nor of the last layer of the whole model."""
+        within = range(1, self.cut.layers - 1)
+        return [self._named[slot.name] for slot in self.trained.slots if slot.layer in within and len(slot.shape) == 2]
+
+    def run(self, x: Tensor) -> Tensor:
+        """Tokens or activations to activations or logits."""
+        return self.cut.run(x)
+
+    def gather_gradients(self) -> None:
         """Add what the head summed of a tied matrix that is here to its owner's gradient, and begin again at zero."""
         if self._borrowed is not None and self.cut.first:
             assert self.owned.grad is not None
@@ -118,17 +179,27 @@ class SpanModel:
             self.owned.grad.add_(self._borrowed.grad)
             self._borrowed.grad.zero_()
 
+    def norms(self) -> tuple[float, ...]:
+        """Of the gradient, one a layer."""
+        norms = [torch.linalg.vector_norm(self.gradients_E[a:b]) for a, b in pairwise(self.trained.layer_offsets)]
+        return tuple(torch.stack(norms).tolist())
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all of them."""
+        self.gradients_E.mul_(factor)
+
+    def zero_gradients(self) -> None:
+        """Begin again; what a head borrows has a gradient of its own, which goes to its owner."""
+        self.gradients_E.zero_()
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained here, in layer order."""
         return [self._named[slot.name] for slot in self.trained.slots]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that is loaded, trained or frozen, by the name under which a whole model has it."""
-        copy = self.cut.copy
-        for layout, flat_E in ((self.trained, self.weights_E), (self.frozen, self.frozen_E)):
-            for name, view in layout.views(flat_E):
-                plain = name.replace(".base_layer.", ".")  # what an adapter stands around
-                yield (copy.owner if copy is not None and copy.borrower == plain else plain), view
+        yield from named(self.cut, self.trained, self.weights_E)
+        yield from named(self.cut, self.frozen, self.frozen_E)
 
     def layer(self, layer: int) -> Tensor:
         """What is trained of one layer of the model, as a view of the weights [E of the layer]."""
@@ -136,7 +207,15 @@ class SpanModel:
         return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def named(cut: Cut, layout: FlatLayout, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Views by the name under which a whole model has them."""
+    copy = cut.copy
+    for name, view in layout.views(flat_E):
+        plain = name.replace(".base_layer.", ".")  # what an adapter stands around
+        yield (copy.owner if copy is not None and copy.borrower == plain else plain), view
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
     """What was computed and is not loaded, such as rotary frequencies."""
     for part in module.modules():
         for name, buffer in list(part.named_buffers(recurse=False)):

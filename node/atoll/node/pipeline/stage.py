@@ -21,7 +21,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
 from atoll.node.pipeline.span_model import SpanModel
 from atoll.node.training.loop import cross_entropy
-from atoll.node.training.optim import InnerOptimizer, hidden_matrices, layer_norms
+from atoll.node.training.optim import InnerOptimizer
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,9 @@ class Stage:
 
     def __init__(self, model: SpanModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
         self.model, self._room, self._precision = model, room, precision
-        hidden = hidden_matrices(model.trained, model.cut.module, model.cut.layers)
-        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, hidden)
+        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.hidden)
         self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
-        self.anchor_E: Tensor | None = None  # what evaluations are of; its owner is the trainer's loop
+        self.anchor: Tensor | None = None  # what evaluations are of; its owner is the trainer's loop
         self.anchor_tokens = 0  # committed when it was made
         self._evaluates = False
         self._flush_tokens = 0
@@ -98,7 +97,7 @@ class Stage:
 
     def norms(self) -> tuple[float, ...]:
         """Of the span's gradient, layer by layer."""
-        return layer_norms(self.model.gradients_E, self.model.trained.layer_offsets)
+        return self.model.norms()
 
     def loss(self) -> float:
         """Nats per token, mean over the flush."""
@@ -109,9 +108,9 @@ class Stage:
         if factor is None:
             self.skipped_steps += 1
         else:
-            self.model.gradients_E.mul_(factor)
+            self.model.scale_gradients(factor)
             self.optimizer.step()
-        self.model.gradients_E.zero_()
+        self.model.zero_gradients()
         self.steps += 1
         self.tokens += self._flush_tokens
 
@@ -121,7 +120,7 @@ class Stage:
             self.end_evaluation()
         self._inputs.clear()
         self._losses.clear()
-        self.model.gradients_E.zero_()
+        self.model.zero_gradients()
         if self.model.cut.tie is not None and self.model.cut.last:
             self._borrowed_gradient().zero_()
 
@@ -141,12 +140,13 @@ class Stage:
 
     def _exchange(self) -> None:
         """Weights for anchor, with room for a layer."""
-        assert self.anchor_E is not None
+        assert self.anchor is not None
         for start, end in pairwise(self.model.trained.layer_offsets):
-            weights_E, anchor_E = self.model.weights_E[start:end], self.anchor_E[start:end]
-            kept_E = weights_E.clone()
-            weights_E.copy_(anchor_E)
-            anchor_E.copy_(kept_E)
+            anchor = self.anchor[self.model.weights.here(slice(start, end))]
+            with self.model.weights.changed(slice(start, end)) as weights:
+                kept = weights.clone()
+                weights.copy_(anchor)
+                anchor.copy_(kept)
 
     # --- a tied matrix ------------------------------------------------------------------------------
 

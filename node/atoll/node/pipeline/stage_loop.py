@@ -86,8 +86,9 @@ class StageLoop(Replica):
         self._evaluation: Evaluation | None = None
         self._counted = 0  # tokens of the stage that are progress
         loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
-        super().__init__(spec, model.weights_E, loader)
-        self.stage.anchor_E = self._anchor_E
+        super().__init__(spec, model.weights, loader)
+        self.weights_E = model.weights_E
+        self.stage.anchor = self._anchor
 
     # --- rounds -------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from atoll.core.errors import CheckpointCorrupt
 from atoll.core.model_spec import INDEX, WHOLE
 from atoll.node.pipeline.base_tensors import names_in, read_tensor
 from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.pipeline.span_model import TrainedModel
 
 Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20
@@ -34,7 +34,7 @@ def _trusted(_: str) -> None:
     """Files of our own."""
 
 
-def load(architecture: HuggingFace, directory: Path, model: SpanModel, check: Check = _trusted) -> None:
+def load(architecture: HuggingFace, directory: Path, model: TrainedModel, check: Check = _trusted) -> None:
     """Fill what was in the checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`.
 
     `check` is told the name of every file before it is read, and raises if it must not be.
@@ -92,7 +92,7 @@ class _Sources:
 
 
 def _sources(
-    architecture: HuggingFace, files: Mapping[str, str], model: SpanModel, wanted: Collection[str]
+    architecture: HuggingFace, files: Mapping[str, str], model: TrainedModel, wanted: Collection[str]
 ) -> dict[str, _Sources]:
     """What the span's parameters are made of, under the name of the first of those that are made together."""
     from transformers.conversion_mapping import get_model_conversion_mapping

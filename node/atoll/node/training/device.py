@@ -98,13 +98,14 @@ def limit_host_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (allocated + memory_bytes, hard))
 
 
-def limit_memory(facts: DeviceFacts, vram_fraction: float) -> None:
+def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float) -> None:
     """Have torch take no more than that share of the device. Raises `ModelTooLarge` if it holds more already.
+
+    `facts` are for the error.
 
     The allocator enforces it: what goes beyond fails as if the device were that small. The CUDA context itself, some
     hundred MB, is not counted. On a CPU it does nothing.
     """
-    device = torch.device(facts.device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(device)

@@ -17,7 +17,7 @@ from atoll.node.pipeline.huggingface import HuggingFace, of_stranger
 from atoll.node.pipeline.initial import initial_adapter, initialise_layer
 from atoll.node.pipeline.memory import replica_memory
 from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import SpanModel, layout_of
+from atoll.node.pipeline.span_model import SpanModel, TrainedModel, layout_of
 from atoll.node.pipeline.table import layer_table
 
 _CPU = torch.device("cpu")
@@ -61,12 +61,12 @@ class HuggingFaceRun:
                 initialise_layer(model, self._seed)
             yield from model.trained.views(model.weights_E)
 
-    def complete(self, model: SpanModel) -> None:
+    def complete(self, model: TrainedModel) -> None:
         """The base under adapters."""
         if model.frozen.elements:
             self._read(model)
 
-    def _read(self, model: SpanModel) -> None:
+    def _read(self, model: TrainedModel) -> None:
         assert self._base is not None
         weights.load(self.architecture, self._base.directory, model, self._base.check)
 

@@ -7,11 +7,13 @@ that gives it a span.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from atoll.core import log
 from atoll.core.clock import Clock
@@ -27,13 +29,16 @@ from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.device import (
     DeviceFacts,
     check_fits,
+    device_facts,
     limit_host_memory,
     too_large,
     working_precision,
 )
+from atoll.node.training.group import Group
 from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.run_model import RunModel, run_model
+from atoll.node.training.spread import spread_bytes
 from atoll.node.training.times_file import TimesFile, key_of
 from atoll.node.training.tokenizer import load_tokenizer
 
@@ -47,6 +52,8 @@ class Loaded:
     corpus: Corpus
     clock: Clock
     facts: DeviceFacts
+    devices: Sequence[torch.device]  # of this trainer's processes
+    device: torch.device  # of this one
     times: LayerTimes
     loop: InnerLoop | StageLoop | None  # None: no layers
 
@@ -60,26 +67,19 @@ class Loaded:
     @property
     def elements(self) -> int:
         """Of the layers that are held."""
-        return 0 if self.loop is None else self.loop.weights_E.numel()
+        if isinstance(self.loop, InnerLoop):
+            return self.loop.layout.elements
+        return 0 if self.loop is None else self.loop.weights.elements
 
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""
         if isinstance(self.loop, StageLoop):
             check_stage_fits(self.spec, self.run, self.loop.span, facts)
         elif self.loop is not None:
-            check_fits(self.run.whole_bytes, facts)
+            check_fits(whole_bytes(self.run, len(self.devices)), facts)
 
-    @property
-    def device(self) -> torch.device:
-        """That computes."""
-        return torch.device(self.facts.device)
-
-    def introduction(self, minimum_step_seconds: float, compute_share: float = 1.0) -> ms.Ready:
-        """What the daemon is told first. Raises `ModelTooLarge` if measuring shows that it does not fit."""
-        try:
-            tokens_per_second = self._tokens_per_second(minimum_step_seconds, compute_share)
-        except torch.OutOfMemoryError as error:
-            raise too_large("ran out of memory in its first step", self.facts) from error
+    def introduction(self, tokens_per_second: float) -> ms.Ready:
+        """What the daemon is told first; `probe` says how fast it is."""
         whole = isinstance(self.loop, InnerLoop)
         return ms.Ready(
             layer_table_hex=self.run.table.SerializeToString().hex(),
@@ -93,13 +93,19 @@ class Loaded:
             tokens_per_second=tokens_per_second,
             layer_times=self.times,
             span=self.span,
-            whole_model_bytes=self.run.whole_bytes,
+            whole_model_bytes=whole_bytes(self.run, len(self.devices)),
         )
 
-    def _tokens_per_second(self, minimum_step_seconds: float, compute_share: float) -> float:
-        """Of what is held."""
+    def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:
+        """Tokens per second of what is held. Raises `ModelTooLarge` if measuring shows that it does not fit.
+
+        `scratch_E`: the initial parameters of a whole model; they are zero afterwards.
+        """
         if isinstance(self.loop, InnerLoop):
-            return self.loop.probe(minimum_step_seconds, compute_share)
+            try:
+                return self.loop.probe(minimum_step_seconds, compute_share, scratch_E)
+            except torch.OutOfMemoryError as error:
+                raise too_large("ran out of memory in its first step", self.facts) from error
         if self.loop is None:
             return 0.0
         seconds = self._seconds_per_token(self.loop.span) / compute_share
@@ -136,8 +142,16 @@ def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: 
 
 
 def _layer_times(
-    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
+    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, device: torch.device, clock: Clock, devices: int
 ) -> LayerTimes:
+    """Of one device, shared by all: how well they work together shows when they do (`NodeStatus.computed`)."""
+    if config.rank:
+        return ()  # the leader's business
+    times = _measured(config, spec, run, device_facts(device, config.vram_fraction, config.memory_bytes), clock)
+    return tuple((kind, forward / devices, backward / devices) for kind, forward, backward in times)
+
+
+def _measured(config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
     if config.times_path is None:
         return single_layer_times(spec, run, facts, clock)
     file, key = TimesFile(Path(config.times_path), clock), key_of(spec, run, facts, config.cpu_threads)
@@ -148,15 +162,33 @@ def _layer_times(
     return times
 
 
-def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, clock: Clock) -> Loaded:
-    """Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `BaseUnusable`, `CorpusError`, `InvalidRequest`."""
+def whole_bytes(run: RunModel, devices: int) -> int:
+    """What training all layers takes of so many devices together, at least."""
+    return run.whole_bytes + (spread_bytes(run.table, devices) if devices > 1 else 0)
+
+
+def load(
+    config: ms.TrainerConfig,
+    facts: DeviceFacts,
+    cable: CableEnd | None,
+    clock: Clock,
+    devices: Sequence[torch.device] | None = None,
+    meeting_fd: int | None = None,
+) -> Loaded:
+    """`facts` are of all `devices` together, whose processes meet at `meeting_fd`.
+
+    Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `BaseUnusable`, `CorpusError`, `InvalidRequest`,
+    `ConfigError`.
+    """
+    devices = devices or [torch.device(facts.device)]
+    device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
     tokenizer = load_tokenizer(spec.data.tokenizer)
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
-    holds = _has_room(spec, run, span, facts)
-    torch.set_num_threads(config.cpu_threads)
-    times = config.layer_times or _layer_times(config, spec, run, facts, clock)
+    holds = _has_room(spec, run, span, facts, len(devices))
+    torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
+    times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
     _warm_up()
     run.check(span)
     corpus = load_corpus(spec, config.corpus_path, tokenizer)
@@ -168,18 +200,19 @@ def load(config: ms.TrainerConfig, facts: DeviceFacts, cable: CableEnd | None, c
         skipped_files=corpus.report.skipped_files,  # not text
         digest=corpus.digest,
     )
-    if facts.device == "cpu" and config.memory_bytes:
-        limit_host_memory(config.memory_bytes)
+    if device.type == "cpu" and config.memory_bytes:
+        limit_host_memory(config.memory_bytes // len(devices))
     loop: InnerLoop | StageLoop | None = None
     if span is not None:
         assert cable is not None
         try:
-            loop = StageLoop(spec, corpus, span, torch.device(facts.device), clock, cable, run)
+            loop = StageLoop(spec, corpus, span, device, clock, cable, run)
         except torch.OutOfMemoryError as error:
             raise too_large(f"does not fit with {span} beside what is there", facts) from error
     elif holds:
-        loop = InnerLoop(spec, corpus, facts.device, clock=clock, run=run)
-    return Loaded(spec, run, corpus, clock, facts, times, loop)
+        group = Group.meet(config.rank, devices, meeting_fd) if meeting_fd is not None else None
+        loop = InnerLoop(spec, corpus, device, clock=clock, run=run, group=group)
+    return Loaded(spec, run, corpus, clock, facts, devices, device, times, loop)
 
 
 def _warm_up() -> None:
@@ -192,13 +225,13 @@ def _warm_up() -> None:
     torch.optim.AdamW([many_MM]).step()
 
 
-def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts) -> bool:
+def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: int) -> bool:
     """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
     if span is not None:
         check_stage_fits(spec, run, span, facts)
         return True
     try:
-        check_fits(run.whole_bytes, facts)
+        check_fits(whole_bytes(run, devices), facts)
     except ModelTooLarge as error:
         layers = range(run.architecture.layers)
         if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:

@@ -7,7 +7,8 @@ Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,18 @@ from torch import Tensor, nn
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Cut
+from atoll.node.pipeline.span_model import Cut, TrainedModel
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
 from atoll.node.training.generate import generate
+from atoll.node.training.group import Group
 from atoll.node.training.loader import Loader
 from atoll.node.training.optim import Stepper
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.training.schedule import learning_rate
+from atoll.node.training.spread import SpreadModel, check_spread
 
 PROBE_STEPS = 8
 
@@ -40,31 +43,43 @@ class InnerLoop(Replica):
         threads: int | None = None,
         clock: Clock | None = None,
         run: RunModel | None = None,
+        group: Group | None = None,
     ) -> None:
-        """`run`: the spec's model, where it was made already."""
+        """`run`: the spec's model, where it was made already. `group`: of the processes that each have a part of it.
+
+        Raises `ConfigError` for what a group cannot train.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self.corpus, self.clock = corpus, clock or SystemClock()
-        self.device = choose_device(str(device))
+        self.device, self._group = choose_device(str(device)) if group is None else group.device, group
         self.precision = working_precision(spec.optimizer.precision, self.device)
         self.run = run or run_model(spec, corpus.tokenizer.vocabulary)
         self.stepper: Stepper | None = None
         samples = spec.optimizer.micro_batch_samples * spec.optimizer.accumulate
         try:
-            weights_E = self._build(spec)
+            self._build(spec)
             loader = Loader(corpus, spec.run.seed, samples, self.clock, pin=self.device.type == "cuda")
-            super().__init__(spec, weights_E, loader)
+            super().__init__(spec, self.model.weights, loader)
         except torch.OutOfMemoryError as error:
             raise too_large("does not fit beside what is there", device_facts(self.device)) from error
 
-    def _build(self, spec: RunSpec) -> Tensor:
-        """Model and gradients; the weights."""
-        whole = Span(0, self.run.architecture.layers - 1)
-        self.model = hold(self.run, whole, self.device, spec.optimizer.activation_checkpointing)
+    def _build(self, spec: RunSpec) -> None:
+        """Model and gradients."""
+        whole, section = Span(0, self.run.architecture.layers - 1), spec.optimizer
+        compiles = section.compile and self.device.type == "cuda"
+        self.model: TrainedModel
+        if self._group is None:
+            model = hold(self.run, whole, self.device, section.activation_checkpointing)
+            self.model, self.weights_E = model, model.weights_E
+            self._forward = torch.compile(self.model.run) if compiles else self.model.run
+        else:
+            check_spread(section.name, self.precision)
+            cut = self.run.architecture.cut(whole, section.activation_checkpointing)
+            self.model = SpreadModel(cut, self._group, compiles=compiles)
+            self.run.complete(self.model)
+            self._forward = self.model.run
         self.layout = self.model.trained
-        compiles = spec.optimizer.compile and self.device.type == "cuda"
-        self._forward = torch.compile(self.model.cut.run) if compiles else self.model.cut.run
-        return self.model.weights_E
 
     # --- the core ---------------------------------------------------------------------------------
 
@@ -72,16 +87,27 @@ class InnerLoop(Replica):
         """One inner step: `accumulate` micro-batches, one optimiser step. Needs `load` with ranges first."""
         stepper = self._ready_stepper()
         batch = self._loader.next()
-        micro_batches = torch.split(batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
         loss_sum = torch.zeros((), device=self.device)
-        for tokens_BT in micro_batches:
-            loss = self.loss(tokens_BT) / len(micro_batches)
+        for tokens_BT, times in self._shares(batch.tokens_BT):
+            loss = self.loss(tokens_BT) / times
             stepper.backward(loss)
             loss_sum += loss.detach()
         stepper.step()
         tokens = len(batch.taken.samples) * self.corpus.sequence_length
         self.progress.add(tokens, batch.taken)
-        return StepResult(float(loss_sum), tokens, len(batch.taken.samples))
+        return StepResult(self._mean(loss_sum), tokens, len(batch.taken.samples))
+
+    def _shares(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
+        """What this process computes of a batch, in micro-batches, and how often each goes into the whole."""
+        at_most = self.spec.optimizer.micro_batch_samples
+        if self._group is not None:
+            return self._group.share(batch_BT, at_most)
+        micro_batches = torch.split(batch_BT, at_most)
+        return ((tokens_BT, len(batch_BT) / len(tokens_BT)) for tokens_BT in micro_batches)
+
+    def _mean(self, mine: Tensor) -> float:
+        """Over the processes that computed."""
+        return float(mine if self._group is None else self._group.sum_(mine) / self._group.size)
 
     work = step  # as the session calls it
     between_steps = True  # always: a step is not interrupted
@@ -111,31 +137,59 @@ class InnerLoop(Replica):
 
     def evaluate(self, flat_E: Tensor) -> float:
         """Held-out loss of any parameters, nats per token. Weights, optimiser and data are not touched."""
-        total, count = 0.0, 0
         windows = self.corpus.validation_windows()
         size = self.spec.optimizer.micro_batch_samples
-        with _Borrowed(self, flat_E) as logits_of:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._over(flat_E) as logits_of:
             for start in range(0, len(windows), size):
-                tokens_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size])).to(self.device)
-                loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-                total += float(loss) * len(tokens_BT)
-                count += len(tokens_BT)
-        return total / count
+                batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size]))
+                for share_BT, times in self._shares(batch_BT):
+                    tokens_BT = share_BT.to(self.device)
+                    loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+                    total += loss.double() / times * len(batch_BT)
+        return self._mean(total) / len(windows)
 
     def generate(self, flat_E: Tensor, prompt: bytes, tokens: int, seed: int = 0) -> str:
         """`tokens` sampled continuations of `prompt` under any parameters."""
         tokenizer = self.corpus.tokenizer
         begin = [int(token) for token in tokenizer.encode(prompt)] or list(tokenizer.separator) or [0]
-        with _Borrowed(self, flat_E) as logits_of:
+        with self._over(flat_E) as logits_of:
             return tokenizer.decode(generate(logits_of, begin, tokens, self.corpus.sequence_length, seed, self.device))
 
-    def probe(self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0) -> float:
+    @contextmanager
+    def _over(self, flat_E: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+        """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
+        if self._group is None:
+            with _Borrowed(self, flat_E) as logits_of:
+                yield logits_of
+            return
+        trained = self.weights.read()
+        self._put(self.weights.take(flat_E))
+        try:
+            yield self._look
+        finally:
+            self._put(trained)
+
+    @torch.no_grad()
+    def _look(self, tokens_BT: Tensor) -> Tensor:
+        with self._autocast():
+            return self.model.run(tokens_BT)
+
+    def _put(self, values: Tensor) -> None:
+        with self.weights.changed() as weights:
+            weights.copy_(values)
+
+    def probe(
+        self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0, scratch_E: Tensor | None = None
+    ) -> float:
         """Tokens per second of a few real steps on scratch state, leaving no trace, at the pace that is set.
 
-        Call before the first `load`: it starts from fresh weights and throws away the optimiser it used.
+        Call before the first `load`: it starts from fresh weights and throws away the optimiser it used. `scratch_E`:
+        initial parameters, where the caller has them; they are zero afterwards.
         """
-        scratch_E = torch.empty(self.layout.elements)
-        self.initialise_into(scratch_E)
+        if scratch_E is None:
+            scratch_E = torch.empty(self.layout.elements)
+            self.initialise_into(scratch_E)
         self.load(scratch_E, ranges=((0, self._samples_per_step),))
         self.step()  # warm: kernels, allocator, compilation
         started = self.clock.monotonic()
@@ -143,7 +197,7 @@ class InnerLoop(Replica):
         computed = (self.clock.monotonic() - started) / compute_share
         seconds = max(computed, PROBE_STEPS * minimum_step_seconds, 1e-9)
         self.stepper = None
-        self.load(torch.zeros_like(scratch_E))
+        self.load(scratch_E.zero_())
         self.progress = Progress()
         self._loader.stall_seconds = 0.0
         return tokens / seconds

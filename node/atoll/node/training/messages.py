@@ -21,7 +21,8 @@ class TrainerConfig:
 
     run_spec_toml: str
     corpus_path: str | None = None  # overrides data.path
-    device: str = "auto"  # auto | cpu | cuda:0 | mps
+    device: str = "auto"  # auto | cpu | cuda:0 | mps, or several: cuda:0,cuda:1
+    rank: int = 0  # which of several devices is this process's
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
     compute_share: float = 1.0  # of the time; it rests in between
@@ -146,6 +147,19 @@ class EnterRoute:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """To followers: steps on what stands in the anchor, which is scratch, to see how fast they are."""
+
+    minimum_step_seconds: float
+    compute_share: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """To followers: one inner step. Without an answer: the step itself waits for them."""
+
+
+@dataclass(frozen=True)
 class WriteInitial:
     """Write the seeded initial parameters of the whole model to a file: fp32, little-endian, in layer order."""
 
@@ -158,7 +172,7 @@ class Stop:
 
 
 Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | Evaluate | Generate | Limit) | (
-    EnterRoute | WriteInitial | Stop
+    EnterRoute | WriteInitial | Probe | Step | Stop
 )
 
 
@@ -228,7 +242,8 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
-        *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Stop, Ready, Refused, Done, Taken, Loss, Text),
+        *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Step, Stop),
+        *(Ready, Refused, Done, Taken, Loss, Text),
     )
 }
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.span_model import SpanModel
-from atoll.node.training.flat import FlatLayout
+from atoll.node.pipeline.span_model import TrainedModel
 
 _FUSED = ("cpu", "cuda", "mps")
 
@@ -95,18 +93,6 @@ def _muon(matrices: Iterable[Tensor], section: OptimizerSection) -> torch.optim.
     )
 
 
-def hidden_matrices(layout: FlatLayout, model: nn.Module, layers: int) -> list[Tensor]:
-    """The matrices laid out in `layout` that are neither of the first nor of the last of the whole model's `layers`."""
-    named = dict(model.named_parameters())
-    return [named[slot.name] for slot in layout.slots if 0 < slot.layer < layers - 1 and len(slot.shape) == 2]
-
-
-def layer_norms(gradients_E: Tensor, offsets: Sequence[int]) -> tuple[float, ...]:
-    """The norm of each layer's slice of a flat gradient; `offsets` has one entry more than there are layers."""
-    norms = [torch.linalg.vector_norm(gradients_E[start:end]) for start, end in pairwise(offsets)]
-    return tuple(torch.stack(norms).tolist())
-
-
 def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
     """What all gradients are multiplied by, from the norms of all layers in order; None if they are not finite."""
     total = 0.0
@@ -120,10 +106,9 @@ def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
 class Stepper:
     """Clips, unscales and steps. Owns what persists between steps: the optimiser's moments and the loss scale."""
 
-    def __init__(self, model: SpanModel, section: OptimizerSection, precision: str) -> None:
+    def __init__(self, model: TrainedModel, section: OptimizerSection, precision: str) -> None:
         """`model` holds all layers."""
-        hidden = hidden_matrices(model.trained, model.cut.module, model.cut.layers)
-        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, hidden)
+        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.hidden)
         self.scaler = GradScaler(model.device.type, enabled=precision == "fp16")
         self.skipped_steps = 0
         self._clip_norm, self._model = section.clip_norm, model
@@ -138,20 +123,15 @@ class Stepper:
 
     def step(self) -> None:
         """Clip by the global norm of the gradient, step, and leave the gradient zero."""
-        self._gather()
-        gradients_E = self._model.gradients_E
-        factor = clip_factor(layer_norms(gradients_E, self._model.trained.layer_offsets), self._clip_norm)
+        self._model.gather_gradients()
+        for part in self.optimizer.parts:
+            self.scaler.unscale_(part)
+        factor = clip_factor(self._model.norms(), self._clip_norm)
         if factor is None:
             self.skipped_steps += 1
         else:
-            gradients_E.mul_(factor)
+            self._model.scale_gradients(factor)
             for part in self.optimizer.parts:
                 self.scaler.step(part)
         self.scaler.update()
-        gradients_E.zero_()
-
-    def _gather(self) -> None:
-        """Make the gradients whole: what the head summed of a tied matrix, and without the loss scale."""
-        self._model.return_borrowed()
-        for part in self.optimizer.parts:
-            self.scaler.unscale_(part)
+        self._model.zero_gradients()

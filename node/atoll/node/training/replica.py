@@ -8,7 +8,8 @@ that was abandoned and keeps all progress; `rebase` keeps it on an anchor that o
 
 Who trains the weights stands in `training/loop.py` (all layers) and `pipeline/stage_loop.py` (a span). All vectors are
 fp32, of the layers that are held. Pseudo-gradient and carry use separately rounded elementwise operations only, like
-everything that others see. Shape suffix: E all elements that are held.
+everything that others see. Of a node with several devices each has its pieces (`held.py`). Shape suffix: E all
+elements that are held.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from torch import Tensor
 from atoll.core.data_position import Range
 from atoll.core.run_spec import RunSpec
 from atoll.node.training.feed import SampleFeed
+from atoll.node.training.held import ALL, Weights
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
-
-_ALL = slice(0, None)
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,32 @@ class StepResult:
 class Replica:
     """Weights, anchor, snapshot, progress and data of one node. Call `close` when done: the loader owns a thread."""
 
-    def __init__(self, spec: RunSpec, weights_E: Tensor, loader: Loader) -> None:
-        self.spec, self.weights_E, self._loader = spec, weights_E, loader
+    def __init__(self, spec: RunSpec, weights: Weights, loader: Loader) -> None:
+        self.spec, self.weights, self._loader = spec, weights, loader
         self.progress = Progress()
         self.committed_tokens = 0
-        self._anchor_E = torch.zeros_like(weights_E)
-        self._snapshot_E: Tensor | None = None
-        self._snapped = _ALL  # its part
+        self._anchor = torch.zeros(weights.elements, device=weights.device)  # of the elements that are here
+        self._snapshot: Tensor | None = None
+        self._snapped = ALL  # its part
 
     def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
         """Weights := anchor; progress is forgotten; the optimiser's state stays when there is one."""
-        self._anchor_E.copy_(anchor_E)
-        self.weights_E.copy_(anchor_E)
-        self._snapshot_E = None
+        self._anchor.copy_(self.weights.take(anchor_E))
+        with self.weights.changed() as weights:
+            weights.copy_(self._anchor)
+        self._snapshot = None
         self.progress.reset()
         self._loader.restart(SampleFeed(ranges))
         self.set_committed_tokens(committed_tokens)
 
-    def snapshot(self, part: slice = _ALL) -> Snapshot:
+    def snapshot(self, part: slice = ALL) -> Snapshot:
         """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
-        self._snapshot_E, self._snapped = self.weights_E[part].clone(), part
+        self._snapshot, self._snapped = self.weights.read(part), part
         return self.progress.freeze(part.start, part.stop)
 
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
         """anchor − weights as of the snapshot, into the snapshot's part of a host vector."""
-        out_E[self._snapped].copy_(torch.sub(self._anchor_E[self._snapped], self._frozen()))
+        self.weights.put(torch.sub(self._anchor_of(self._snapped), self._frozen()), out_E, self._snapped)
 
     def apply(
         self,
@@ -72,16 +73,16 @@ class Replica:
         *,
         ranges: Sequence[Range] | None = None,
         committed_tokens: int | None = None,
-        moved: slice = _ALL,
+        moved: slice = ALL,
     ) -> None:
         """Carry: weights := new anchor + (weights − weights at the snapshot); the progress since then stays.
 
         `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
         `moved` holds the snapshot's part and all other elements in which the new anchor differs: those are rebased.
         """
-        self._anchor_E[self._snapped].copy_(self._frozen())
+        self._anchor_of(self._snapped).copy_(self._frozen())
         self._move_to(new_anchor_E, moved)
-        self._snapshot_E = None
+        self._snapshot = None
         self.progress.commit()
         if ranges is not None:
             self._set_ranges(ranges)
@@ -89,7 +90,7 @@ class Replica:
             self.set_committed_tokens(committed_tokens)
 
     def rebase(
-        self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int, moved: slice = _ALL
+        self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int, moved: slice = ALL
     ) -> None:
         """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
 
@@ -103,15 +104,16 @@ class Replica:
 
     def discard(self) -> None:
         """An abandoned round: forget the snapshot, keep all progress."""
-        self._snapshot_E = None
+        self._snapshot = None
         self.progress.thaw()
 
     def _move_to(self, new_anchor_E: Tensor, moved: slice) -> None:
         """Keep the distance from the anchor."""
-        weights_E, anchor_E = self.weights_E[moved], self._anchor_E[moved]
-        weights_E.sub_(anchor_E)
-        anchor_E.copy_(new_anchor_E[moved])
-        weights_E.add_(anchor_E)
+        anchor = self._anchor_of(moved)
+        with self.weights.changed(moved) as weights:
+            weights.sub_(anchor)
+            anchor.copy_(self.weights.take(new_anchor_E, moved))
+            weights.add_(anchor)
 
     def _set_ranges(self, ranges: Sequence[Range]) -> None:
         """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
@@ -135,7 +137,10 @@ class Replica:
         """End the loader's thread."""
         self._loader.close()
 
+    def _anchor_of(self, part: slice) -> Tensor:
+        return self._anchor[self.weights.here(part)]
+
     def _frozen(self) -> Tensor:
-        if self._snapshot_E is None:
+        if self._snapshot is None:
             raise ValueError("there is no snapshot")
-        return self._snapshot_E
+        return self._snapshot

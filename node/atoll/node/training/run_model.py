@@ -16,7 +16,7 @@ from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Architecture, SpanModel
+from atoll.node.pipeline.span_model import Architecture, SpanModel, TrainedModel
 from atoll.node.training.device import memory_needed_bytes
 from atoll.node.training.model import initial_parameters
 from atoll.node.training.shape import layer_table, resolve_shape
@@ -49,7 +49,7 @@ class RunModel(Protocol):
         """What is trained of the span as it is before the first step, by name in layer order, a layer at a time."""
         ...
 
-    def complete(self, model: SpanModel) -> None:
+    def complete(self, model: TrainedModel) -> None:
         """Give what is frozen its values. Raises `BaseUnusable`, `CheckpointCorrupt`."""
         ...
 
@@ -74,7 +74,7 @@ class BuiltInRun:
             if int(name.split(".")[1]) in span:
                 yield name, values
 
-    def complete(self, model: SpanModel) -> None:
+    def complete(self, model: TrainedModel) -> None:
         """Nothing of it is frozen."""
 
 
@@ -97,7 +97,7 @@ def hold(run: RunModel, span: Span, device: torch.device, activation_checkpointi
     return model
 
 
-def initialise_into(run: RunModel, model: SpanModel, anchor_E: Tensor) -> None:
+def initialise_into(run: RunModel, model: TrainedModel, anchor_E: Tensor) -> None:
     """Write the run's initial parameters of the model's span."""
     views = dict(model.trained.views(anchor_E))
     for name, values in run.initial_parameters(model.cut.span):

@@ -8,9 +8,12 @@ flush at a time, and takes what neighbours send as it comes.
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -18,19 +21,22 @@ from typing import Protocol
 import torch
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge
+from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, by_reason
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.training.device import choose_device, computing_seconds, device_facts, finish, limit_memory
+from atoll.node.training.device import computing_seconds, finish, limit_memory
+from atoll.node.training.followers import Followers
+from atoll.node.training.group import devices_of, facts_of
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.pace import Pace, Work
-from atoll.node.training.shared import map_vector, size_for
+from atoll.node.training.shared import map_vector, open_anonymous, size_for
 
 PUSH_SECONDS = 0.5
+_OF_ALL = (ms.Load, ms.TakeSnapshot, ms.Apply, ms.Rebase, ms.Discard, ms.Evaluate, ms.Generate, ms.Limit, ms.Stop)
 TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU
 
 
@@ -53,7 +59,9 @@ class Session:
         gradient_fd: int,
         cable: socket.socket | None = None,
         clock: Clock | None = None,
+        meeting_fd: int | None = None,
     ) -> None:
+        """`meeting_fd`: of a follower."""
         self._channel, self._clock = channel, clock or SystemClock()
         self._pace = Pace(config.minimum_step_seconds, config.compute_share)
         self._training = self._loaded = self._snapped = self._stopping = False
@@ -61,15 +69,41 @@ class Session:
         self._steps = 0
         self._orders: deque[ms.Envelope] = deque()
         self._memory_bytes = config.memory_bytes
-        facts = device_facts(choose_device(config.device), config.vram_fraction, config.memory_bytes)
-        limit_memory(facts, config.vram_fraction)
+        devices = devices_of(config.device)
+        facts = facts_of(devices, config.vram_fraction, config.memory_bytes)
+        limit_memory(devices[config.rank], facts, config.vram_fraction)
+        self._followers: Followers | None = None
+        if len(devices) > 1 and config.rank == 0:
+            meeting_fd = open_anonymous("atoll-meeting")
+            self._followers = Followers(config, (anchor_fd, gradient_fd, meeting_fd), self._give_up)
         end = CableEnd(cable, channel.events.put) if cable is not None else None
-        self._here = load(config, facts, end, self._clock)
+        self._here = load(config, facts, end, self._clock, devices, meeting_fd)
         self._loop = self._here.loop
         for descriptor in (anchor_fd, gradient_fd):
             size_for(descriptor, self._here.elements)
         self._anchor_E, self._gradient_E = (map_vector(fd, self._here.elements) for fd in (anchor_fd, gradient_fd))
-        self._channel.answer(0, self._here.introduction(config.minimum_step_seconds, config.compute_share))
+        if config.rank == 0:
+            self._introduce(ms.Probe(config.minimum_step_seconds, config.compute_share))
+
+    def _introduce(self, probe: ms.Probe) -> None:
+        if isinstance(self._loop, InnerLoop):
+            self._loop.initialise_into(self._anchor_E)
+        with self._together(probe):
+            tokens_per_second = self._here.probe(self._anchor_E, probe.minimum_step_seconds, probe.compute_share)
+        self._channel.answer(0, self._here.introduction(tokens_per_second))
+
+    def _give_up(self, why: ms.Refused) -> None:
+        """A device's process is gone, so this trainer is of no use. Called in a thread; torch may wait for that one."""
+        self._channel.answer(0, why)
+        os._exit(int(by_reason(why.reason).exit_code))
+
+    @contextmanager
+    def _together(self, order: ms.Order) -> Iterator[None]:
+        """Followers do the same meanwhile, and are done afterwards."""
+        number = self._followers.tell(order) if self._followers is not None else 0
+        yield  # what is refused here is refused there; whatever else fails ends this process, and theirs
+        if self._followers is not None:
+            self._followers.confirm(number)
 
     def serve(self) -> None:
         """Until `Stop`."""
@@ -81,6 +115,21 @@ class Session:
                 self._work()
             if self._clock.monotonic() - self._pushed_at >= PUSH_SECONDS:
                 self._push()
+
+    def follow(self) -> None:
+        """As a follower: do what the leader does, until `Stop`."""
+        while not self._stopping:
+            event = self._channel.events.get()
+            assert isinstance(event, ms.Envelope)
+            if isinstance(event.body, ms.Step):
+                self._require_model().work()
+                continue
+            number = event.number
+            try:
+                answer = self._carry_out(event.body)
+            except AtollError as error:
+                answer, number = _refusal(error), 0 if isinstance(event.body, ms.Probe) else number
+            self._channel.answer(number, answer)
 
     @property
     def _between_steps(self) -> bool:
@@ -124,6 +173,8 @@ class Session:
         loop, began = self._require_model(), self._clock.monotonic()
         computing = computing_seconds(self._here.device, self._clock)
         was_between = loop.between_steps
+        if self._followers is not None:
+            self._followers.tell(ms.Step())
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
@@ -142,7 +193,7 @@ class Session:
                 self._require(self._training, "evaluate over a route while it is paused")
                 self._loop.evaluate(partial(self._answer, order.number))
                 return  # the answer comes when the route has found it
-            answer = self._carry_out(order.body)
+            answer = self._carry_out_together(order.body)
         except AtollError as error:
             answer = _refusal(error)
         self._push()  # first, so that who gets the answer sees the status after it
@@ -151,8 +202,16 @@ class Session:
     def _answer(self, number: int, outcome: Outcome) -> None:
         self._channel.answer(number, _refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
 
+    def _carry_out_together(self, order: ms.Message) -> ms.Answer:
+        if not isinstance(order, _OF_ALL):
+            return self._carry_out(order)
+        with self._together(order):
+            return self._carry_out(order)
+
     def _carry_out(self, order: ms.Message) -> ms.Answer:
         match order:
+            case ms.Probe(minimum_step_seconds, compute_share):
+                self._here.probe(self._anchor_E, minimum_step_seconds, compute_share)
             case ms.Evaluate():
                 return ms.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self._anchor_E))
             case ms.Generate(prompt, tokens, seed):
@@ -216,11 +275,11 @@ class Session:
         return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
 
     def _limit(self, limit: ms.Limit) -> None:
-        facts = device_facts(self._here.device, limit.vram_fraction, self._memory_bytes)
+        facts = facts_of(self._here.devices, limit.vram_fraction, self._memory_bytes)
         self._here.check_fits(facts)
-        limit_memory(facts, limit.vram_fraction)
+        limit_memory(self._here.device, facts, limit.vram_fraction)
         self._here.facts = facts
-        torch.set_num_threads(limit.cpu_threads)
+        torch.set_num_threads(max(1, limit.cpu_threads // len(self._here.devices)))
         self._pace.minimum_step_seconds = limit.minimum_step_seconds
         self._pace.compute_share = limit.compute_share
 

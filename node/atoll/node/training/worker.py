@@ -1,4 +1,5 @@
-"""The trainer process: `python -m atoll.node.training.worker`, started by `trainer.py` and by nothing else.
+"""The trainer process: `python -m atoll.node.training.worker`, started by `trainer.py`, and for a node's other devices
+by the first of these processes (`followers.py`), which is their daemon then.
 
 This file makes sure of one thing before torch is even imported: the process never outlives its daemon. The
 kernel is asked to kill it when the parent dies, and a thread that reads the control socket ends it at end of file,
@@ -90,6 +91,7 @@ def main() -> int:
     for name in ("--control-fd", "--anchor-fd", "--gradient-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--cable-fd", type=int, help="of a trainer that may hold a span")
+    parser.add_argument("--meeting-fd", type=int, help="of a process for another device of the same trainer")
     options = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -105,7 +107,7 @@ def main() -> int:
         from atoll.node.training.session import Session  # torch: only now that nothing can orphan us
 
         cable = socket.socket(fileno=options.cable_fd) if options.cable_fd is not None else None
-        session = Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
+        session = Session(config, channel, options.anchor_fd, options.gradient_fd, cable, meeting_fd=options.meeting_fd)
     except AtollError as error:
         channel.answer(0, Refused(error.reason, str(error), error.remedy))
         return int(error.exit_code)
@@ -113,7 +115,10 @@ def main() -> int:
         traceback.print_exc()
         return EXIT_CRASHED
     try:
-        session.serve()
+        if config.rank:
+            session.follow()
+        else:
+            session.serve()
     except Exception:  # supervision boundary, as above
         traceback.print_exc()
         return EXIT_CRASHED

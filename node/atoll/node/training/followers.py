@@ -1,0 +1,95 @@
+"""The processes of a trainer's other devices: children of the one that the daemon talks to, which leads them.
+
+A follower is a trainer whose daemon is the leader: the same program, over the same kind of socket, in the same shared
+memory. It is told every order that touches the model, and every step, and does what the leader does at that moment;
+they meet in the sums of `spread.py`. If one of them ends, all do: the daemon sees its trainer die and starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.errors import ChildDied
+from atoll.node.training import messages as ms
+
+_CONFIRM = timedelta(minutes=10)
+
+_log = log.get("trainer")
+
+
+class Followers:
+    """Those of one leader. They have the leader's standard error, and die with it."""
+
+    def __init__(
+        self, config: ms.TrainerConfig, descriptors: tuple[int, int, int], lost: Callable[[ms.Refused], None]
+    ) -> None:
+        """`descriptors`: anchor, pseudo-gradient and meeting place.
+
+        `lost` is called in a thread when one ends, or says why it cannot begin.
+        """
+        self._lost, self._stopping = lost, False
+        self._names = [device.strip() for device in config.device.split(",")]
+        self._controls: list[socket.socket] = []
+        self._answers: list[queue.SimpleQueue[ms.Envelope]] = []
+        self._numbers = 0
+        for rank in range(1, len(self._names)):
+            self._start(replace(config, rank=rank), descriptors)
+
+    def _start(self, config: ms.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
+        ours, theirs = socket.socketpair()
+        anchor, gradient, meeting = descriptors
+        command = [sys.executable, "-P", "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+        command += [f"--anchor-fd={anchor}", f"--gradient-fd={gradient}", f"--meeting-fd={meeting}"]
+        command.append(f"--parent-pid={os.getpid()}")
+        with theirs:
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *descriptors])
+        answers: queue.SimpleQueue[ms.Envelope] = queue.SimpleQueue()
+        self._controls.append(ours)
+        self._answers.append(answers)
+        ours.sendall(ms.Envelope(0, config).line())
+        name = self._names[config.rank]
+        threading.Thread(target=self._read, args=(ours, answers, name), name=f"follower-{name}", daemon=True).start()
+
+    def tell(self, order: ms.Order) -> int:
+        """All of them; the number for `confirm`."""
+        self._numbers += 1
+        line = ms.Envelope(self._numbers, order).line()
+        self._stopping = self._stopping or isinstance(order, ms.Stop)
+        for control in self._controls:
+            with contextlib.suppress(OSError):  # who reads from it finds out
+                control.sendall(line)
+        return self._numbers
+
+    def confirm(self, number: int) -> None:
+        """Wait until all have done it. Raises `RuntimeError` for one that could not: they are of no use any more."""
+        for name, answers in zip(self._names[1:], self._answers, strict=True):
+            answer = ms.Envelope(0, ms.Done())
+            while answer.number < number:  # to what was refused here, too, nobody waited for theirs
+                try:
+                    answer = answers.get(timeout=_CONFIRM.total_seconds())
+                except queue.Empty:
+                    raise RuntimeError(f"the trainer's process for {name} does not answer") from None
+            if isinstance(answer.body, ms.Refused):
+                raise RuntimeError(f"the process for {name} is not where the others are: {answer.body.message}")
+
+    def _read(self, control: socket.socket, answers: queue.SimpleQueue[ms.Envelope], name: str) -> None:
+        with contextlib.suppress(OSError), control.makefile("rb") as lines:
+            for line in lines:
+                envelope = ms.Envelope.parse(line)
+                if envelope.number == 0 and isinstance(envelope.body, ms.Refused):
+                    self._lost(envelope.body)
+                answers.put(envelope)
+        if not self._stopping:
+            gone = ChildDied(f"the trainer's process for {name} ended")
+            _log.error("a device is lost", device=name)
+            self._lost(ms.Refused(gone.reason, str(gone), ""))

@@ -1,0 +1,164 @@
+"""A model whose parameters are spread over a node's devices by FSDP2 (`fully_shard`; Zhao et al. 2023,
+arXiv:2304.11277).
+
+Every device has a piece of each parameter, with its gradient, its moments, its anchor and its snapshot; blocks are
+put together for the time that they compute. Each device computes its share of the samples, and gradients are averaged
+as they come. For the others this is one member: what it sends and takes are whole vectors, in memory that its
+processes share (`held.py`).
+
+Embedding, final norm and head are one unit, so that a tied matrix stays one. What is frozen (a base under adapters) is
+whole on each device.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from atoll.core.errors import ConfigError
+from atoll.core.layer_kinds import is_block
+from atoll.node.pipeline.memory import FP32_BYTES
+from atoll.node.pipeline.span_model import Cut, layout_of, move_buffers, named
+from atoll.node.training.group import Group
+from atoll.node.training.held import Pieces, SpreadWeights, Weights
+from atoll.v1 import plan_pb2
+
+
+class SpreadModel:
+    """One process's part of it: a `TrainedModel` and, for what is frozen, what fills a `SpanModel`."""
+
+    def __init__(self, cut: Cut, group: Group, *, compiles: bool = False) -> None:
+        """`cut` has all layers. Parameters that are trained are zero until they are loaded."""
+        self.cut, self.device, self._group = cut, group.device, group
+        self.trained, self.frozen = layout_of(cut), layout_of(cut, trained=False)
+        _tie(cut)
+        self.whole = _Whole(cut)
+        blocks = [cut.module.get_submodule(name) for name in _blocks(cut)]
+        frozen = {parameter for parameter in cut.module.parameters() if not parameter.requires_grad}
+        for unit in (*blocks, self.whole):
+            if compiles and unit is not self.whole:
+                unit.compile()
+            fully_shard(unit, mesh=group.mesh, ignored_params=frozen)
+        buffers = [(part, dict(part.named_buffers(recurse=False))) for part in cut.module.modules()]
+        self.whole.to_empty(device=self.device)
+        for part, computed in buffers:
+            for name, buffer in computed.items():
+                setattr(part, name, buffer)
+        move_buffers(cut.module, self.device)
+        self.frozen_E = torch.zeros(self.frozen.elements, device=self.device)
+        self.frozen.bind(cut.module, self.frozen_E, None)
+        parameters = dict(cut.module.named_parameters())
+        self._spread = [cast("DTensor", parameters[slot.name]) for slot in self.trained.slots]
+        self._own = [nn.Parameter(each.to_local().detach()) for each in self._spread]
+        for own in self._own:
+            own.data.zero_()
+        pieces = Pieces.of(self.trained, group.rank, group.size)
+        self.weights: Weights = SpreadWeights(pieces, [own.data for own in self._own], self.device)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Tokens to logits, of this process's samples. All processes of the group run at the same time."""
+        return cast("Tensor", self.whole(x))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This device's pieces, which an optimiser steps as if they were whole."""
+        return self._own
+
+    @property
+    def embedding(self) -> nn.Parameter | None:
+        """The piece that does not decay."""
+        names = [slot.name for slot in self.trained.slots]
+        return self._own[names.index(self.cut.embedding)] if self.cut.embedding in names else None
+
+    @property
+    def hidden(self) -> list[nn.Parameter]:
+        """None: what needs a matrix as a whole cannot have its pieces."""
+        return []
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is frozen, by the name under which a whole model has it."""
+        return named(self.cut, self.frozen, self.frozen_E)
+
+    def gather_gradients(self) -> None:
+        """Give each piece the gradient that backward left with the whole of it."""
+        for own, spread in zip(self._own, self._spread, strict=True):
+            own.grad = None if spread.grad is None else cast("DTensor", spread.grad).to_local()
+
+    def norms(self) -> tuple[float, ...]:
+        """Of all devices' gradients together, one a layer."""
+        squares_L = torch.zeros(len(self.cut.parameters), dtype=torch.float64, device=self.device)
+        for own, slot in zip(self._own, self.trained.slots, strict=True):
+            if own.grad is not None and own.grad.numel():
+                squares_L[slot.layer - self.cut.span.first] += torch.linalg.vector_norm(own.grad).double().square()
+        return tuple(self._group.sum_(squares_L).sqrt().tolist())
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all of them."""
+        torch._foreach_mul_([own.grad for own in self._own if own.grad is not None], factor)
+
+    def zero_gradients(self) -> None:
+        """Forget them."""
+        for own, spread in zip(self._own, self._spread, strict=True):
+            own.grad = spread.grad = None
+
+
+class _Whole(nn.Module):
+    """A cut as one module: its `run` is a function, and FSDP2 follows modules' calls."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.module, self._run = cut.module, cut.run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+
+def _tie(cut: Cut) -> None:
+    """Make a tied matrix one parameter: cuts have two, for spans that hold only one end of it."""
+    if cut.tie is not None:
+        owner, _, owned = cut.tie.owner.rpartition(".")
+        borrower, _, borrowed = cut.tie.borrower.rpartition(".")
+        matrix = getattr(cut.module.get_submodule(owner), owned)
+        setattr(cut.module.get_submodule(borrower), borrowed, matrix)
+
+
+def _blocks(cut: Cut) -> list[str]:
+    """The modules of the layers between the first and the last."""
+    names = []
+    for layer, parameters in enumerate(cut.parameters, cut.span.first):
+        if 0 < layer < cut.layers - 1:
+            paths = [name.rpartition(".")[0].replace(".", "/") for name in parameters]
+            names.append(os.path.commonpath(paths).replace("/", "."))
+    return names
+
+
+def spread_bytes(table: plan_pb2.LayerTable, size: int) -> int:
+    """What a model that is spread over `size` devices takes more of them all than one device with the whole.
+
+    On each, embedding and head are together, with their gradient, and of blocks the one that computes, with its
+    gradient, and the next one; while an anchor is evaluated, what was trained is kept beside it.
+    """
+    largest = max((row.parameters for row in table.layers if is_block(row.kind)), default=0)
+    ends = sum(row.parameters for row in table.layers if not is_block(row.kind))
+    frozen = sum(row.frozen_parameters for row in table.layers)
+    trained = sum(row.parameters for row in table.layers)
+    return FP32_BYTES * (size * (2 * ends + 3 * largest) + (size - 1) * frozen + trained)
+
+
+def check_spread(optimizer: str, precision: str) -> None:
+    """Raises `ConfigError` for what several devices cannot do together."""
+    if optimizer == "muon":
+        raise ConfigError(
+            "this run's optimiser is Muon, which needs whole matrices; several devices have their pieces",
+            "run a daemon for each device",
+        )
+    if precision == "fp16":
+        raise ConfigError(
+            "these devices would train in fp16, whose loss scale they do not share",
+            "run a daemon for each device, or use GPUs with bf16",
+        )
