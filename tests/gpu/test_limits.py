@@ -21,13 +21,13 @@ def test_what_goes_beyond_the_share_fails_and_what_is_held_already_is_refused() 
     assert share.memory_bytes == int(whole.memory_bytes * 0.1)
     assert share.uuid.startswith("GPU-")
     try:
-        limit_memory(share, 0.1)
+        limit_memory(device, share, 0.1)
         held = torch.empty(int(whole.memory_bytes * 0.05), dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(int(whole.memory_bytes * 0.08), dtype=torch.uint8, device=device)
         with pytest.raises(ModelTooLarge, match="holds"):
-            limit_memory(share, 0.02)
+            limit_memory(device, share, 0.02)
         del held
-        limit_memory(share, 0.02)
+        limit_memory(device, share, 0.02)
     finally:
-        limit_memory(whole, 1.0)
+        limit_memory(device, whole, 1.0)

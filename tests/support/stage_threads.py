@@ -111,7 +111,7 @@ class StageThread:
     def weights(self) -> Tensor:
         """What it holds; look only while it stands still."""
         assert self.session._loop is not None
-        return self.session._loop.weights_E
+        return self.session._loop.weights.read()
 
 
 def bridge_of(trainer: StageThread, dispatcher: RouteDispatcher, place: RoutePlace) -> RouteBridge:

@@ -57,7 +57,7 @@ class NodeConfig:
     announce: str = _key("", "public address or host name, where it differs")
     direct: bool = _key(True, "bulk goes over TCP and TLS to members that can be reached so; libp2p carries the rest")
     direct_port: int = _key(0, "TCP port for that; 0 picks a free one", between=(0, 65535))
-    device: str = _key("auto", "auto, cpu, cuda:0, mps")
+    device: str = _key("auto", "auto, cpu, cuda:0, mps; several GPUs as one node: cuda:0,cuda:1")
     data: str = _key("", "the corpus on this machine, where it is not the spec's path")
     base: str = _key("", "where the run's pretrained weights lie on this machine, if it starts from some")
     vram_fraction: float = _limit(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))

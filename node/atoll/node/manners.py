@@ -78,7 +78,7 @@ class Manners:
         self._month = MonthlyTraffic(loaded.config.data_dir)
         self._saved = clock.monotonic()
         self._power = PowerCap(loaded.config.data_dir)
-        self._power_asked: tuple[float, str] | None = None
+        self._power_asked: tuple[float, tuple[str, ...]] | None = None
         self._warnings: dict[str, str] = {}
 
     @property
@@ -213,7 +213,7 @@ class Manners:
         facts = subjects.facts()
         if facts is None:
             return
-        asked = (self.config.power_watts, facts.device_uuid)
+        asked = (self.config.power_watts, tuple(filter(None, facts.device_uuid.split(","))))
         if asked == self._power_asked:
             return
         self._power_asked = asked

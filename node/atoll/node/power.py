@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +27,40 @@ class PowerCapRefused(AtollError):
 
 
 class PowerCap:
-    """The cap of one GPU. Every method takes milliseconds and may block: call it in a thread."""
+    """The caps of a node's GPUs. Every method takes milliseconds and may block: call it in a thread."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / _FILE
 
-    def apply(self, watts: float, device_uuid: str) -> None:
-        """Set the cap; 0 puts back what was there before. Raises `PowerCapRefused`, `DataDirUnusable`."""
+    def apply(self, watts: float, uuids: Sequence[str]) -> None:
+        """Set the cap of each; 0 puts back what was there before. Raises `PowerCapRefused`, `DataDirUnusable`."""
         if not watts:
             self.restore()
             return
-        if not device_uuid:
+        if not uuids:
             raise PowerCapRefused("power_watts does nothing here: the device is not an NVIDIA GPU")
         with _nvml() as nvml:
-            handle = nvml.nvmlDeviceGetHandleByUUID(device_uuid)
-            low, high = nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
-            if not low <= watts * 1000 <= high:
-                raise PowerCapRefused(f"power_watts = {watts:g}: this GPU takes {low / 1000:g} to {high / 1000:g}")
+            handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids}
+            for handle in handles.values():
+                low, high = nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+                if not low <= watts * 1000 <= high:
+                    raise PowerCapRefused(f"power_watts = {watts:g}: this GPU takes {low / 1000:g} to {high / 1000:g}")
             if not self._path.exists():
-                before = nvml.nvmlDeviceGetPowerManagementLimit(handle)
-                write_atomic(self._path, json.dumps({"version": 1, "uuid": device_uuid, "milliwatts": before}).encode())
-            nvml.nvmlDeviceSetPowerManagementLimit(handle, int(watts * 1000))
+                before = {uuid: nvml.nvmlDeviceGetPowerManagementLimit(handle) for uuid, handle in handles.items()}
+                write_atomic(self._path, json.dumps({"version": 2, "milliwatts": before}).encode())
+            for handle in handles.values():
+                nvml.nvmlDeviceSetPowerManagementLimit(handle, int(watts * 1000))
         _log.info("power cap set", watts=watts)
 
     def restore(self) -> None:
         """Put back what was there before the first `apply`, of this process or one that was killed."""
         try:
-            before = json.loads(self._path.read_bytes())
+            written = json.loads(self._path.read_bytes())
+            first = "uuid" in written  # as versions before the second have it
+            before = {written["uuid"]: written["milliwatts"]} if first else dict(written["milliwatts"])
             with _nvml() as nvml:
-                handle = nvml.nvmlDeviceGetHandleByUUID(before["uuid"])
-                nvml.nvmlDeviceSetPowerManagementLimit(handle, int(before["milliwatts"]))
+                for uuid, milliwatts in before.items():
+                    nvml.nvmlDeviceSetPowerManagementLimit(nvml.nvmlDeviceGetHandleByUUID(uuid), int(milliwatts))
             self._path.unlink()
         except FileNotFoundError:
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,9 +110,9 @@ class Swarm:
         self._dispatchers = [RouteDispatcher(host) for host in hosts]
         self._peers = tuple(host.peer_id for host in hosts)
 
-    async def spawn(self, stage: int) -> Trainer:
+    async def spawn(self, stage: int, device: str = "cpu") -> Trainer:
         pace = 0.1 if stage == 0 else 0.0  # nothing here needs many steps
-        config = TrainerConfig(SPEC, str(self._corpus), device="cpu", span=SPANS[stage], minimum_step_seconds=pace)
+        config = TrainerConfig(SPEC, str(self._corpus), device=device, span=SPANS[stage], minimum_step_seconds=pace)
         log_path = self._corpus.parent / f"{stage}.log"
         trainer = await Trainer.spawn(config, log_path=log_path, timeout=DEADLINE)
         self._stack.push_async_callback(self._end, trainer)
@@ -143,13 +143,13 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm_on(lab: Lab, corpus: Path) -> AsyncIterator[Swarm]:
+async def swarm_on(lab: Lab, corpus: Path, device: str = "cpu") -> AsyncIterator[Swarm]:
     hosts = await hosts_of(lab, DIRECT)
     async with AsyncExitStack() as stack:
         swarm = Swarm(corpus, hosts, stack)
         for host in hosts:
             await host.ready()
-        swarm.trainers += await asyncio.gather(*(swarm.spawn(stage) for stage in range(3)))
+        swarm.trainers += await asyncio.gather(*(swarm.spawn(stage, device) for stage in range(3)))
         yield swarm
 
 
@@ -204,20 +204,67 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         assert taken == whole_steps(taken.steps, samples=True)
 
 
+@pytest.mark.timeout(180)
+async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpus: Path) -> None:
+    """Owner and borrower of the tied matrix, and blocks between them, each on two; a micro-batch has three samples."""
+    async with swarm_on(lab, corpus, "cpu,cpu") as swarm:
+        driver, _, last = swarm.trainers
+        for trainer in swarm.trainers:
+            await trainer.initialise()
+        genesis_E = torch.cat([trainer.anchor for trainer in swarm.trainers])
+        bridges = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
+        await until(lambda: driver.status.steps >= 4, 60)
+        looked = (await driver.snapshot()).steps
+        seen = driver.status.train_loss
+        await driver.pause()
+        steps = driver.status.steps
+        await until(lambda: last.status.steps == steps)
+        for trainer in swarm.trainers:
+            assert await trainer.snapshot() == whole_steps(steps, samples=trainer is driver)
+        moved_E = torch.cat([trainer.pseudo_gradient for trainer in swarm.trainers])
+        with plain_loop(corpus) as loop:
+            losses = [loop.step().loss for _ in range(steps)]
+            assert seen == pytest.approx(sum(losses[:looked]) / looked, abs=1e-4)
+            torch.testing.assert_close(moved_E, genesis_E - loop.weights_E, atol=2e-4, rtol=1e-2)
+            await driver.train()
+            assert await driver.evaluate() == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
+        (follower,) = psutil.Process(last.pid).children()
+        os.kill(follower.pid, signal.SIGKILL)
+        await asyncio.wait_for(last.died, 60)
+        with pytest.raises(ChildDied):
+            await bridges[2]
+        await until(lambda: driver.status.flushes_aborted == 1)
+        other = await swarm.spawn(2)  # on one device
+        other.anchor.copy_(last.anchor)
+        await swarm.join(2, other)
+        before = driver.status.steps
+        await until(lambda: driver.status.steps >= before + 3, 60)
+        taken = await driver.snapshot()
+        assert taken == whole_steps(taken.steps, samples=True)
+
+
 def whole_steps(steps: int, *, samples: bool) -> Snapshot:
     return Snapshot(steps * STEP_TOKENS, steps * STEP_SAMPLES if samples else 0, steps, steps * STEP_TOKENS)
 
 
 def one_process(corpus: Path, looked: int, steps: int, moved_E: torch.Tensor) -> tuple[float, bool]:
     """The mean loss of recent steps, as a trainer of the whole model has it, and whether weights are the same bits."""
+    with plain_loop(corpus) as loop:
+        genesis_E = loop.weights_E.clone()
+        losses = [loop.step().loss for _ in range(steps)]
+        recent = losses[max(0, looked - 32) : looked]
+        return sum(recent) / len(recent), torch.equal(genesis_E - loop.weights_E, moved_E)
+
+
+@contextmanager
+def plain_loop(corpus: Path) -> Iterator[InnerLoop]:
+    """The whole model on one device, at its genesis."""
     spec = parse_run_spec(SPEC)
     loop = InnerLoop(spec, load_corpus(spec, str(corpus)), "cpu", 1)
     try:
         anchor_E = torch.empty(loop.layout.elements)
         loop.initialise_into(anchor_E)
         loop.load(anchor_E, ranges=RANGES)
-        losses = [loop.step().loss for _ in range(steps)]
+        yield loop
     finally:
         loop.close()
-    recent = losses[max(0, looked - 32) : looked]
-    return sum(recent) / len(recent), torch.equal(anchor_E - loop.weights_E, moved_E)

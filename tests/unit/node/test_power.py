@@ -10,17 +10,17 @@ import pytest
 
 from atoll.node.power import PowerCap, PowerCapRefused
 
-UUID = "GPU-1234"
+UUID, OTHER = "GPU-1234", "GPU-5678"
 
 
 class Driver(SimpleNamespace):
-    """One GPU with a cap of 300 W, which takes 100 to 350 W from who may set it."""
+    """GPUs with caps of 300 W and 250 W, which take 100 to 350 W from who may set it."""
 
     class NVMLError(Exception):
         pass
 
     def __init__(self) -> None:
-        super().__init__(milliwatts=300_000, permitted=True, opened=0)
+        super().__init__(caps={UUID: 300_000, OTHER: 250_000}, permitted=True, opened=0)
 
     def nvmlInit(self) -> None:
         self.opened += 1
@@ -29,20 +29,20 @@ class Driver(SimpleNamespace):
         self.opened -= 1
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != UUID:
+        if uuid not in self.caps:
             raise self.NVMLError("Not Found")
         return uuid
 
     def nvmlDeviceGetPowerManagementLimitConstraints(self, _: str) -> tuple[int, int]:
         return 100_000, 350_000
 
-    def nvmlDeviceGetPowerManagementLimit(self, _: str) -> int:
-        return int(self.milliwatts)
+    def nvmlDeviceGetPowerManagementLimit(self, handle: str) -> int:
+        return int(self.caps[handle])
 
-    def nvmlDeviceSetPowerManagementLimit(self, _: str, milliwatts: int) -> None:
+    def nvmlDeviceSetPowerManagementLimit(self, handle: str, milliwatts: int) -> None:
         if not self.permitted:
             raise self.NVMLError("Insufficient Permissions")
-        self.milliwatts = milliwatts
+        self.caps[handle] = milliwatts
 
 
 @pytest.fixture
@@ -55,42 +55,55 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_was_there_before_comes_back(driver: Driver, tmp_path: Path) -> None:
     cap = PowerCap(tmp_path)
-    cap.apply(200.0, UUID)
-    cap.apply(150.0, UUID)
-    assert driver.milliwatts == 150_000
+    cap.apply(200.0, [UUID])
+    cap.apply(150.0, [UUID])
+    assert driver.caps[UUID] == 150_000
     cap.restore()
-    assert driver.milliwatts == 300_000
-    cap.apply(200.0, UUID)
-    cap.apply(0.0, UUID)
-    assert driver.milliwatts == 300_000
+    assert driver.caps[UUID] == 300_000
+    cap.apply(200.0, [UUID])
+    cap.apply(0.0, [UUID])
+    assert driver.caps[UUID] == 300_000
     assert not list(tmp_path.iterdir())
 
 
 def test_the_next_start_puts_it_back_after_a_kill(driver: Driver, tmp_path: Path) -> None:
-    PowerCap(tmp_path).apply(200.0, UUID)
+    PowerCap(tmp_path).apply(200.0, [UUID])
     PowerCap(tmp_path).restore()
-    assert driver.milliwatts == 300_000
+    assert driver.caps[UUID] == 300_000
+
+
+def test_all_gpus_of_a_node_are_capped_and_each_gets_its_own_back(driver: Driver, tmp_path: Path) -> None:
+    PowerCap(tmp_path).apply(200.0, [UUID, OTHER])
+    assert driver.caps == {UUID: 200_000, OTHER: 200_000}
+    PowerCap(tmp_path).restore()
+    assert driver.caps == {UUID: 300_000, OTHER: 250_000}
+
+
+def test_what_an_older_version_wrote_is_put_back(driver: Driver, tmp_path: Path) -> None:
+    (tmp_path / "power.json").write_text('{"version": 1, "uuid": "GPU-1234", "milliwatts": 275000}')
+    PowerCap(tmp_path).restore()
+    assert driver.caps == {UUID: 275_000, OTHER: 250_000}
 
 
 def test_refusals_are_sentences_and_change_nothing(driver: Driver, tmp_path: Path) -> None:
     cap = PowerCap(tmp_path)
     with pytest.raises(PowerCapRefused, match="100 to 350"):
-        cap.apply(50.0, UUID)
+        cap.apply(50.0, [UUID])
     with pytest.raises(PowerCapRefused, match="not an NVIDIA GPU"):
-        cap.apply(200.0, "")
+        cap.apply(200.0, [])
     driver.permitted = False
     with pytest.raises(PowerCapRefused, match="Insufficient Permissions"):
-        cap.apply(200.0, UUID)
-    assert driver.milliwatts == 300_000
+        cap.apply(200.0, [UUID])
+    assert driver.caps[UUID] == 300_000
     driver.permitted = True
     cap.restore()
-    assert driver.milliwatts == 300_000
+    assert driver.caps[UUID] == 300_000
 
 
 def test_without_a_driver_it_says_so(tmp_path: Path) -> None:
     """The real library, on a machine without a GPU."""
     with pytest.raises(PowerCapRefused, match=r"driver sets no power cap|no GPU|Not Found"):
-        PowerCap(tmp_path).apply(200.0, "GPU-none")
+        PowerCap(tmp_path).apply(200.0, ["GPU-none"])
     (tmp_path / "power.json").write_text('{"uuid": "GPU-none", "milliwatts": 1}')
     PowerCap(tmp_path).restore()  # warns, and tries again at the next start
     assert (tmp_path / "power.json").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 PROGRAM = """
 import json, queue, socket, sys
+import torch
 from atoll.core.clock import SystemClock
 from atoll.node.pipeline.cable_end import CableEnd
 from atoll.node.training import loading
@@ -19,7 +20,10 @@ times = (("embedding", 1e-6, 1e-6), ("block", 1e-6, 1e-6), ("head", 1e-6, 1e-6))
 config = TrainerConfig({spec!r}, device="cpu", memory_bytes=10**10, span={span!r}, layer_times=times)
 facts = device_facts(choose_device("cpu"), 1.0, config.memory_bytes)
 here = loading.load(config, facts, CableEnd(one, queue.SimpleQueue().put), SystemClock())
-here.introduction(0.0)
+scratch_E = torch.zeros(here.elements)
+if not {span!r}:
+    here.loop.initialise_into(scratch_E)
+here.introduction(here.probe(scratch_E, 0.0))
 here.loop.close()
 print(json.dumps(sorted(set(sys.modules) - known)))
 """

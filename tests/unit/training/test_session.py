@@ -80,7 +80,7 @@ def run(
         assert isinstance(ready, ms.Ready)
         if session._loop is not None:
             session._loop.close()
-            written = map_vector(descriptors[0], session._loop.weights_E.numel())
+            written = map_vector(descriptors[0], session._here.elements)
             assert written.any() == (ms.Initialise() in orders)
     finally:
         for descriptor in descriptors:
@@ -121,7 +121,7 @@ def test_layers_that_an_earlier_trainer_measured_are_not_measured_again(tmp_path
     with near, far:
         config = ms.TrainerConfig(spec, device="cpu", span=(0, 1), layer_times=known)
         here = load(config, device_facts(choose_device("cpu")), CableEnd(far, lambda _: None), SystemClock())
-        ready = here.introduction(0.0)
+        ready = here.introduction(here.probe(torch.empty(0), 0.0))
         assert here.loop is not None
         here.loop.close()
         near.shutdown(socket.SHUT_RDWR)
@@ -140,7 +140,7 @@ def test_a_model_that_does_not_fit_but_can_be_cut_leaves_a_trainer_that_holds_no
     def holds_a_layer(device: torch.device, vram_fraction: float, memory_bytes: int) -> DeviceFacts:
         return DeviceFacts("cpu", "a small machine", 400_000)
 
-    monkeypatch.setattr(session_module, "device_facts", holds_a_layer)
+    monkeypatch.setattr(session_module, "facts_of", holds_a_layer)
     path = tmp_path / "initial"
     channel = run(
         tmp_path,
@@ -168,7 +168,7 @@ def test_a_span_that_does_not_fit_or_is_none_of_the_model_s_is_refused(
         run(tmp_path, span=(1, 3))
     with pytest.raises(InvalidRequest, match="no span"):
         run(tmp_path, span=(2, 1))
-    monkeypatch.setattr(session_module, "device_facts", lambda *_: DeviceFacts("cpu", "a small machine", 10_000))
+    monkeypatch.setattr(session_module, "facts_of", lambda *_: DeviceFacts("cpu", "a small machine", 10_000))
     with pytest.raises(ModelTooLarge, match="layers 0 to 1"):
         run(tmp_path, span=(0, 1))
 

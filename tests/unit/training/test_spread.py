@@ -12,7 +12,7 @@ from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import layout_of
 from atoll.node.training.flat import FlatLayout
-from atoll.node.training.group import Group, devices_of, facts_of
+from atoll.node.training.group import Group, devices_of, facts_of, nobody
 from atoll.node.training.held import ALL, Pieces, SpreadWeights, WholeWeights
 from atoll.node.training.shape import ModelShape
 
@@ -69,12 +69,12 @@ def test_every_sample_counts_once_and_all_devices_take_as_many_turns(rows, size,
     batch_BT = torch.arange(rows).view(rows, 1)
     weights, turns = torch.zeros(rows), set()
     for rank in range(size):
-        shares = list(Group(rank, size, CPU, mesh=None).share(batch_BT, at_most))  # type: ignore[arg-type]
+        shares = list(Group(rank, size, CPU, None, nobody).share(batch_BT, at_most))  # type: ignore[arg-type]
         turns.add(len(shares))
         for share_BT, times in shares:
             assert 1 <= len(share_BT) <= at_most
-            for row in share_BT.flatten().tolist():  # a mean over the rows, over `times`, over the devices
-                weights[row] += 1 / len(share_BT) / times / size
+            for row in share_BT.flatten().tolist():  # a mean over the rows, over `times`
+                weights[row] += 1 / len(share_BT) / times
     assert len(turns) == 1
     torch.testing.assert_close(weights, torch.full((rows,), 1 / rows))
 

@@ -115,6 +115,20 @@ class TrainedModel(Protocol):
         ...
 
 
+class RouteModel(TrainedModel, Protocol):
+    """One that may be a stage: a tied matrix may have its owner here and its borrower elsewhere, or the reverse."""
+
+    @property
+    def owned(self) -> Tensor:
+        """The tied matrix [V,D], on the first span."""
+        ...
+
+    @property
+    def borrowed(self) -> nn.Parameter:
+        """The tied matrix [V,D], on the last span."""
+        ...
+
+
 class SpanModel:
     """A cut with memory for its parameters: zeros until they are loaded."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
-from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.pipeline.span_model import RouteModel
 from atoll.node.training.loop import cross_entropy
 from atoll.node.training.optim import InnerOptimizer
 
@@ -35,7 +35,7 @@ class Room:
 class Stage:
     """Holds one span in memory. fp32, or bf16 where matrices are multiplied; there is no loss scaling."""
 
-    def __init__(self, model: SpanModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
+    def __init__(self, model: RouteModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
         self.model, self._room, self._precision = model, room, precision
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.hidden)
         self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
@@ -73,14 +73,18 @@ class Stage:
     def _lose(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
         if self._evaluates:
             with torch.no_grad():
-                loss = cross_entropy(self._run(x), targets_BT) / self._micro_batches
+                loss = self._mean_loss(x, targets_BT)
             self._loss_sum += loss
             return loss
         x = _leaf(x)
-        loss = cross_entropy(self._run(x), targets_BT) / self._micro_batches
+        loss = self._mean_loss(x, targets_BT)
         self._inputs[micro_batch], self._losses[micro_batch] = x, loss
         self._loss_sum += loss.detach()
         return loss.detach()
+
+    def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
+        """Of a micro-batch, its share of the flush's."""
+        return cross_entropy(self._run(x), targets_BT) / self._micro_batches
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """The gradient [B,T,D] of the span's input, None on the first stage. `gradient_BTD` is that of its output."""
@@ -186,8 +190,7 @@ class Stage:
             case Activation(x_BTD=x, targets_BT=targets):
                 problem = self._misfit(x) or self._mistarget(x, targets)
             case Gradient(micro_batch=number, gradient_BTD=gradient):
-                held = self._inputs.get(number)
-                problem = self._misfit(gradient) or _unlike(gradient, held)
+                problem = self._misfit(gradient) or _unlike(gradient, self._samples(number))
             case Report(norms=norms) if len(norms) != (0 if self._evaluates else cut.layers - 1 - cut.span.last):
                 problem = f"has {len(norms)} norms"
             case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.owned):
@@ -196,6 +199,11 @@ class Stage:
                 problem = f"is {_described(tied)}"
         if problem:
             raise PeerMisbehaved(f"{type(message).__name__} of flush {message.flush} {problem}")
+
+    def _samples(self, micro_batch: int) -> int | None:
+        """Of a micro-batch in flight."""
+        held = self._inputs.get(micro_batch)
+        return None if held is None else len(held)
 
     def _misfit(self, x_BTD: Tensor) -> str:
         room, cut = self._room, self.model.cut
@@ -212,7 +220,7 @@ class Stage:
     def _run(self, x: Tensor) -> Tensor:
         bf16 = self._precision == "bf16"
         with self._autocast(bf16):
-            return self.model.cut.run(x)
+            return self.model.run(x)
 
     def _autocast(self, enabled: bool) -> AbstractContextManager[None]:
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
@@ -226,9 +234,9 @@ def _differs(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape != other.shape or tensor.dtype != other.dtype
 
 
-def _unlike(gradient_BTD: Tensor, input_BTD: Tensor | None) -> str:
+def _unlike(gradient_BTD: Tensor, samples: int | None) -> str:
     """A gradient has as many samples as what was sent."""
-    unlike = input_BTD is not None and input_BTD.shape[0] != gradient_BTD.shape[0]
+    unlike = samples is not None and samples != gradient_BTD.shape[0]
     return f"is {_described(gradient_BTD)}" if unlike else ""
 
 

@@ -29,13 +29,15 @@ from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
-from atoll.node.pipeline.runner import Runner
+from atoll.node.pipeline.runner import Compute, Runner
 from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.spread_stage import LedStage, part_of_stage
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.pipeline.wire import Channel
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import working_precision
 from atoll.node.training.feed import Taken
+from atoll.node.training.group import Group
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
@@ -58,24 +60,26 @@ class StageLoop(Replica):
         clock: Clock,
         cable: CableEnd,
         run: RunModel | None = None,
+        group: Group | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for a precision."""
+        """`group`: of the processes that each have a part of the span; this is the first of them.
+
+        Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for a precision.
+        """
         self.corpus, self.span, self.clock = corpus, span, clock
         self.flushes_aborted = 0
         self.trouble = ""  # why the route does not work at present, for people
         self.run = run or run_model(spec, corpus.tokenizer.vocabulary)
-        model = hold(self.run, span, device)
-        precision = working_precision(spec.optimizer.precision, device)
-        if precision == "fp16":
-            raise ConfigError(
-                f"{device} would train in fp16, which needs a loss scale that stages of a route do not share",
-                'set precision = "fp32", or "bf16" on devices that have it',
-            )
-        room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
-        self.stage = Stage(model, spec.optimizer, room, precision)
-        self._tied = model.cut.tie is not None
+        self.stage: Stage
+        compute: Compute
+        if group is None:
+            self.stage = compute = whole_stage(spec, self.run, span, device)
+        else:
+            self.stage = part = part_of_stage(spec, self.run, span, group)
+            compute = LedStage(part, group.tell)
+        self._tied = self.stage.model.cut.tie is not None
         self._table = self.run.table
-        self._runner = Runner(Place(0, 1), self.stage, spec.optimizer.clip_norm)
+        self._runner = Runner(Place(0, 1), compute, spec.optimizer.clip_norm)
         self._cable = cable
         cable.codec = CODECS[spec.pipeline.codec]
         self._attached = 0  # the incarnation; 0: none
@@ -86,8 +90,7 @@ class StageLoop(Replica):
         self._evaluation: Evaluation | None = None
         self._counted = 0  # tokens of the stage that are progress
         loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
-        super().__init__(spec, model.weights, loader)
-        self.weights_E = model.weights_E
+        super().__init__(spec, self.stage.model.weights, loader)
         self.stage.anchor = self._anchor
 
     # --- rounds -------------------------------------------------------------------------------------
@@ -274,6 +277,18 @@ class StageLoop(Replica):
         self._give_up_evaluation(error)
         self._attached, self._fed_at = 0, None
         self._runner.cut_off()
+
+
+def whole_stage(spec: RunSpec, run: RunModel, span: Span, device: torch.device) -> Stage:
+    """The span in memory. Raises `InvalidRequest`, `ConfigError`."""
+    precision = working_precision(spec.optimizer.precision, device)
+    if precision == "fp16":
+        raise ConfigError(
+            f"{device} would train in fp16, which needs a loss scale that stages of a route do not share",
+            'set precision = "fp32", or "bf16" on devices that have it',
+        )
+    room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
+    return Stage(hold(run, span, device), spec.optimizer, room, precision)
 
 
 def _pairs(tokens: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -6,8 +6,9 @@ talk over NCCL, or on CPUs over gloo, which listens on the loopback interface on
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,11 +18,29 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.core.errors import ConfigError
+from atoll.node.training import messages as ms
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 
 _LOOPBACK = "lo"
 _MEET = timedelta(minutes=10)  # the slowest has loaded its corpus by then
-_NOTHING = float("inf")  # times that a share goes into the whole, which counts for nothing
+NOTHING = math.inf  # times that what counts for nothing goes into a whole
+
+
+Tell = Callable[[ms.Order], object]
+
+
+def nobody(_: ms.Order) -> None:
+    """There are no others, or they are told by another process."""
+
+
+@dataclass(frozen=True)
+class Several:
+    """What it takes to meet."""
+
+    devices: Sequence[torch.device]
+    rank: int
+    meeting_fd: int  # memory that all of them have
+    tell: Tell = nobody
 
 
 @dataclass(frozen=True)
@@ -32,43 +51,73 @@ class Group:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    tell: Tell  # what the others are to do now; on those, nothing
 
     @classmethod
-    def meet(cls, rank: int, devices: Sequence[torch.device], meeting: int) -> Group:
-        """Wait for the others. `meeting`: a descriptor of memory that all of them have."""
+    def meet(cls, several: Several) -> Group:
+        """Wait for the others."""
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, _LOOPBACK)
-        device, size = devices[rank], len(devices)
-        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)  # type: ignore[attr-defined]
+        rank, size, device = several.rank, len(several.devices), several.devices[several.rank]
+        store = dist.FileStore(f"/proc/self/fd/{several.meeting_fd}", size)  # type: ignore[attr-defined]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=_MEET
         )
-        return cls(rank, size, device, DeviceMesh(device.type, list(range(size))))
+        return cls(rank, size, device, DeviceMesh(device.type, list(range(size))), several.tell)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place; the same bits for each."""
         dist.all_reduce(tensor)
         return tensor
 
+    def own(self, rows: int) -> slice:
+        """Which rows of a batch are this process's; of the last ones it may be fewer than of others, or none."""
+        most = -(-rows // self.size)
+        return slice(min(self.rank * most, rows), min((self.rank + 1) * most, rows))
+
     def share(self, batch_BT: Tensor, at_most: int) -> Iterator[tuple[Tensor, float]]:
-        """This process's rows of a batch in micro-batches, and how often what they mean goes into what all mean.
+        """This process's rows in micro-batches, and how often each, at its mean, goes into the mean of all rows.
 
         All processes get as many, since each waits for the others in every one; who has no rows left gets one that
         counts for nothing.
         """
-        rows = len(batch_BT)
-        own = -(-rows // self.size)
-        begin = min(self.rank * own, rows)
-        end = min(begin + own, rows)
-        size = max(1, min(at_most, own))
-        for start in range(begin, begin + own, size):
-            mine_BT = batch_BT[start : min(start + size, end)]
-            if len(mine_BT):
-                yield mine_BT, rows / len(mine_BT) / self.size
-            else:
-                yield batch_BT[:1], _NOTHING
+        rows, own = len(batch_BT), self.own(len(batch_BT))
+        most = -(-rows // self.size)
+        size = max(1, min(at_most, most))
+        for start in range(own.start, own.start + most, size):
+            mine_BT = batch_BT[start : min(start + size, own.stop)]
+            yield (mine_BT, rows / len(mine_BT)) if len(mine_BT) else (batch_BT[:1], NOTHING)
+
+    def scatter(self, rows: int, shape: Sequence[int], dtype: torch.dtype, whole: Tensor | None) -> Tensor:
+        """This process's rows of what the first one has, or where it has none, one row of zeros.
+
+        `shape` is a row's. `whole` is None on the others.
+        """
+        most, own = -(-rows // self.size), self.own(rows)
+        mine = torch.zeros(most, *shape, dtype=dtype, device=self.device)
+        pieces = None
+        if whole is not None:
+            padded = torch.zeros(self.size * most, *shape, dtype=dtype, device=self.device)
+            padded[:rows].copy_(whole)
+            pieces = list(torch.split(padded, most))
+        dist.scatter(mine, pieces, src=0)
+        return mine[: max(1, own.stop - own.start)]
+
+    def gather(self, rows: int, mine: Tensor) -> Tensor:
+        """The inverse: all rows, on the first process; elsewhere nothing of use."""
+        most, own = -(-rows // self.size), self.own(rows)
+        padded = torch.zeros(most, *mine.shape[1:], dtype=mine.dtype, device=self.device)
+        padded[: own.stop - own.start].copy_(mine[: own.stop - own.start])
+        pieces = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(padded, pieces, dst=0)
+        return torch.cat(pieces)[:rows] if pieces is not None else mine
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """What the first process has, in place."""
+        dist.broadcast(tensor, src=0)
+        return tensor
 
 
 def devices_of(name: str) -> list[torch.device]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.pipeline.cable_end import CableEnd
+from atoll.node.pipeline.following import FollowingStage
 from atoll.node.pipeline.memory import FP32_BYTES, Traffic, trainer_memory
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.span import Span
@@ -34,7 +35,7 @@ from atoll.node.training.device import (
     too_large,
     working_precision,
 )
-from atoll.node.training.group import Group
+from atoll.node.training.group import Group, Several
 from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.run_model import RunModel, run_model
@@ -55,7 +56,7 @@ class Loaded:
     devices: Sequence[torch.device]  # of this trainer's processes
     device: torch.device  # of this one
     times: LayerTimes
-    loop: InnerLoop | StageLoop | None  # None: no layers
+    loop: InnerLoop | StageLoop | FollowingStage | None  # None: no layers
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -69,14 +70,15 @@ class Loaded:
         """Of the layers that are held."""
         if isinstance(self.loop, InnerLoop):
             return self.loop.layout.elements
-        return 0 if self.loop is None else self.loop.weights.elements
+        return 0 if self.loop is None else self.loop.stage.model.trained.elements
 
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""
-        if isinstance(self.loop, StageLoop):
-            check_stage_fits(self.spec, self.run, self.loop.span, facts)
+        facts = usable(facts, self.run, len(self.devices))
+        if isinstance(self.loop, InnerLoop):
+            check_fits(self.run.whole_bytes, facts)
         elif self.loop is not None:
-            check_fits(whole_bytes(self.run, len(self.devices)), facts)
+            check_stage_fits(self.spec, self.run, self.loop.span, facts)
 
     def introduction(self, tokens_per_second: float) -> ms.Ready:
         """What the daemon is told first; `probe` says how fast it is."""
@@ -93,7 +95,7 @@ class Loaded:
             tokens_per_second=tokens_per_second,
             layer_times=self.times,
             span=self.span,
-            whole_model_bytes=whole_bytes(self.run, len(self.devices)),
+            whole_model_bytes=self.run.whole_bytes,
         )
 
     def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:
@@ -106,7 +108,7 @@ class Loaded:
                 return self.loop.probe(minimum_step_seconds, compute_share, scratch_E)
             except torch.OutOfMemoryError as error:
                 raise too_large("ran out of memory in its first step", self.facts) from error
-        if self.loop is None:
+        if not isinstance(self.loop, StageLoop):
             return 0.0
         seconds = self._seconds_per_token(self.loop.span) / compute_share
         return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12)
@@ -162,9 +164,10 @@ def _measured(config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: Dev
     return times
 
 
-def whole_bytes(run: RunModel, devices: int) -> int:
-    """What training all layers takes of so many devices together, at least."""
-    return run.whole_bytes + (spread_bytes(run.table, devices) if devices > 1 else 0)
+def usable(facts: DeviceFacts, run: RunModel, devices: int) -> DeviceFacts:
+    """Of so many devices together, without what they take for being several."""
+    taken = spread_bytes(run.table, devices) if devices > 1 else 0
+    return replace(facts, memory_bytes=max(0, facts.memory_bytes - taken))
 
 
 def load(
@@ -172,21 +175,21 @@ def load(
     facts: DeviceFacts,
     cable: CableEnd | None,
     clock: Clock,
-    devices: Sequence[torch.device] | None = None,
-    meeting_fd: int | None = None,
+    several: Several | None = None,
 ) -> Loaded:
-    """`facts` are of all `devices` together, whose processes meet at `meeting_fd`.
+    """`facts` are of all devices together.
 
     Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `BaseUnusable`, `CorpusError`, `InvalidRequest`,
     `ConfigError`.
     """
-    devices = devices or [torch.device(facts.device)]
+    devices = several.devices if several is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
     tokenizer = load_tokenizer(spec.data.tokenizer)
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
-    holds = _has_room(spec, run, span, facts, len(devices))
+    facts = usable(facts, run, len(devices))
+    holds = _has_room(spec, run, span, facts)
     torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
     times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
     _warm_up()
@@ -202,15 +205,18 @@ def load(
     )
     if device.type == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes // len(devices))
-    loop: InnerLoop | StageLoop | None = None
+    loop: InnerLoop | StageLoop | FollowingStage | None = None
+    group = Group.meet(several) if holds and several is not None else None
     if span is not None:
-        assert cable is not None
         try:
-            loop = StageLoop(spec, corpus, span, device, clock, cable, run)
+            if group is not None and config.rank:
+                loop = FollowingStage(spec, corpus, span, run, group, clock)
+            else:
+                assert cable is not None
+                loop = StageLoop(spec, corpus, span, device, clock, cable, run, group)
         except torch.OutOfMemoryError as error:
             raise too_large(f"does not fit with {span} beside what is there", facts) from error
     elif holds:
-        group = Group.meet(config.rank, devices, meeting_fd) if meeting_fd is not None else None
         loop = InnerLoop(spec, corpus, device, clock=clock, run=run, group=group)
     return Loaded(spec, run, corpus, clock, facts, devices, device, times, loop)
 
@@ -225,13 +231,13 @@ def _warm_up() -> None:
     torch.optim.AdamW([many_MM]).step()
 
 
-def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: int) -> bool:
+def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts) -> bool:
     """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
     if span is not None:
         check_stage_fits(spec, run, span, facts)
         return True
     try:
-        check_fits(whole_bytes(run, devices), facts)
+        check_fits(run.whole_bytes, facts)
     except ModelTooLarge as error:
         layers = range(run.architecture.layers)
         if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:

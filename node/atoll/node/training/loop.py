@@ -27,7 +27,7 @@ from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.training.schedule import learning_rate
-from atoll.node.training.spread import SpreadModel, check_spread
+from atoll.node.training.spread import spread
 
 PROBE_STEPS = 8
 
@@ -74,10 +74,7 @@ class InnerLoop(Replica):
             self.model, self.weights_E = model, model.weights_E
             self._forward = torch.compile(self.model.run) if compiles else self.model.run
         else:
-            check_spread(section.name, self.precision)
-            cut = self.run.architecture.cut(whole, section.activation_checkpointing)
-            self.model = SpreadModel(cut, self._group, compiles=compiles)
-            self.run.complete(self.model)
+            self.model = spread(self.run, whole, self._group, section, checkpointing=section.activation_checkpointing)
             self._forward = self.model.run
         self.layout = self.model.trained
 
@@ -106,8 +103,8 @@ class InnerLoop(Replica):
         return ((tokens_BT, len(batch_BT) / len(tokens_BT)) for tokens_BT in micro_batches)
 
     def _mean(self, mine: Tensor) -> float:
-        """Over the processes that computed."""
-        return float(mine if self._group is None else self._group.sum_(mine) / self._group.size)
+        """Of what all processes found of their shares."""
+        return float(mine if self._group is None else self._group.sum_(mine))
 
     work = step  # as the session calls it
     between_steps = True  # always: a step is not interrupted

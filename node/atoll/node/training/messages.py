@@ -155,6 +155,17 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """To followers: their part of what a stage of a route does now. Without an answer, like `Step`."""
+
+    what: str  # a method of `SpreadStage`
+    micro_batch: int = 0
+    rows: int = 0  # samples of the micro-batch
+    micro_batches: int = 0
+    factor: float | None = None  # of `step`
+
+
+@dataclass(frozen=True)
 class Step:
     """To followers: one inner step. Without an answer: the step itself waits for them."""
 
@@ -172,7 +183,7 @@ class Stop:
 
 
 Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | Evaluate | Generate | Limit) | (
-    EnterRoute | WriteInitial | Probe | Step | Stop
+    EnterRoute | WriteInitial | Probe | Compute | Step | Stop
 )
 
 
@@ -242,7 +253,7 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
-        *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Step, Stop),
+        *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
         *(Ready, Refused, Done, Taken, Loss, Text),
     )
 }

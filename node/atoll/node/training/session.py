@@ -18,25 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, by_reason
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
+from atoll.node.pipeline.following import FollowingStage
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
 from atoll.node.training.device import computing_seconds, finish, limit_memory
 from atoll.node.training.followers import Followers
-from atoll.node.training.group import devices_of, facts_of
+from atoll.node.training.group import Several, devices_of, facts_of
 from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.orders import OF_THE_MODEL, ModelOrders, require
 from atoll.node.training.pace import Pace, Work
-from atoll.node.training.shared import map_vector, open_anonymous, size_for
+from atoll.node.training.shared import open_anonymous
 
 PUSH_SECONDS = 0.5
-_OF_ALL = (ms.Load, ms.TakeSnapshot, ms.Apply, ms.Rebase, ms.Discard, ms.Evaluate, ms.Generate, ms.Limit, ms.Stop)
 TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU
 
 
@@ -59,37 +58,35 @@ class Session:
         gradient_fd: int,
         cable: socket.socket | None = None,
         clock: Clock | None = None,
-        meeting_fd: int | None = None,
     ) -> None:
-        """`meeting_fd`: of a follower."""
         self._channel, self._clock = channel, clock or SystemClock()
         self._pace = Pace(config.minimum_step_seconds, config.compute_share)
-        self._training = self._loaded = self._snapped = self._stopping = False
+        self._training = self._stopping = False
         self._pushed_at = 0.0
         self._steps = 0
-        self._orders: deque[ms.Envelope] = deque()
-        self._memory_bytes = config.memory_bytes
+        self._waiting: deque[ms.Envelope] = deque()  # orders
         devices = devices_of(config.device)
         facts = facts_of(devices, config.vram_fraction, config.memory_bytes)
-        limit_memory(devices[config.rank], facts, config.vram_fraction)
+        limit_memory(devices[0], facts, config.vram_fraction)
+        end = CableEnd(cable, channel.events.put) if cable is not None else None
         self._followers: Followers | None = None
-        if len(devices) > 1 and config.rank == 0:
+        several: Several | None = None
+        if len(devices) > 1:
             meeting_fd = open_anonymous("atoll-meeting")
             self._followers = Followers(config, (anchor_fd, gradient_fd, meeting_fd), self._give_up)
-        end = CableEnd(cable, channel.events.put) if cable is not None else None
-        self._here = load(config, facts, end, self._clock, devices, meeting_fd)
+            several = Several(devices, 0, meeting_fd, self._followers.tell)
+        self._here = load(config, facts, end, self._clock, several)
+        assert not isinstance(self._here.loop, FollowingStage)
         self._loop = self._here.loop
-        for descriptor in (anchor_fd, gradient_fd):
-            size_for(descriptor, self._here.elements)
-        self._anchor_E, self._gradient_E = (map_vector(fd, self._here.elements) for fd in (anchor_fd, gradient_fd))
-        if config.rank == 0:
-            self._introduce(ms.Probe(config.minimum_step_seconds, config.compute_share))
+        self._orders = ModelOrders(self._here, config, anchor_fd, gradient_fd)
+        self._introduce(ms.Probe(config.minimum_step_seconds, config.compute_share))
 
     def _introduce(self, probe: ms.Probe) -> None:
+        anchor_E = self._orders.anchor_E
         if isinstance(self._loop, InnerLoop):
-            self._loop.initialise_into(self._anchor_E)
+            self._loop.initialise_into(anchor_E)
         with self._together(probe):
-            tokens_per_second = self._here.probe(self._anchor_E, probe.minimum_step_seconds, probe.compute_share)
+            tokens_per_second = self._here.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
         self._channel.answer(0, self._here.introduction(tokens_per_second))
 
     def _give_up(self, why: ms.Refused) -> None:
@@ -109,27 +106,12 @@ class Session:
         """Until `Stop`."""
         while not self._stopping:
             self._take(self._next_event())
-            if self._orders and self._between_steps:
-                self._obey(self._orders.popleft())
+            if self._waiting and self._between_steps:
+                self._obey(self._waiting.popleft())
             elif self._may_work():
                 self._work()
             if self._clock.monotonic() - self._pushed_at >= PUSH_SECONDS:
                 self._push()
-
-    def follow(self) -> None:
-        """As a follower: do what the leader does, until `Stop`."""
-        while not self._stopping:
-            event = self._channel.events.get()
-            assert isinstance(event, ms.Envelope)
-            if isinstance(event.body, ms.Step):
-                self._require_model().work()
-                continue
-            number = event.number
-            try:
-                answer = self._carry_out(event.body)
-            except AtollError as error:
-                answer, number = _refusal(error), 0 if isinstance(event.body, ms.Probe) else number
-            self._channel.answer(number, answer)
 
     @property
     def _between_steps(self) -> bool:
@@ -152,7 +134,7 @@ class Session:
         return self._pace.wait_seconds(now) if loop.between_steps else self._pace.rest_seconds(now)
 
     def _next_event(self) -> ms.Envelope | RouteEvent | None:
-        busy = self._may_work() or (self._orders and self._between_steps)
+        busy = self._may_work() or (self._waiting and self._between_steps)
         wait = 0.0 if busy else PUSH_SECONDS
         if not busy and self._training and self._loop is not None and self._loop.has_work:
             wait = min(wait, self._wait_seconds(self._loop))
@@ -163,7 +145,7 @@ class Session:
 
     def _take(self, event: ms.Envelope | RouteEvent | None) -> None:
         if isinstance(event, ms.Envelope):
-            self._orders.append(event)
+            self._waiting.append(event)
             if isinstance(event.body, ms.Stop) and isinstance(self._loop, StageLoop):
                 self._loop.leave(FlushAborted("the trainer stops"))  # else it waits for a flush that others may not end
         elif event is not None:
@@ -190,77 +172,50 @@ class Session:
     def _obey(self, order: ms.Envelope) -> None:
         try:
             if isinstance(order.body, ms.Evaluate) and isinstance(self._loop, StageLoop):
-                self._require(self._training, "evaluate over a route while it is paused")
+                require(self._training, "evaluate over a route while it is paused")
                 self._loop.evaluate(partial(self._answer, order.number))
                 return  # the answer comes when the route has found it
-            answer = self._carry_out_together(order.body)
+            answer = self._carry_out(order.body)
         except AtollError as error:
-            answer = _refusal(error)
+            answer = refusal(error)
         self._push()  # first, so that who gets the answer sees the status after it
         self._channel.answer(order.number, answer)
 
     def _answer(self, number: int, outcome: Outcome) -> None:
-        self._channel.answer(number, _refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
-
-    def _carry_out_together(self, order: ms.Message) -> ms.Answer:
-        if not isinstance(order, _OF_ALL):
-            return self._carry_out(order)
-        with self._together(order):
-            return self._carry_out(order)
+        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
 
     def _carry_out(self, order: ms.Message) -> ms.Answer:
         match order:
-            case ms.Probe(minimum_step_seconds, compute_share):
-                self._here.probe(self._anchor_E, minimum_step_seconds, compute_share)
-            case ms.Evaluate():
-                return ms.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self._anchor_E))
-            case ms.Generate(prompt, tokens, seed):
-                return ms.Text(
-                    self._whole_model("generates text").generate(self._anchor_E, prompt.encode(), tokens, seed)
-                )
-            case ms.Limit():
-                self._limit(order)
+            case ms.Initialise():
+                self._require_model().initialise_into(self._orders.anchor_E)
+                self._orders.loaded = False
+            case ms.Train():
+                self._require_model()
+                require(self._orders.loaded, "train before an anchor was loaded")
+                self._training = True
+            case ms.Pause():
+                self._pause(self._require_model())
             case ms.EnterRoute(plan_version, route, stage, stages):
                 self._stage().enter_route(plan_version, route, stage, stages)
             case ms.WriteInitial(path):
                 write_initial(self._here.run, Path(path))
             case ms.Stop():
+                if self._followers is not None:
+                    self._followers.tell(order)
                 self._stopping = True
             case _:
-                return self._carry_out_training(order)
+                return self._carry_out_together(order)
         return ms.Done()
 
-    def _carry_out_training(self, order: ms.Message) -> ms.Answer:
-        loop = self._require_model()
-        match order:
-            case ms.Initialise():
-                loop.initialise_into(self._anchor_E)
-                self._loaded = False
-            case ms.Load(ranges, committed_tokens):
-                loop.load(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens)
-                self._loaded, self._snapped = True, False
-            case ms.Train():
-                self._require(self._loaded, "train before an anchor was loaded")
-                self._training = True
-            case ms.Pause():
-                self._pause(loop)
-            case ms.TakeSnapshot(start, end):
-                self._require(self._loaded, "take a snapshot before an anchor was loaded")
-                return self._take_snapshot(loop, slice(start, end))
-            case ms.Apply(ranges, committed_tokens, moved):
-                self._require(self._snapped, "apply an anchor without a snapshot")
-                loop.apply(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
-                self._snapped = False
-            case ms.Rebase(ranges, committed_tokens, moved):
-                self._require(self._loaded, "rebase before an anchor was loaded")
-                loop.rebase(self._anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
-                self._snapped = False
-            case ms.Discard():
-                loop.discard()
-                self._snapped = False
-            case _:
-                raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
-        return ms.Done()
+    def _carry_out_together(self, order: ms.Order | ms.Message) -> ms.Answer:
+        if not isinstance(order, OF_THE_MODEL):
+            raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
+        with self._together(order):
+            answer = self._orders.carry_out(order)
+        if isinstance(order, ms.Limit):
+            self._pace.minimum_step_seconds = order.minimum_step_seconds
+            self._pace.compute_share = order.compute_share
+        return answer
 
     def _pause(self, loop: InnerLoop | StageLoop) -> None:
         self._training = False
@@ -268,35 +223,11 @@ class Session:
         if isinstance(loop, StageLoop):
             loop.pause()
 
-    def _take_snapshot(self, loop: InnerLoop | StageLoop, part: slice) -> ms.Taken:
-        snapshot = loop.snapshot(part)
-        loop.pseudo_gradient_into(self._gradient_E)
-        self._snapped = True
-        return ms.Taken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
-
-    def _limit(self, limit: ms.Limit) -> None:
-        facts = facts_of(self._here.devices, limit.vram_fraction, self._memory_bytes)
-        self._here.check_fits(facts)
-        limit_memory(self._here.device, facts, limit.vram_fraction)
-        self._here.facts = facts
-        torch.set_num_threads(max(1, limit.cpu_threads // len(self._here.devices)))
-        self._pace.minimum_step_seconds = limit.minimum_step_seconds
-        self._pace.compute_share = limit.compute_share
-
     # --- what an order needs ------------------------------------------------------------------------
-
-    def _require(self, holds: bool, what: str) -> None:
-        if not holds:
-            raise InvalidTransition(f"the trainer was told to {what}")
 
     def _require_model(self) -> InnerLoop | StageLoop:
         if self._loop is None:
             raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")
-        return self._loop
-
-    def _whole_model(self, does: str) -> InnerLoop:
-        if not isinstance(self._loop, InnerLoop):
-            raise InvalidTransition(f"only a trainer with the whole model {does}")
         return self._loop
 
     def _stage(self) -> StageLoop:
@@ -335,5 +266,6 @@ class Session:
         )
 
 
-def _refusal(error: AtollError) -> ms.Refused:
+def refusal(error: AtollError) -> ms.Refused:
+    """As an answer."""
     return ms.Refused(error.reason, str(error), error.remedy)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,10 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from atoll.core.errors import ConfigError
 from atoll.core.layer_kinds import is_block
+from atoll.core.run_spec import OptimizerSection
 from atoll.node.pipeline.memory import FP32_BYTES
-from atoll.node.pipeline.span_model import Cut, layout_of, move_buffers, named
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import Cut, Tie, layout_of, move_buffers, named
+from atoll.node.training.device import working_precision
 from atoll.node.training.group import Group
 from atoll.node.training.held import Pieces, SpreadWeights, Weights
+from atoll.node.training.run_model import RunModel
 from atoll.v1 import plan_pb2
 
 
@@ -34,17 +39,22 @@ class SpreadModel:
     """One process's part of it: a `TrainedModel` and, for what is frozen, what fills a `SpanModel`."""
 
     def __init__(self, cut: Cut, group: Group, *, compiles: bool = False) -> None:
-        """`cut` has all layers. Parameters that are trained are zero until they are loaded."""
-        self.cut, self.device, self._group = cut, group.device, group
+        """Parameters that are trained are zero until they are loaded."""
+        self.device, self._group = group.device, group
         self.trained, self.frozen = layout_of(cut), layout_of(cut, trained=False)
-        _tie(cut)
+        self.cut = _tied(cut) if cut.first and cut.last else cut
         self.whole = _Whole(cut)
         blocks = [cut.module.get_submodule(name) for name in _blocks(cut)]
-        frozen = {parameter for parameter in cut.module.parameters() if not parameter.requires_grad}
+        ignored = {parameter for parameter in cut.module.parameters() if not parameter.requires_grad}
+        if self._borrows:
+            ignored.add(_parameter(cut, self._tie.borrower))
         for unit in (*blocks, self.whole):
             if compiles and unit is not self.whole:
                 unit.compile()
-            fully_shard(unit, mesh=group.mesh, ignored_params=frozen)
+            # resharded at once, the outermost unit, too: evaluations change parameters without a backward in between
+            state = fully_shard(unit, mesh=group.mesh, ignored_params=ignored, reshard_after_forward=True)
+            state.set_gradient_divide_factor(1.0)  # a process's loss is its part of the whole one, not a mean
+            state.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on the way, not even by one
         buffers = [(part, dict(part.named_buffers(recurse=False))) for part in cut.module.modules()]
         self.whole.to_empty(device=self.device)
         for part, computed in buffers:
@@ -53,6 +63,7 @@ class SpreadModel:
         move_buffers(cut.module, self.device)
         self.frozen_E = torch.zeros(self.frozen.elements, device=self.device)
         self.frozen.bind(cut.module, self.frozen_E, None)
+        self._borrowed = self._own_borrowed() if self._borrows else None
         parameters = dict(cut.module.named_parameters())
         self._spread = [cast("DTensor", parameters[slot.name]) for slot in self.trained.slots]
         self._own = [nn.Parameter(each.to_local().detach()) for each in self._spread]
@@ -61,8 +72,16 @@ class SpreadModel:
         pieces = Pieces.of(self.trained, group.rank, group.size)
         self.weights: Weights = SpreadWeights(pieces, [own.data for own in self._own], self.device)
 
+    def _own_borrowed(self) -> nn.Parameter:
+        """A matrix that another node owns: whole on each device, with a gradient of its own."""
+        module, _, name = self._tie.borrower.rpartition(".")
+        bound = nn.Parameter(torch.zeros(_parameter(self.cut, self._tie.borrower).shape, device=self.device))
+        bound.grad = torch.zeros_like(bound)
+        setattr(self.cut.module.get_submodule(module), name, bound)
+        return bound
+
     def run(self, x: Tensor) -> Tensor:
-        """Tokens to logits, of this process's samples. All processes of the group run at the same time."""
+        """What the cut's `run` does, of this process's samples. All processes of the group run at the same time."""
         return cast("Tensor", self.whole(x))
 
     def parameters(self) -> list[nn.Parameter]:
@@ -72,17 +91,52 @@ class SpreadModel:
     @property
     def embedding(self) -> nn.Parameter | None:
         """The piece that does not decay."""
-        names = [slot.name for slot in self.trained.slots]
-        return self._own[names.index(self.cut.embedding)] if self.cut.embedding in names else None
+        held = any(slot.name == self.cut.embedding for slot in self.trained.slots)
+        return self._own[self._place_of(self.cut.embedding)] if held else None
 
     @property
     def hidden(self) -> list[nn.Parameter]:
         """None: what needs a matrix as a whole cannot have its pieces."""
         return []
 
+    @property
+    def _tie(self) -> Tie:
+        assert self.cut.tie is not None
+        return self.cut.tie
+
+    @property
+    def _borrows(self) -> bool:
+        """Whether a matrix here is another node's."""
+        return self.cut.tie is not None and self.cut.last
+
+    def _place_of(self, name: str) -> int:
+        return [slot.name for slot in self.trained.slots].index(name)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What is frozen, by the name under which a whole model has it."""
         return named(self.cut, self.frozen, self.frozen_E)
+
+    @property
+    def borrowed(self) -> nn.Parameter:
+        """The tied matrix, on the last span of several."""
+        assert self._borrowed is not None
+        return self._borrowed
+
+    @property
+    def owned(self) -> DTensor:
+        """The tied matrix, on the first span of several."""
+        return self._spread[self._place_of(self._tie.owner)]
+
+    def whole_owned(self) -> Tensor:
+        """A copy [V,D] of it, put together from all devices."""
+        return cast("DTensor", self.owned.detach()).full_tensor()
+
+    def add_to_owned(self, gradient_VD: Tensor) -> None:
+        """Add to the tied matrix's gradient what its borrower returned, the same on all devices."""
+        own = self._own[self._place_of(self._tie.owner)]
+        rows = -(-gradient_VD.shape[0] // self._group.size)
+        piece = gradient_VD[self._group.rank * rows : self._group.rank * rows + own.shape[0]]
+        own.grad = piece.clone() if own.grad is None else own.grad + piece
 
     def gather_gradients(self) -> None:
         """Give each piece the gradient that backward left with the whole of it."""
@@ -118,13 +172,40 @@ class _Whole(nn.Module):
         return self._run(x)
 
 
-def _tie(cut: Cut) -> None:
+def spread(
+    run: RunModel, span: Span, group: Group, section: OptimizerSection, *, checkpointing: bool = False
+) -> SpreadModel:
+    """This device's part of a span; what is frozen of it has its values, what is trained is zero.
+
+    Raises `ConfigError` for what several devices cannot train together.
+    """
+    if section.name == "muon":
+        raise ConfigError(
+            "this run's optimiser is Muon, which needs whole matrices; several devices have pieces of them",
+            "run a daemon for each device",
+        )
+    if working_precision(section.precision, group.device) == "fp16":
+        raise ConfigError(
+            "these devices would train in fp16, whose loss scale they do not share",
+            "run a daemon for each device, or use GPUs with bf16",
+        )
+    model = SpreadModel(
+        run.architecture.cut(span, checkpointing), group, compiles=section.compile and group.device.type == "cuda"
+    )
+    run.complete(model)
+    return model
+
+
+def _tied(cut: Cut) -> Cut:
     """Make a tied matrix one parameter: cuts have two, for spans that hold only one end of it."""
     if cut.tie is not None:
-        owner, _, owned = cut.tie.owner.rpartition(".")
-        borrower, _, borrowed = cut.tie.borrower.rpartition(".")
-        matrix = getattr(cut.module.get_submodule(owner), owned)
-        setattr(cut.module.get_submodule(borrower), borrowed, matrix)
+        module, _, name = cut.tie.borrower.rpartition(".")
+        setattr(cut.module.get_submodule(module), name, _parameter(cut, cut.tie.owner))
+    return replace(cut, tie=None)
+
+
+def _parameter(cut: Cut, name: str) -> nn.Parameter:
+    return dict(cut.module.named_parameters(remove_duplicate=False))[name]
 
 
 def _blocks(cut: Cut) -> list[str]:
@@ -148,17 +229,3 @@ def spread_bytes(table: plan_pb2.LayerTable, size: int) -> int:
     frozen = sum(row.frozen_parameters for row in table.layers)
     trained = sum(row.parameters for row in table.layers)
     return FP32_BYTES * (size * (2 * ends + 3 * largest) + (size - 1) * frozen + trained)
-
-
-def check_spread(optimizer: str, precision: str) -> None:
-    """Raises `ConfigError` for what several devices cannot do together."""
-    if optimizer == "muon":
-        raise ConfigError(
-            "this run's optimiser is Muon, which needs whole matrices; several devices have their pieces",
-            "run a daemon for each device",
-        )
-    if precision == "fp16":
-        raise ConfigError(
-            "these devices would train in fp16, whose loss scale they do not share",
-            "run a daemon for each device, or use GPUs with bf16",
-        )

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import Any, Protocol
 
 from atoll.core import log
 from atoll.core.errors import AtollError
@@ -85,6 +85,26 @@ def _crash(args: threading.ExceptHookArgs) -> None:
     os._exit(EXIT_CRASHED)
 
 
+class Serving(Protocol):
+    """Who has all that it needs."""
+
+    def serve(self) -> None:
+        """Until told to stop."""
+        ...
+
+
+def _prepare(config: TrainerConfig, channel: ControlChannel, options: argparse.Namespace) -> Serving:
+    """Imports torch: only now that nothing can orphan us."""
+    if options.meeting_fd is not None:
+        from atoll.node.training.follower import Follower
+
+        return Follower(config, channel, options.anchor_fd, options.gradient_fd, options.meeting_fd)
+    from atoll.node.training.session import Session
+
+    cable = socket.socket(fileno=options.cable_fd) if options.cable_fd is not None else None
+    return Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
+
+
 def main() -> int:
     """Run until told to stop; the exit status is 0 only then."""
     parser = argparse.ArgumentParser(description="internal: the trainer process of an atoll node")
@@ -104,10 +124,7 @@ def main() -> int:
     if config.memory_bytes:
         give_back_large_blocks()
     try:
-        from atoll.node.training.session import Session  # torch: only now that nothing can orphan us
-
-        cable = socket.socket(fileno=options.cable_fd) if options.cable_fd is not None else None
-        session = Session(config, channel, options.anchor_fd, options.gradient_fd, cable, meeting_fd=options.meeting_fd)
+        serving = _prepare(config, channel, options)
     except AtollError as error:
         channel.answer(0, Refused(error.reason, str(error), error.remedy))
         return int(error.exit_code)
@@ -115,10 +132,7 @@ def main() -> int:
         traceback.print_exc()
         return EXIT_CRASHED
     try:
-        if config.rank:
-            session.follow()
-        else:
-            session.serve()
+        serving.serve()
     except Exception:  # supervision boundary, as above
         traceback.print_exc()
         return EXIT_CRASHED

@@ -1,0 +1,121 @@
+"""A node whose trainer spreads the model over several devices: what each takes of memory, and how fast they are.
+
+    python -m benchmarks.devices
+
+No machine here has GPUs, so devices are processes with one core each, over gloo. Each case trains the whole model for
+some steps, evaluates the anchor, takes a snapshot and goes on. `largest_mb` is the peak of the largest process's own
+resident memory, less the same of a model of next to nothing; `planned_mb` a device's part of what the trainer counts
+before it takes the model (`whole_bytes` and `spread_bytes`). `speed_up` is against one process with one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.lab.corpus import write_python_corpus
+from atoll.node.training.run_model import run_model
+from atoll.node.training.spread import spread_bytes
+from atoll.node.training.trainer import Trainer, TrainerConfig
+from benchmarks.common import Report
+from benchmarks.memory import KNOWN, LIMIT, MODELS, NOTHING, Model, Watch
+
+DEVICES = (1, 2)
+STEPS = 6
+_PATIENCE = timedelta(minutes=5)
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Took:
+    """Of one case."""
+
+    largest_bytes: int
+    tokens_per_second: float
+
+
+async def train(model: Model, devices: int, corpus: Path) -> Took:
+    """Some steps with everything that takes memory between them. Raises what trainers raise."""
+    config = TrainerConfig(
+        model.toml, str(corpus), ",".join(["cpu"] * devices), cpu_threads=devices, memory_bytes=LIMIT, layer_times=KNOWN
+    )
+    trainer = await Trainer.spawn(config, log_path=corpus.parent / "trainer.log", timeout=_PATIENCE)
+    try:
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
+        processes = [trainer.pid, *(child.pid for child in psutil.Process(trainer.pid).children())]
+        watches = [Watch(pid) for pid in processes]
+        await trainer.train()
+        began = await _stepped(trainer, 1)
+        ended = await _stepped(trainer, STEPS)
+        await trainer.evaluate()
+        await trainer.snapshot()
+        await _stepped(trainer, 2)
+        tokens = STEPS * trainer.facts.tokens_per_step
+        return Took(max(watch.end() for watch in watches), tokens / (ended - began))
+    finally:
+        await trainer.stop(_PATIENCE)
+
+
+async def _stepped(trainer: Trainer, more: int) -> float:
+    """When so many more steps were taken."""
+    enough = trainer.status.steps + more
+    async with asyncio.timeout(_PATIENCE.total_seconds()):
+        while trainer.status.steps < enough:
+            await asyncio.sleep(0.005)
+    return time.monotonic()
+
+
+def planned(model: Model, devices: int) -> float:
+    """Bytes of each."""
+    run = run_model(parse_run_spec(model.toml), 256)
+    return (run.whole_bytes + (spread_bytes(run.table, devices) if devices > 1 else 0)) / devices
+
+
+async def measure(report: Report) -> None:
+    """All cases."""
+    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
+        corpus = Path(folder) / "corpus.txt"
+        write_python_corpus(corpus, 1 << 20)
+        small = replace(NOTHING, samples=2)
+        floors = {devices: (await train(small, devices, corpus)).largest_bytes for devices in DEVICES}
+        for model in (it for it in MODELS if it.name != "long samples"):  # which takes this machine half an hour
+            alone = 0.0
+            for devices in DEVICES:
+                took = await train(model, devices, corpus)
+                alone = alone or took.tokens_per_second
+                counted = planned(model, devices) - planned(small, devices)
+                measured = took.largest_bytes - floors[devices]
+                report.cell(
+                    model=model.name,
+                    devices=devices,
+                    largest_mb=measured / _MB,
+                    planned_mb=counted / _MB,
+                    planned_over_measured=counted / measured,
+                    tokens_per_second=took.tokens_per_second,
+                    speed_up=took.tokens_per_second / alone,
+                )
+                print(report.cells[-1], flush=True)
+
+
+def main() -> None:
+    """Run, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    report = Report("devices")
+    asyncio.run(measure(report))
+    most = min(cell["planned_over_measured"] for cell in report.cells if cell["devices"] > 1)
+    report.accept("no device takes more than was counted", target="≥ 1", value=most, holds=most >= 1)
+    report.finish("fp32 on a CPU, AdamW, two or four samples a step, the whole model; a process a device with one core each")
+
+
+if __name__ == "__main__":
+    main()

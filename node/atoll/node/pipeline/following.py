@@ -1,0 +1,30 @@
+"""A span on another device than the first of a node: it has no route, and does its part of what the first one does."""
+
+from __future__ import annotations
+
+from atoll.core.clock import Clock
+from atoll.core.run_spec import RunSpec
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.spread_stage import SpreadStage, part_of_stage
+from atoll.node.training.corpus import Corpus
+from atoll.node.training.group import Group
+from atoll.node.training.loader import Loader
+from atoll.node.training.replica import Replica
+from atoll.node.training.run_model import RunModel
+from atoll.node.training.schedule import learning_rate
+
+
+class FollowingStage(Replica):
+    """Weights and rounds as those of `StageLoop`; data and flushes are the first device's."""
+
+    def __init__(self, spec: RunSpec, corpus: Corpus, span: Span, run: RunModel, group: Group, clock: Clock) -> None:
+        """Raises `InvalidRequest`, `ConfigError`."""
+        self.span, self.run = span, run
+        self.stage: SpreadStage = part_of_stage(spec, run, span, group)
+        super().__init__(spec, self.stage.model.weights, Loader(corpus, spec.run.seed, 1, clock))
+        self.stage.anchor = self._anchor
+
+    def set_committed_tokens(self, committed_tokens: int) -> None:
+        super().set_committed_tokens(committed_tokens)
+        self.stage.set_learning_rate(learning_rate(self.spec, committed_tokens))
+        self.stage.anchor_tokens = committed_tokens

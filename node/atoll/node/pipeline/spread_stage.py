@@ -1,0 +1,191 @@
+"""A stage of a node with several devices: each computes its samples of every micro-batch, over its pieces of the span.
+
+The first process has the route (`LedStage`). What it does it tells the others, which do the same at that moment;
+samples go out to them and what comes of theirs comes back, so that neighbours see whole tensors. Losses, norms and
+gradients are sums over all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from atoll.core.run_spec import OptimizerSection, RunSpec
+from atoll.node.pipeline.messages import Message
+from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.training.device import working_precision
+from atoll.node.training.group import NOTHING, Group
+from atoll.node.training.messages import Compute
+from atoll.node.training.run_model import RunModel
+from atoll.node.training.spread import SpreadModel, spread
+
+
+class SpreadStage(Stage):
+    """One device's part. Tensors that the route brings are None on all but the first."""
+
+    def __init__(self, model: SpreadModel, section: OptimizerSection, room: Room, precision: str, group: Group) -> None:
+        super().__init__(model, section, room, precision)
+        self._spread, self._group = model, group
+        self._rows: dict[int, int] = {}  # samples of micro-batches in flight, of all devices
+        self._times = 1.0  # that the mean of the samples here goes into that of their micro-batch
+        self._returned_VD: Tensor | None = None
+
+    def forward_part(self, micro_batch: int, rows: int, x: Tensor | None, targets_BT: Tensor | None) -> Tensor:
+        """`forward` of this device's samples of `rows`; on the first device, what came of all of them."""
+        cut, tokens, before = self._spread.cut, self._room.tokens, self._flush_tokens
+        own = self._group.own(rows)
+        shape, dtype = ((tokens,), torch.int64) if cut.first else ((tokens, cut.dimension), torch.float32)
+        x_here = self._group.scatter(rows, shape, dtype, x)
+        targets_here = self._group.scatter(rows, (tokens,), torch.int64, targets_BT)
+        self._rows[micro_batch] = rows
+        self._times = rows / (own.stop - own.start) if own.stop > own.start else NOTHING
+        output = self.forward(micro_batch, x_here, targets_here)
+        self._flush_tokens = before + rows * tokens
+        return output if cut.last else self._group.gather(rows, output)
+
+    def backward_part(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
+        """`backward` of this device's samples; on the first device, the gradient of all of them."""
+        cut, rows = self._spread.cut, self._rows.pop(micro_batch)
+        shape = (self._room.tokens, cut.dimension)
+        gradient = None if cut.last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
+        found = self.backward(micro_batch, gradient)
+        return None if found is None else self._group.gather(rows, found)
+
+    def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
+        return super()._mean_loss(x, targets_BT) / self._times
+
+    def _samples(self, micro_batch: int) -> int | None:
+        return self._rows.get(micro_batch)
+
+    def norms(self) -> tuple[float, ...]:
+        self._spread.gather_gradients()
+        if self._returned_VD is not None:
+            self._spread.add_to_owned(self._returned_VD)
+            self._returned_VD = None
+        return super().norms()
+
+    def loss(self) -> float:
+        return float(self._group.sum_(self._loss_sum.clone()))
+
+    def abort(self) -> None:
+        self._rows.clear()
+        self._returned_VD = None
+        super().abort()
+
+    def end_evaluation(self) -> int:
+        self._rows.clear()
+        return super().end_evaluation()
+
+    def tied_weights(self) -> Tensor:
+        return self._spread.whole_owned()
+
+    def borrow_part(self, weights_VD: Tensor | None) -> None:
+        """`borrow` what the first device got."""
+        with torch.no_grad():
+            if weights_VD is not None:
+                self._spread.borrowed.copy_(weights_VD)
+        self._group.broadcast(self._spread.borrowed.data)
+
+    def tied_gradient(self) -> Tensor:
+        return self._group.sum_(super().tied_gradient())
+
+    def add_tied_part(self, gradient_VD: Tensor | None) -> None:
+        """`add_tied` what the first device got, when the gradients are gathered."""
+        whole_VD = torch.empty(self._spread.owned.shape, device=self._spread.device)
+        if gradient_VD is not None:
+            whole_VD.copy_(gradient_VD)
+        self._returned_VD = self._group.broadcast(whole_VD)
+
+    def obey(self, order: Compute) -> None:
+        """Do this device's part of what the first one does."""
+        number = order.micro_batch
+        does: dict[str, Callable[[], object]] = {
+            "begin": lambda: self.begin(order.micro_batches),
+            "forward": lambda: self.forward_part(number, order.rows, None, None),
+            "backward": lambda: self.backward_part(number, None),
+            "norms": self.norms,
+            "loss": self.loss,
+            "step": lambda: self.step(order.factor),
+            "abort": self.abort,
+            "begin_evaluation": lambda: self.begin_evaluation(order.micro_batches),
+            "end_evaluation": self.end_evaluation,
+            "tied_weights": self.tied_weights,
+            "borrow": lambda: self.borrow_part(None),
+            "tied_gradient": self.tied_gradient,
+            "add_tied": lambda: self.add_tied_part(None),
+        }
+        does[order.what]()
+
+
+def part_of_stage(spec: RunSpec, run: RunModel, span: Span, group: Group) -> SpreadStage:
+    """This device's part of a span in memory. Raises `InvalidRequest`, `ConfigError`."""
+    section = spec.optimizer
+    room = Room(section.micro_batch_samples, spec.data.sequence_length)
+    precision = working_precision(section.precision, group.device)
+    return SpreadStage(spread(run, span, group, section), section, room, precision, group)
+
+
+class LedStage:
+    """The whole stage, on its first device: `runner.Compute`."""
+
+    def __init__(self, part: SpreadStage, tell: Callable[[Compute], object]) -> None:
+        """`tell` the others."""
+        self._part, self._tell = part, tell
+
+    def check(self, message: Message) -> None:
+        self._part.check(message)
+
+    def begin(self, micro_batches: int) -> None:
+        self._tell(Compute("begin", micro_batches=micro_batches))
+        self._part.begin(micro_batches)
+
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+        self._tell(Compute("forward", micro_batch, len(targets_BT)))
+        return self._part.forward_part(micro_batch, len(targets_BT), x, targets_BT)
+
+    def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
+        self._tell(Compute("backward", micro_batch))
+        return self._part.backward_part(micro_batch, gradient_BTD)
+
+    def norms(self) -> tuple[float, ...]:
+        self._tell(Compute("norms"))
+        return self._part.norms()
+
+    def loss(self) -> float:
+        self._tell(Compute("loss"))
+        return self._part.loss()
+
+    def step(self, factor: float | None) -> None:
+        self._tell(Compute("step", factor=factor))
+        self._part.step(factor)
+
+    def abort(self) -> None:
+        self._tell(Compute("abort"))
+        self._part.abort()
+
+    def begin_evaluation(self, micro_batches: int) -> None:
+        self._tell(Compute("begin_evaluation", micro_batches=micro_batches))
+        self._part.begin_evaluation(micro_batches)
+
+    def end_evaluation(self) -> int:
+        self._tell(Compute("end_evaluation"))
+        return self._part.end_evaluation()
+
+    def tied_weights(self) -> Tensor:
+        self._tell(Compute("tied_weights"))
+        return self._part.tied_weights()
+
+    def borrow(self, weights_VD: Tensor) -> None:
+        self._tell(Compute("borrow"))
+        self._part.borrow_part(weights_VD)
+
+    def tied_gradient(self) -> Tensor:
+        self._tell(Compute("tied_gradient"))
+        return self._part.tied_gradient()
+
+    def add_tied(self, gradient_VD: Tensor) -> None:
+        self._tell(Compute("add_tied"))
+        self._part.add_tied_part(gradient_VD)
