@@ -36,7 +36,10 @@ Listen = Annotated[
 ]
 Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 picks one.", show_default="0")]
 Announce = Annotated[str | None, typer.Option("--announce", help="Public address or host name behind a port forward.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda:N or mps; several GPUs as one node: cuda:0,cuda:1.", show_default="auto")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1 is one node.", show_default="auto"),
+]
 Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for training; 0: every core.")]
 Data = Annotated[
     str | None, typer.Option("--data", help="The corpus on this machine, where it is not the spec's path.")
