@@ -20,7 +20,7 @@ async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
     async with reef(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=20_000, codec="fp32")
         await swarm.node("ann")
-        await swarm.node("bob")
+        await swarm.node("bob", 0.05, "--device", "cpu,cpu")  # one member, whatever it has
         for name in ("ann", "bob"):
             await swarm.reach(name, "finished")
         assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
