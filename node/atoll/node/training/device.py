@@ -107,6 +107,7 @@ def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float)
     hundred MB, is not counted. On a CPU it does nothing.
     """
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # else a process for another GPU takes some hundred MB of the first one, too
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(device)
         if held > torch.cuda.get_device_properties(device).total_memory * vram_fraction:

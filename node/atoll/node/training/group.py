@@ -60,8 +60,6 @@ class Group:
             os.environ.setdefault(variable, _LOOPBACK)
         rank, size, device = several.rank, len(several.devices), several.devices[several.rank]
         store = dist.FileStore(f"/proc/self/fd/{several.meeting_fd}", size)  # type: ignore[attr-defined]
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=_MEET
         )
