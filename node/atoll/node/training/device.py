@@ -99,7 +99,7 @@ def limit_host_memory(memory_bytes: int) -> None:
 
 
 def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float) -> None:
-    """Have torch take no more than that share of the device. Raises `ModelTooLarge` if it holds more already.
+    """Have torch use the device, and no more than that share of it. Raises `ModelTooLarge` if it holds more already.
 
     `facts` are for the error.
 
