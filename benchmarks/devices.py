@@ -45,7 +45,12 @@ class Took:
 async def train(model: Model, devices: int, corpus: Path) -> Took:
     """Some steps with everything that takes memory between them. Raises what trainers raise."""
     config = TrainerConfig(
-        model.toml, str(corpus), ",".join(["cpu"] * devices), cpu_threads=devices, memory_bytes=LIMIT, layer_times=KNOWN
+        model.toml,
+        str(corpus),
+        device=",".join(["cpu"] * devices),
+        cpu_threads=devices,
+        memory_bytes=LIMIT,
+        layer_times=KNOWN,
     )
     trainer = await Trainer.spawn(config, log_path=corpus.parent / "trainer.log", timeout=_PATIENCE)
     try:

@@ -132,7 +132,9 @@ async def peaks(model: Model, corpus: Path, directory: Path) -> list[int]:
     async with AsyncExitStack() as undo:
         for stage, span in enumerate(model.spans):
             held = span.first, span.last
-            config = TrainerConfig(model.toml, str(corpus), "cpu", memory_bytes=LIMIT, span=held, layer_times=KNOWN)
+            config = TrainerConfig(
+                model.toml, str(corpus), device="cpu", memory_bytes=LIMIT, span=held, layer_times=KNOWN
+            )
             dispatcher = RouteDispatcher(hub.join(peers[stage]))
             place = RoutePlace(1, 0, peers, stage)
             stages.append(await StageProcess.start(dispatcher, place, config, directory / f"{model.name}-{stage}.log"))

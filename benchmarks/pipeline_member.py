@@ -73,7 +73,7 @@ class Member:
         os.environ.pop("STAGE_SECONDS", None)
         if seconds is not None:
             os.environ["STAGE_SECONDS"] = f"{seconds[0]} {seconds[1]}"
-        config = TrainerConfig(toml, str(corpus), "cpu", span=(span[0], span[1]), layer_times=KNOWN)
+        config = TrainerConfig(toml, str(corpus), device="cpu", span=(span[0], span[1]), layer_times=KNOWN)
         place = RoutePlace(1, 0, tuple(map(peer_of, self._contacts)), self._index)
         self._stage = await StageProcess.start(
             self._dispatcher,

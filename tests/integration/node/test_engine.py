@@ -131,7 +131,11 @@ async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragm
     hub = MemoryHub(fault)
     async with AsyncExitStack() as stack:
         spawned = [
-            Trainer.spawn(TrainerConfig(text, None, "cpu", 1, 0.02), log_path=tmp_path / f"{i}.log", timeout=TIMEOUT)
+            Trainer.spawn(
+                TrainerConfig(text, device="cpu", minimum_step_seconds=0.02),
+                log_path=tmp_path / f"{i}.log",
+                timeout=TIMEOUT,
+            )
             for i in range(count)
         ]
         made = []

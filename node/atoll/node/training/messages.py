@@ -8,7 +8,7 @@ memory (`shared.py`). An order carries a number that its answer repeats; `Pushed
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 MAX_LINE_BYTES = 4 * 1024**2
@@ -21,6 +21,7 @@ class TrainerConfig:
 
     run_spec_toml: str
     corpus_path: str | None = None  # overrides data.path
+    _: KW_ONLY
     device: str = "auto"  # auto | cpu | cuda:0 | mps, or several: cuda:0,cuda:1
     rank: int = 0  # which of several devices is this process's
     cpu_threads: int = 1
