@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, by_reason
+from atoll.core.files import open_anonymous
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable
@@ -25,7 +26,7 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.training import messages as ms
 from atoll.node.training.session import Session
-from atoll.node.training.shared import map_vector, open_anonymous
+from atoll.node.training.shared import map_vector
 from atoll.node.training.trainer import TrainerFacts
 from atoll.node.transport import Network
 from atoll.v1 import plan_pb2

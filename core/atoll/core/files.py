@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def make_private_dir(path: Path) -> Path:
     except OSError as error:
         raise unusable(path, error) from error
     return path
+
+
+def open_anonymous(name: str) -> int:
+    """A descriptor of an empty, nameless file: in memory where the system can, in the temporary folder elsewhere."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:

@@ -41,6 +41,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.training.child import Child
 from atoll.node.training.trainer import TrainerConfig
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -63,12 +64,15 @@ _log = log.get("daemon")
 class Daemon:
     """A running member."""
 
-    def __init__(self, loaded: Loaded, identity: Identity, credentials: Credentials, clock: Clock) -> None:
+    def __init__(
+        self, loaded: Loaded, identity: Identity, credentials: Credentials, clock: Clock, child: Child | None = None
+    ) -> None:
+        """`child` is for the trainer; who made it ends it if no trainer takes it."""
         self._config = config = loaded.config  # the limits among it may change; `_manners` has them as they are
         self._manners = Manners(loaded, clock)
         self._identity = identity
         self._credentials = credentials
-        self._clock = clock
+        self._clock, self._child = clock, child
         self._me: Member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
@@ -205,6 +209,7 @@ class Daemon:
                 operator_key=self._credentials.operator_key,
                 status=self._status,
                 run_dir=self._run_dir,
+                child=self._child,
                 clock=self._clock,
             )
         )

@@ -44,6 +44,7 @@ from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
+from atoll.node.training.child import LOG_NAME, Child
 from atoll.node.training.trainer import Trainer, TrainerConfig
 from atoll.node.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
@@ -79,6 +80,7 @@ class NodeContext:
     operator_key: bytes
     status: LiveStatus
     run_dir: Path  # of the trainer's log
+    child: Child | None  # for the first trainer, if one was started ahead
     clock: Clock
 
 
@@ -90,6 +92,7 @@ class TrainingSession:
         self.finished = asyncio.Event()
         self._it = context
         self._reloading = False  # the trainer, with other layers
+        self._child: Child | None = context.child
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -167,7 +170,8 @@ class TrainingSession:
         limits = self._limits
         known = it.status.facts.layer_times if it.status.facts is not None else ()
         config = replace(limits, span=self._span(), layer_times=known)
-        trainer = await Trainer.spawn(config, log_path=it.run_dir / "trainer.log", timeout=LOAD_TIMEOUT)
+        child, self._child = self._child or await Child.start(it.run_dir / LOG_NAME), None
+        trainer = await Trainer.take(child, config, timeout=LOAD_TIMEOUT)
         self._trainer = trainer
         if self._limits is not limits:  # changed while it loaded
             await trainer.limit(self._limits)

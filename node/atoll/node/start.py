@@ -1,7 +1,7 @@
 """How a daemon starts: lock → identity → credentials → daemon.
 
 Everything that can go wrong with a token, a key or a directory goes wrong here, at once: torch and hivemind
-are imported only by a node that may really join.
+are imported only by a node that may really join; by its trainer's process at the same time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
 from atoll.node.owner import Wish, save_wish
 from atoll.node.state.votes import VoteStore
+from atoll.node.training.child import LOG_NAME, Child
 
 
 async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:
@@ -39,9 +40,21 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
-        from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
+        async with contextlib.AsyncExitStack() as undo:
+            child = await _start_child(config, credentials, clock)
+            if child is not None:
+                undo.push_async_callback(child.end)
+            from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
 
-        await Daemon(loaded, identity, credentials, clock).run()
+            await Daemon(loaded, identity, credentials, clock, child).run()
+
+
+async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> Child | None:
+    """The trainer's process, which imports torch while we do. None: seeds do not train."""
+    member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
+    if "seed" in member.roles:
+        return None
+    return await Child.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
 
 
 def use_huge_pages() -> None:

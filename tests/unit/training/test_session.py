@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
+from atoll.core.files import open_anonymous
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.training import messages as ms
@@ -29,7 +30,7 @@ from atoll.node.training.pace import TIMED_STEPS, Pace, Work
 from atoll.node.training.run_model import run_model
 from atoll.node.training.session import Session
 from atoll.node.training.shape import ModelShape
-from atoll.node.training.shared import map_vector, open_anonymous
+from atoll.node.training.shared import map_vector
 from atoll.v1 import plan_pb2
 
 SPEC = """

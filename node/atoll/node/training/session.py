@@ -20,6 +20,7 @@ from typing import Protocol
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, by_reason
+from atoll.core.files import open_anonymous
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.following import FollowingStage
@@ -33,7 +34,6 @@ from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.orders import OF_THE_MODEL, ModelOrders, require
 from atoll.node.training.pace import Pace, Work
-from atoll.node.training.shared import open_anonymous
 
 PUSH_SECONDS = 0.5
 TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 
 import torch
 from torch import Tensor
@@ -18,14 +17,6 @@ from atoll.core.errors import ModelTooLarge
 from atoll.core.units import bytes_text
 
 FP32_BYTES = 4
-
-
-def open_anonymous(name: str) -> int:
-    """A descriptor of an empty, nameless file: in memory where the system can, in the temporary folder elsewhere."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def size_for(descriptor: int, elements: int) -> None:

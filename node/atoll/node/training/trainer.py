@@ -12,35 +12,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 from torch import Tensor
 
 from atoll.core.data_position import Range
-from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, by_reason
+from atoll.core.errors import ChildDied, DeadlineExceeded, by_reason
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.training import messages as ms
+from atoll.node.training.child import PROGRAM, Child
 from atoll.node.training.messages import TrainerConfig, TrainerStatus
 from atoll.node.training.progress import Snapshot
 from atoll.node.training.shape import layer_offsets
-from atoll.node.training.shared import map_vector, open_anonymous
+from atoll.node.training.shared import map_vector
 from atoll.v1 import plan_pb2
 
 __all__ = ["ChildExit", "Snapshot", "Trainer", "TrainerConfig", "TrainerFacts", "TrainerStatus"]
 
 ORDER_TIMEOUT = timedelta(minutes=10)  # one inner step of a large model on a slow machine, and some
 _KILL_TIMEOUT = timedelta(seconds=10)
-_LOG_TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -115,81 +110,53 @@ class ChildExit:
 class Trainer:
     """One trainer process. Made by `spawn`; `stop` it in the end."""
 
-    program = "atoll.node.training.worker"  # of the child; benchmarks have others
+    program = PROGRAM  # of the child; benchmarks have others
     facts: TrainerFacts
     cable: Cable | None = None  # of a trainer with a span: for its route's bridge
     # fp32 [E] of the layers that are held, shared:
     anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
     pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        log_path: Path,
-        log_start: int,
-    ) -> None:
+    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.status = TrainerStatus()
         self.died: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
-        self._process, self._reader, self._writer = process, reader, writer
-        self._log_path, self._log_start = log_path, log_start
+        self._child, self._reader, self._writer = child, reader, writer
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
         self._listening = asyncio.create_task(self._listen(), name="trainer-listen")
 
     @classmethod
     async def spawn(cls, config: TrainerConfig, *, log_path: Path, timeout: timedelta) -> Trainer:
-        """Start a child and wait until it has corpus, model and device.
+        """`take` of a new child."""
+        return await cls.take(await Child.start(log_path, cls.program), config, timeout=timeout)
+
+    @classmethod
+    async def take(cls, child: Child, config: TrainerConfig, *, timeout: timedelta) -> Trainer:
+        """Tell a child what to train and wait until it has corpus, model and device; it is this trainer's then.
 
         Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`, `DeadlineExceeded`.
         """
-        descriptors = [open_anonymous("atoll-anchor"), open_anonymous("atoll-pseudo-gradient")]
         try:
-            trainer = await cls._start(config, descriptors, log_path)
-            try:
-                ready = await trainer._answer(0, timeout)
-                assert isinstance(ready, ms.Ready)
-                trainer.facts = TrainerFacts.of(ready)
-                trainer.anchor, trainer.pseudo_gradient = (
-                    map_vector(descriptor, trainer.facts.held_elements) for descriptor in descriptors
-                )
-            except BaseException:
-                await trainer._kill()
-                raise
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        return trainer
-
-    @classmethod
-    async def _start(cls, config: TrainerConfig, descriptors: list[int], log_path: Path) -> Trainer:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", cls.program, f"--control-fd={theirs.fileno()}"]
-        command += [f"--anchor-fd={descriptors[0]}", f"--gradient-fd={descriptors[1]}", f"--parent-pid={os.getpid()}"]
-        passed = [theirs.fileno(), *descriptors]
-        with theirs, _open_log(log_path) as log, contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
-            undo.callback(ours.close)
-            near: socket.socket | None = None
+            reader, writer = await asyncio.open_connection(sock=child.control, limit=ms.MAX_LINE_BYTES)
+            trainer = cls(child, reader, writer)
+        except BaseException:
+            await child.end()
+            raise
+        try:
             if config.span is not None:
-                near, far = socket.socketpair()
-                undo.callback(near.close)
-                lent.enter_context(far)
-                command.append(f"--cable-fd={far.fileno()}")
-                passed.append(far.fileno())
-            log_start = log.seek(0, os.SEEK_END)
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=passed,
+                trainer.cable = await Cable.over(child.cable)
+            writer.write(ms.Envelope(0, config).line())
+            ready = await trainer._answer(0, timeout)
+            assert isinstance(ready, ms.Ready)
+            trainer.facts = TrainerFacts.of(ready)
+            trainer.anchor, trainer.pseudo_gradient = (
+                map_vector(descriptor, trainer.facts.held_elements) for descriptor in child.vectors
             )
-            undo.pop_all()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=ms.MAX_LINE_BYTES)
-        trainer = cls(process, reader, writer, log_path, log_start)
-        trainer.cable = await Cable.over(near) if near is not None else None
-        writer.write(ms.Envelope(0, config).line())
+        except BaseException:
+            await trainer._kill()
+            raise
+        finally:
+            child.let_go(keep_cable=trainer.cable is not None)
         return trainer
 
     # --- orders -----------------------------------------------------------------------------------------
@@ -293,7 +260,7 @@ class Trainer:
     @property
     def pid(self) -> int:
         """The child's process id."""
-        return self._process.pid
+        return self._child.process.pid
 
     @property
     def _all(self) -> Range:
@@ -333,51 +300,25 @@ class Trainer:
         except ConnectionError:  # killed with words of ours unread: the same end as end of file
             pass
         except ValueError:  # a broken channel: the child is of no use any more
-            self._signal_kill()
+            self._child.kill()
         finally:
             self._writer.close()  # a child that lives on without its socket ends itself
             if self.cable is not None:
                 self.cable.close()
-        returncode = await self._process.wait()
-        self.died.set_result(ChildExit(returncode, _last_line(self._log_path, self._log_start)))
+        returncode = await self._child.process.wait()
+        self.died.set_result(ChildExit(returncode, self._child.last_line()))
         self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(self._died_error())
 
     def _died_error(self) -> ChildDied:
-        return ChildDied(str(self.died.result()), f"{self._log_path} holds its output")
-
-    def _signal_kill(self) -> None:
-        # not process.kill(): it polls, and a child that it reaps has lost its exit status for asyncio's watcher
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+        return ChildDied(str(self.died.result()), f"{self._child.log_path} holds its output")
 
     async def _kill(self) -> None:
         if not self.died.done():
-            self._signal_kill()
+            self._child.kill()
         async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
             await asyncio.shield(self._listening)
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
-
-
-def _open_log(path: Path) -> BinaryIO:
-    try:
-        return path.open("ab")
-    except OSError as error:
-        raise DataDirUnusable(
-            f"cannot write the trainer's log {path}: {error.strerror}", "check the data directory"
-        ) from error
-
-
-def _last_line(path: Path, start: int) -> str:
-    """Of what was written since `start`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(start, path.stat().st_size - _LOG_TAIL_BYTES))
-            lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return lines[-1].strip() if lines else ""

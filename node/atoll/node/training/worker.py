@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from atoll.core import log
@@ -93,16 +94,20 @@ class Serving(Protocol):
         ...
 
 
-def _prepare(config: TrainerConfig, channel: ControlChannel, options: argparse.Namespace) -> Serving:
-    """Imports torch: only now that nothing can orphan us."""
-    if options.meeting_fd is not None:
-        from atoll.node.training.follower import Follower
-
-        return Follower(config, channel, options.anchor_fd, options.gradient_fd, options.meeting_fd)
+def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], Serving]:
+    """Imports torch: only now that nothing can orphan us, and before we are told what to train."""
+    from atoll.node.training.follower import Follower
     from atoll.node.training.session import Session
 
-    cable = socket.socket(fileno=options.cable_fd) if options.cable_fd is not None else None
-    return Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
+    def begin(config: TrainerConfig) -> Serving:
+        if config.memory_bytes:
+            give_back_large_blocks()
+        if options.meeting_fd is not None:
+            return Follower(config, channel, options.anchor_fd, options.gradient_fd, options.meeting_fd)
+        cable = socket.socket(fileno=options.cable_fd) if config.span is not None else None
+        return Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
+
+    return begin
 
 
 def main() -> int:
@@ -119,12 +124,11 @@ def main() -> int:
     log.configure(output="json")  # standard error is the log file that the parent opened
     threading.excepthook = _crash
     channel = ControlChannel(socket.socket(fileno=options.control_fd))
-    config = channel.events.get().body
-    assert isinstance(config, TrainerConfig)
-    if config.memory_bytes:
-        give_back_large_blocks()
     try:
-        serving = _prepare(config, channel, options)
+        begin = _prepare(channel, options)
+        config = channel.events.get().body
+        assert isinstance(config, TrainerConfig)
+        serving = begin(config)
     except AtollError as error:
         channel.answer(0, Refused(error.reason, str(error), error.remedy))
         return int(error.exit_code)

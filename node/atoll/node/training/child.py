@@ -1,0 +1,110 @@
+"""A trainer's process before anybody tells it what to train: started, and with what it shares with its daemon.
+
+Nothing here imports torch. A daemon that starts begins its trainer's process first, and while the daemon imports torch
+and joins the swarm, that process imports torch, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+from atoll.core.errors import DataDirUnusable
+from atoll.core.files import open_anonymous
+
+PROGRAM = "atoll.node.training.worker"
+LOG_NAME = "trainer.log"
+_KILL_TIMEOUT = timedelta(seconds=10)
+_LOG_TAIL_BYTES = 4096
+
+
+@dataclass
+class Child:
+    """Made by `start`. Whoever has it takes what it needs, and has it `end`ed."""
+
+    process: asyncio.subprocess.Process
+    control: socket.socket
+    cable: socket.socket  # for what passes between a stage and the others of its route
+    vectors: Sequence[int]  # descriptors of nameless files: anchor and pseudo-gradient
+    log_path: Path
+    log_start: int
+    taken: bool = False
+
+    @classmethod
+    async def start(cls, log_path: Path, program: str = PROGRAM) -> Child:
+        """Returns at once; `log_path` gets what the process prints. Raises `DataDirUnusable`."""
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
+            log = lent.enter_context(_open_log(log_path))
+            (control, far_control), (cable, far_cable) = socket.socketpair(), socket.socketpair()
+            for ours, theirs in ((control, far_control), (cable, far_cable)):
+                undo.callback(ours.close)
+                lent.enter_context(theirs)
+            vectors = [open_anonymous("atoll-anchor"), open_anonymous("atoll-pseudo-gradient")]
+            for descriptor in vectors:
+                undo.callback(os.close, descriptor)
+            log_start = log.seek(0, os.SEEK_END)
+            passed = [far_control.fileno(), far_cable.fileno(), *vectors]
+            names = ("--control-fd", "--cable-fd", "--anchor-fd", "--gradient-fd")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", program, f"--parent-pid={os.getpid()}"),
+                *(f"{name}={descriptor}" for name, descriptor in zip(names, passed, strict=True)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=passed,
+            )
+            undo.pop_all()
+        return cls(process, control, cable, vectors, log_path, log_start)
+
+    def let_go(self, *, keep_cable: bool) -> None:
+        """Of what the trainer that took this child has no use for any more."""
+        self.taken = True
+        for descriptor in self.vectors:
+            os.close(descriptor)
+        if not keep_cable:
+            self.cable.close()
+
+    def kill(self) -> None:
+        """Without a word. Not `process.kill()`: it polls, and a child that it reaps is lost for asyncio's watcher."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Of a child that no trainer took; nothing otherwise."""
+        if self.taken:
+            return
+        self.let_go(keep_cable=False)
+        self.control.close()
+        self.kill()
+        async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
+            await self.process.wait()
+
+    def last_line(self) -> str:
+        """Of what the process printed; empty when there is none."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(self.log_start, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+                lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1].strip() if lines else ""
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise DataDirUnusable(
+            f"cannot write the trainer's log {path}: {error.strerror}", "check the data directory"
+        ) from error

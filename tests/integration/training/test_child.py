@@ -1,0 +1,119 @@
+"""A trainer's process that was started before anybody knew what it is to train."""
+
+import asyncio
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from support.reef import MODEL, SPEC
+
+from atoll.core.errors import ChildDied, DataDirUnusable, RunSpecError
+from atoll.node.training.child import Child
+from atoll.node.training.trainer import Trainer, TrainerConfig
+
+DEADLINE = timedelta(seconds=60)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def open_files() -> set[str]:
+    return {f"{entry.name} {os.readlink(entry)}" for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+
+
+async def has_torch(pid: int) -> None:
+    """Wait until that process has mapped torch's library."""
+    async with asyncio.timeout(DEADLINE.total_seconds()):
+        while not any("libtorch" in Path(found.path).name for found in psutil.Process(pid).memory_maps()):
+            await asyncio.sleep(0.05)
+
+
+def config(tmp_path: Path) -> TrainerConfig:
+    text = tmp_path / "corpus.txt"
+    text.write_text("a reef grows where nobody looks\n" * 2000)
+    spec = SPEC.format(model=MODEL, nodes=1, tokens=10**6, corpus=text, round_tokens=1000, codec="fp32")
+    return TrainerConfig(spec, device="cpu")
+
+
+async def test_it_imports_torch_before_it_is_told_anything_and_trains_what_it_is_told_then(tmp_path: Path) -> None:
+    child = await Child.start(tmp_path / "log")
+    await has_torch(child.process.pid)
+    trainer = await Trainer.take(child, config(tmp_path), timeout=DEADLINE)
+    try:
+        assert trainer.pid == child.process.pid
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 100),), committed_tokens=0)
+        await trainer.train()
+        async with asyncio.timeout(DEADLINE.total_seconds()):
+            while not trainer.status.steps:
+                await asyncio.sleep(0.02)
+        await child.end()  # of one that is taken: nothing
+        await trainer.pause()
+    finally:
+        await trainer.stop(DEADLINE)
+
+
+async def test_one_that_nobody_took_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    before = open_files()
+    child = await Child.start(tmp_path / "log")
+    await child.end()
+    await child.end()
+    assert child.process.returncode == -signal.SIGKILL
+    assert not psutil.pid_exists(child.process.pid)
+    assert open_files() == before
+
+
+async def test_one_that_died_while_it_waited_is_a_trainer_that_died(tmp_path: Path) -> None:
+    before = open_files()
+    child = await Child.start(tmp_path / "log")
+    await has_torch(child.process.pid)
+    os.kill(child.process.pid, signal.SIGKILL)
+    with pytest.raises(ChildDied, match="killed by signal 9"):
+        await Trainer.take(child, config(tmp_path), timeout=DEADLINE)
+    assert open_files() == before
+
+
+async def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
+    before = open_files()
+    child = await Child.start(tmp_path / "log")
+    with pytest.raises(RunSpecError):
+        await Trainer.take(child, TrainerConfig("version = 7\n", device="cpu"), timeout=DEADLINE)
+    assert not psutil.pid_exists(child.process.pid)
+    assert open_files() == before
+
+
+async def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    before = open_files()
+    with pytest.raises(DataDirUnusable, match="trainer's log"):
+        await Child.start(tmp_path / "nowhere" / "log")
+    assert open_files() == before
+
+
+async def test_it_dies_with_its_parent_before_anybody_took_it(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    program = (
+        "import asyncio, pathlib, sys\n"
+        "from atoll.node.training.child import Child\n"
+        "async def main():\n"
+        "    child = await Child.start(pathlib.Path(sys.argv[1]))\n"
+        "    pathlib.Path(sys.argv[2]).write_text(str(child.process.pid))\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(tmp_path / "log"), str(told), stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(DEADLINE.total_seconds()):
+        while not told.exists() or not told.read_text():
+            assert parent.returncode is None, await parent.stderr.read()
+            await asyncio.sleep(0.02)
+        pid = int(told.read_text())
+        assert psutil.pid_exists(pid)
+        parent.kill()
+        await parent.wait()
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.02)
