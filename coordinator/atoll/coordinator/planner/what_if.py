@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import tomllib
-from typing import Annotated
+from collections import Counter
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -150,7 +151,7 @@ def read_what_if(text: str, where: str) -> Problem:
         file = _File.model_validate(tomllib.loads(text))
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = _place(first["loc"], tomllib.loads(text))
         raise PlanInputInvalid(
             f"{where}: {field}: {first['msg']}", "docs/explain/planner.md lists every field"
         ) from error
@@ -159,6 +160,13 @@ def read_what_if(text: str, where: str) -> Problem:
     machines = tuple(machine for row in file.machine for machine in row.machines())
     if len(machines) > MOST_MACHINES:
         raise PlanInputInvalid(f"{where}: {len(machines)} machines; {MOST_MACHINES} are the most")
+    twice = [pair for pair, times in Counter(frozenset(row.between) for row in file.path).items() if times > 1]
+    if twice:
+        ends = sorted(twice[0])
+        raise PlanInputInvalid(
+            f"{where}: two [[path]] lead from {ends[0]} to {ends[-1]}",
+            "one says both ways: mbit, back_mbit",
+        )
     links = links_from_paths(machines, [row.path() for row in file.path])
     _check_paths(machines, links, where)
     return Problem(
@@ -178,6 +186,15 @@ def read_what_if(text: str, where: str) -> Problem:
             rtt_cap_seconds=file.wishes.rtt_cap_ms / 1000,
         ),
     )
+
+
+def _place(loc: tuple[int | str, ...], file: dict[str, Any]) -> str:
+    """Where in the file, in its own words: `[[machine]] 3 ("attic").memory_gb`."""
+    if len(loc) < 2 or not isinstance(loc[1], int):
+        return ".".join(map(str, loc))
+    row = file[str(loc[0])][loc[1]]
+    name = f' ("{row["name"]}")' if isinstance(row, dict) and isinstance(row.get("name"), str) else ""
+    return ".".join([f"[[{loc[0]}]] {loc[1] + 1}{name}", *map(str, loc[2:])])
 
 
 def _check_paths(machines: tuple[Machine, ...], links: Links, where: str) -> None:

@@ -68,11 +68,12 @@ def test_people_read_what_limits_it_and_who_is_idle() -> None:
     [
         ("blocks = 22", "blocks = 0", "model.blocks"),
         ("blocks = 22", "blocks = 22\ncode = 1", "model.code"),
-        ("tflops = 25", "tflops = nan", "machine.0.tflops"),
-        ("memory_gb = 22", "memory_gb = -1", "machine.0.memory_gb"),
+        ("tflops = 25", "tflops = nan", r'machine]] 1 \("rack"\).tflops'),
+        ("memory_gb = 22", "memory_gb = -1", r'machine]] 1 \("rack"\).memory_gb'),
         ('between = ["homes", "cloud"]', 'between = ["homes", "moon"]', "'moon'"),
+        ('between = ["homes", "cloud"]', 'between = ["homes", "homes"]', "two .* from homes to homes"),
         ("[model]", "[model", "not TOML"),
-        ("count = 2", "count = 2000000", "machine.0.count"),
+        ("count = 2", "count = 2000000", r'machine]] 1 \("rack"\).count'),
     ],
 )
 def test_what_is_wrong_is_named(old: str, new: str, words: str) -> None:
