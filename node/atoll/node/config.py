@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
 from atoll.node.policy import Policy, parse_hours
+from atoll.node.training.device_names import names_of
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
 REMEMBERED = "node.toml"  # in the data directory
@@ -235,7 +236,10 @@ def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None
                 raise ConfigError(f"{item.name} = {value} in {origin[item.name]} is not between {low:g} and {high:g}")
         if one_of and value is not None and value not in one_of:
             raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} is none of {', '.join(one_of)}")
-    try:
-        parse_hours(str(typed.get("hours", "")))
-    except ConfigError as error:
-        raise ConfigError(f"hours in {origin['hours']}: {error}", error.remedy) from error
+    checks: tuple[tuple[str, Callable[[str], object]], ...] = (("hours", parse_hours), ("device", names_of))
+    for key, check in checks:
+        try:
+            if key in typed:
+                check(str(typed[key]))
+        except ConfigError as error:
+            raise ConfigError(f"{key} in {origin[key]}: {error}", error.remedy) from error

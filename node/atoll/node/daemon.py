@@ -162,6 +162,11 @@ class Daemon:
             except PortInUse:
                 if port == ports[-1]:
                     raise
+        if not self._credentials.seeds and "seed" not in self._me.roles:
+            _log.warning(
+                "this run has no seed, through which nodes find each other: training is alone until one joins",
+                remedy="its operator makes a token for one: atollctl token create --role seed",
+            )
         remember_port(self._config.data_dir, port_in(host.multiaddrs()))
         remember_port(self._config.data_dir, host.direct_port, DIRECT_PORT_FILE)
         _log.info("joined the swarm", peer_id=self._identity.peer_id, addresses=list(host.multiaddrs()))
@@ -459,8 +464,7 @@ class Daemon:
         self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
         self._keep_credentials()  # the next start asks the new ones
         if self._host is not None:
-            for seed in seeds:
-                self._host.learn_addresses(seed.rpartition("/p2p/")[2], [seed])
+            self._host.seeds_moved(seeds)
 
     # --- the local API -------------------------------------------------------------------------------
 

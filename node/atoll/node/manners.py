@@ -223,7 +223,7 @@ class Manners:
             self._warn("power", str(error))
         else:
             self._warn("power", "")
-        no_memory = self.config.vram_fraction < 1 and facts.device == "cpu"
+        no_memory = self.config.vram_fraction < 1 and facts.device.startswith("cpu")
         self._warn("memory", "vram_fraction does nothing here: the device is a CPU" if no_memory else "")
 
     def _warn(self, about: str, problem: str) -> None:

@@ -206,6 +206,27 @@ def test_no_token_at_all(tmp_path):
     refused(atoll("up", "--data-dir", tmp_path), 2, "has not joined")
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device", "nonsense"], "'nonsense' is no device"),
+        (["--device", "cpu,"], "names no device at a comma"),
+        (["--device", "cuda:99"], "cuda:99 is not here"),
+        (["--data", "/no/such/text"], "no training text at /no/such/text"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_said_before_a_token_is_spent(tmp_path, token, flags, words):
+    refused(atoll("join", "--token", "-", "--data-dir", tmp_path / "node", *flags, stdin=token), 78, words)
+    assert not (tmp_path / "node").exists()
+
+
+def test_the_doctor_looks_at_the_device_that_was_named(tmp_path):
+    done = atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cuda:99"})
+    assert done.returncode != 0
+    assert "cuda:99 is not here" in done.stdout
+    assert "2 × " in atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cpu,cpu"}).stdout
+
+
 def test_an_unreachable_coordinator(token, tmp_path):
     refused(
         atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=token), 69, "no coordinator answers", "firewall"

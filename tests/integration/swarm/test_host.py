@@ -31,3 +31,13 @@ async def test_members_find_each_other_and_talk(lab: Lab) -> None:
     assert a.bytes_sent("/echo/1") == 16 + 6 + len(body) == stream.bytes_sent
     assert a.bytes_sent("dht") > 0 < a.bytes_sent("/atoll/hello/1")
     await stream.close()
+
+
+async def test_members_that_began_without_a_seed_meet_through_one_that_came_later(lab: Lab) -> None:
+    a, b = await lab.start("a"), await lab.start("b")
+    seed = await lab.start("seed", relay_service=True)
+    for host in (a, b):
+        host.seeds_moved(seed.multiaddrs())
+        await host.publish_address(LIFETIME)
+    for host in (a, b):
+        assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}

@@ -31,6 +31,10 @@ def world() -> World:
     return made
 
 
+def last_event(world: World, kind: str) -> str:
+    return [record.message for record in world.records if isinstance(record, Event) and record.kind == kind][-1]
+
+
 def test_a_token_admits_as_often_as_it_says(world: World) -> None:
     token = world.token(uses=2)
     world.enrol("ann", token)
@@ -175,6 +179,15 @@ def test_seeds_are_handed_out_with_their_peer_id(world: World) -> None:
     assert admission.seeds_of(world.state, RUN) == (f"/ip4/192.0.2.7/tcp/4001/p2p/{seed.peer_id}",)
     world.take(admission.ban(world.state, world.now, "seed", ""))
     assert admission.seeds_of(world.state, RUN) == ()
+
+
+def test_a_node_that_comes_before_any_seed_is_told_of(world: World) -> None:
+    world.enrol("ann")
+    assert "no seed" in last_event(world, "run.no-seed")
+    seen = len(world.records)
+    world.enrol("seed", world.token(roles=("seed",)))
+    world.enrol("bob")
+    assert not any(isinstance(it, Event) and it.kind == "run.no-seed" for it in world.records[seen:])
 
 
 @given(

@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import checkpoint, events, main, node, plan, run, token
+from atoll.coordinator.cli.output import Column, show
 from atoll.coordinator.state import admission
 from atoll.core.cli import run_cli
 from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable, UsageError
+from atoll.core.output import Output
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -461,3 +463,19 @@ def test_every_program_has_a_version() -> None:
         result = CliRunner().invoke(app, ["--version"])
         assert result.exit_code == 0
         assert result.stdout.startswith("atoll ")
+
+
+def test_where_a_terminal_is_narrow_whole_columns_go_and_names_stay(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    columns = [Column("name"), Column("peer", goes=1), Column("run", goes=2), Column("state")]
+    row = {"name": "a-name-of-some-length", "peer": "…6xy9abcd", "run": "reef", "state": "training"}
+    widths = {80: {"NAME", "PEER", "RUN", "STATE"}, 40: {"NAME", "RUN", "STATE"}, 32: {"NAME", "STATE"}}
+    for width, headings in widths.items():
+        monkeypatch.setenv("COLUMNS", str(width))
+        show(Output.TEXT, {}, columns, [row])
+        lines = capsys.readouterr().out.splitlines()
+        assert set(lines[0].split()) == headings
+        assert row["name"] in lines[1]
+        assert "…" not in lines[1].replace(row["peer"], "")
+        assert max(map(len, lines)) <= width

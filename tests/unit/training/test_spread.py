@@ -11,6 +11,7 @@ from atoll.core.errors import ConfigError
 from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import layout_of
+from atoll.node.training.device_names import names_of
 from atoll.node.training.flat import FlatLayout
 from atoll.node.training.group import Group, devices_of, facts_of, nobody
 from atoll.node.training.held import ALL, Pieces, SpreadWeights, WholeWeights
@@ -88,12 +89,18 @@ def test_what_the_built_in_model_keeps_where_blocks_begin():
         assert offsets == sorted(offsets)
 
 
-@pytest.mark.parametrize("name", ["cpu,", "cpu,auto", "auto,auto", "cpu,cuda:0", "mps,mps", "cuda:0,cuda:0"])
+@pytest.mark.parametrize(
+    "name", ["cpu,", "cpu,auto", "auto,auto", "cpu,cuda:0", "mps,mps", "cuda:0,cuda:0", "cuda,cuda:0"]
+)
 def test_devices_that_cannot_work_together_are_named(name):
+    with pytest.raises(ConfigError, match=r"several GPUs of one kind|at a comma"):
+        names_of(name)
     with pytest.raises(ConfigError):
         devices_of(name)
 
 
 def test_processors_share_one_memory():
     alone, both = facts_of([CPU], memory_bytes=10**9), facts_of([CPU, CPU], memory_bytes=10**9)
-    assert both == alone
+    assert both.memory_bytes == alone.memory_bytes
+    assert both.device == "cpu,cpu"
+    assert both.name == f"2 × {alone.name}"

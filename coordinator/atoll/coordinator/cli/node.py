@@ -22,15 +22,15 @@ app = typer.Typer(help="Nodes: list, show, drain, ban.", no_args_is_help=True)
 _CLOCK_AGREES_SECONDS = 0.5
 _COLUMNS = [
     Column("name"),
-    Column("peer", "peer"),
-    Column("run", "run_id"),
-    Column("role", "role"),
+    Column("peer", "peer", goes=1),
+    Column("run", "run_id", goes=2),
+    Column("role", "role", goes=4),
     Column("state", "state"),
     Column("device", "device"),
     Column("tok/s", "pace", right=True),
-    Column("steps", "steps", right=True),
-    Column("round", "round", right=True),
-    Column("loss", "loss", right=True),
+    Column("steps", "steps", right=True, goes=3),
+    Column("round", "round", right=True, goes=5),
+    Column("loss", "loss", right=True, goes=6),
     Column("seen", "seen", right=True),
 ]
 

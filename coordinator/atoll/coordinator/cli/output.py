@@ -32,6 +32,7 @@ class Column:
     key: str = ""
     right: bool = False
     prose: bool = False  # it is what gives way on a narrow terminal
+    goes: int = 0  # where that is not enough, columns go: 1 first, and so on; 0 never does
 
 
 def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[Plain]) -> None:
@@ -39,11 +40,12 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
     if output is Output.JSON:
         print_json(document)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for column in columns:
-        table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=not column.prose)
-    for row in rows:
-        table.add_row(*(_plain_text(row[column.key or column.heading]) for column in columns))
+    left = sorted({column.goes for column in columns if column.goes})
+    table, endless = _table(columns, rows), Console(width=10_000)  # one that is narrow measures no more than that
+    while left and endless.measure(table).maximum > _console().width:
+        del left[0]
+        columns = [column for column in columns if not column.goes or column.goes in left]
+        table = _table(columns, rows)
     _print(table)
 
 
@@ -93,9 +95,23 @@ def _plain_text(value: object) -> Text:
     return Text("\n".join(clean(line, _MAX_LINE_CHARACTERS) for line in str(value).split("\n")))
 
 
+def _table(columns: Sequence[Column], rows: Sequence[Plain]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=not column.prose)
+    for row in rows:
+        table.add_row(*(_plain_text(row[column.key or column.heading]) for column in columns))
+    return table
+
+
+def _console() -> Console:
+    """As wide as the terminal; without one, wide enough never to cut a line."""
+    return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+
+
 def _print(table: Table) -> None:
-    """As wide as the terminal; without one, wide enough never to cut a line. No spaces at the ends of lines."""
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    """No spaces at the ends of lines."""
+    console = _console()
     with console.capture() as captured:
         console.print(table)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -23,11 +23,11 @@ SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="d
 _COLUMNS = [
     Column("route", right=True),
     Column("node"),
-    Column("peer"),
+    Column("peer", goes=1),
     Column("layers"),
     Column("memory", right=True),
-    Column("first samples", "samples", right=True),
-    Column("token cap", "cap", right=True),
+    Column("first samples", "samples", right=True, goes=3),
+    Column("token cap", "cap", right=True, goes=2),
     Column("reduces", right=True),
 ]
 _HISTORY_COLUMNS = [
@@ -37,9 +37,9 @@ _HISTORY_COLUMNS = [
     Column("routes", right=True),
     Column("predicted", right=True),
     Column("measured", right=True),
-    Column("off by", "off", right=True),
-    Column("moved", right=True),
-    Column("why"),
+    Column("off by", "off", right=True, goes=1),
+    Column("moved", right=True, goes=2),
+    Column("why", prose=True),
 ]
 
 

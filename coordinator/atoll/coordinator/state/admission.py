@@ -131,6 +131,8 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
         draft.put(token)
     again = " again" if known else ""
     draft.event("node.enrolled", node.run_id, node.peer_id, f"{node.name} enrolled{again} as {', '.join(node.roles)}")
+    if "seed" not in node.roles and not any("seed" in other.roles for other in state.members_of(node.run_id)):
+        draft.event("run.no-seed", node.run_id, node.run_id, "nodes cannot find each other: this run has no seed yet")
     if token.uses_left == 0 and not repeated:
         draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
     return draft.done(node)

@@ -22,10 +22,10 @@ def move(draft: Draft, run_id: str, target: str, why: str) -> None:
     """Raises `InvalidTransition`."""
     run = draft.state.runs[run_id]
     if target not in EDGES[run.state]:
-        possible = ", ".join(sorted(EDGES[run.state])).lower() or "nothing"
+        possible = ", ".join(sorted(EDGES[run.state])).lower()
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: it cannot become {target.lower()}",
-            f"from here it can become: {possible}",
+            f"from here it can become: {possible}" if possible else "that is its end; create another run",
         )
     draft.put(replace(run, state=target))
     draft.remember(run_id, standbys={})

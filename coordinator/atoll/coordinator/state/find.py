@@ -18,7 +18,9 @@ def run(state: State, run_id: str) -> Run:
         raise NotFound("there is no run yet", "create one: `atollctl run create FILE`")
     if len(state.runs) > 1:
         names = ", ".join(sorted(state.runs))
-        raise Ambiguous(f"there are {len(state.runs)} runs: {names}", "say which one you mean")
+        raise Ambiguous(
+            f"there are {len(state.runs)} runs: {names}", f"say which one you mean: --run {min(state.runs)}"
+        )
     return next(iter(state.runs.values()))
 
 

@@ -237,7 +237,8 @@ def _committed_sentence(draft: Draft, row: Round) -> str:
         f"{row.parts_zeroed} parts zeroed" if row.parts_zeroed else "",
         f"screening left {', '.join(screened)}{more} out of most sums" if screened else "",
     ]
-    told = f"round {row.number} committed by {row.members} nodes: {row.tokens} tokens in {row.seconds:.1f} s"
+    by = "one node" if row.members == 1 else f"{row.members} nodes"
+    told = f"round {row.number} committed by {by}: {row.tokens} tokens in {row.seconds:.1f} s"
     return "; ".join([told, *(note for note in notes if note)])
 
 

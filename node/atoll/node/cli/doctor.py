@@ -23,14 +23,16 @@ _FREE_BYTES_WANTED = 5 * 2**30
 _DEVICE_TIMEOUT_SECONDS = 120
 _CONNECT_TIMEOUT_SECONDS = 5
 _DEVICE_PROGRAM = """
+import sys
 import torch
-if torch.cuda.is_available():
-    p = torch.cuda.get_device_properties(0)
-    print(f"{p.name}, {p.total_memory / 2**30:.0f} GiB, torch {torch.__version__}")
-elif torch.backends.mps.is_available():
-    print(f"Apple GPU (mps), torch {torch.__version__}")
-else:
-    print(f"no GPU: training would run on the CPU, torch {torch.__version__}")
+from atoll.core.errors import AtollError
+from atoll.node.training.group import devices_of, facts_of
+try:
+    facts = facts_of(devices_of(sys.argv[1]))
+except AtollError as error:
+    sys.exit(str(error))
+no_gpu = "no GPU: training would run on " if facts.device == "cpu" and sys.argv[1] == "auto" else ""
+print(f"{no_gpu}{facts.name}, {facts.memory_bytes / 2**30:.0f} GiB ({facts.device}), torch {torch.__version__}")
 """
 
 
@@ -87,14 +89,22 @@ def _python(_: NodeConfig) -> Iterator[Finding]:
 def _device(config: NodeConfig) -> Iterator[Finding]:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _DEVICE_PROGRAM], capture_output=True, text=True, timeout=_DEVICE_TIMEOUT_SECONDS
+            [sys.executable, "-c", _DEVICE_PROGRAM, config.device],
+            capture_output=True,
+            text=True,
+            timeout=_DEVICE_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
         yield Finding("device", False, "torch did not start in two minutes", "check the GPU driver")
         return
     problem = done.stderr.strip().splitlines()[-1:] or ["torch failed"]
-    yield Finding("device", done.returncode == 0, done.stdout.strip() or problem[0], "check the GPU driver and torch")
-    if done.stdout.startswith("no GPU") or config.device == "cpu":
+    yield Finding(
+        "device",
+        done.returncode == 0,
+        done.stdout.strip() or problem[0],
+        "check the GPU driver and torch, or name another with --device",
+    )
+    if done.stdout.startswith("no GPU") or config.device.startswith("cpu"):
         for key, value, none in (
             ("vram_fraction", config.vram_fraction, 1.0),
             ("power_watts", config.power_watts, 0.0),

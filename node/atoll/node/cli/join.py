@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from atoll.core.output import say
 from atoll.node.cli.limits import limits_text
 from atoll.node.cli.options import ConfigFile, DataDir, settings
 from atoll.node.config import Loaded, NodeConfig, remember
+from atoll.node.training.device_names import names_of
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
@@ -38,7 +40,7 @@ Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 
 Announce = Annotated[str | None, typer.Option("--announce", help="Public address or host name behind a port forward.")]
 Device = Annotated[
     str | None,
-    typer.Option("--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1 is one node.", show_default="auto"),
+    typer.Option("--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1: one node of two.", show_default="auto"),
 ]
 Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for training; 0: every core.")]
 Data = Annotated[
@@ -128,6 +130,7 @@ def join(
     from atoll.core.tokens import parse_token  # cryptography: not for the commands that only look
 
     parsed = parse_token(_token_text(token))
+    _check_here(loaded.config)
     _show_limits(loaded.config, yes)
     make_private_dir(loaded.config.data_dir)
     remember(loaded)
@@ -175,6 +178,16 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token from {path}: {error}") from error
+
+
+def _check_here(config: NodeConfig) -> None:
+    """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
+    if config.data and not glob.glob(os.path.expanduser(config.data), recursive=True):
+        raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
+    if any(name not in ("auto", "cpu") for name in names_of(config.device)):
+        from atoll.node.training.group import devices_of  # torch: seconds, which the daemon needs anyway
+
+        devices_of(config.device)
 
 
 def _show_limits(config: NodeConfig, yes: bool) -> None:

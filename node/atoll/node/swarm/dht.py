@@ -8,7 +8,7 @@ are peers like any other. Nothing is cached: records are few, short-lived, and w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -48,13 +48,19 @@ class Directory:
         self._clock = clock
         self._authority = authority
         self._records = MemberRecords(authority, clock)
-        self._seeds = {peer_of(seed): seed for seed in seeds if peer_of(seed) != p2p.peer_id.to_base58()}
+        self._seeds: dict[str, str] = {}
         self._node: DHTNode | None = None
+        self.seeds_moved(seeds)
+
+    def seeds_moved(self, seeds: Iterable[str]) -> None:
+        """These are the run's seeds now, each with its address; the next look into the DHT meets them."""
+        me = self._p2p.peer_id.to_base58()
+        self._seeds = {peer_of(seed): seed for seed in seeds if peer_of(seed) != me}
+        for peer_id, address in self._seeds.items():
+            self._p2p.book.learn(peer_id, [address])
 
     async def join(self, *, alone_is_fine: bool, timeout: timedelta) -> None:
         """Meet the seeds and fill the routing table. Raises `Unreachable` naming the seeds, `Rejected`."""
-        for peer_id, address in self._seeds.items():
-            self._p2p.book.learn(peer_id, [address])
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answering = await self._greet_seeds(alone_is_fine)

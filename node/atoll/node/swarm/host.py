@@ -13,7 +13,7 @@ the same host with `relay_service=True`, which may be the first of its swarm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -191,6 +191,10 @@ class SwarmHost:
     def learn_addresses(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
         """Tell the address book where a peer can be dialled."""
         self._p2p.book.learn(peer_id, multiaddrs)
+
+    def seeds_moved(self, seeds: Sequence[str]) -> None:
+        """These are the run's seeds now, each with its address."""
+        self._directory.seeds_moved(seeds)
 
     async def publish_address(self, lifetime: timedelta) -> None:
         """Store where we can be dialled. Raises `Unreachable`."""

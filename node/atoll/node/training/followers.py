@@ -21,6 +21,7 @@ from datetime import timedelta
 from atoll.core import log
 from atoll.core.errors import ChildDied
 from atoll.node.training import messages as ms
+from atoll.node.training.device_names import names_of
 
 _CONFIRM = timedelta(minutes=10)
 
@@ -38,7 +39,7 @@ class Followers:
         `lost` is called in a thread when one ends, or says why it cannot begin.
         """
         self._lost, self._stopping = lost, False
-        self._names = [device.strip() for device in config.device.split(",")]
+        self._names = names_of(config.device)
         self._controls: list[socket.socket] = []
         self._answers: list[queue.SimpleQueue[ms.Envelope]] = []
         self._numbers = 0

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.core.errors import ConfigError
 from atoll.node.training import messages as ms
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
+from atoll.node.training.device_names import names_of
 
 _LOOPBACK = "lo"
 _MEET = timedelta(minutes=10)  # the slowest has loaded its corpus by then
@@ -120,27 +120,19 @@ class Group:
 
 def devices_of(name: str) -> list[torch.device]:
     """`cuda:0`, or several of a kind: `cuda:0,cuda:1`. Raises `ConfigError`."""
-    devices = [choose_device(each.strip()) for each in name.split(",")]
-    if len(devices) == 1:
-        return devices
-    kinds = {device.type for device in devices}
-    repeated = kinds != {"cpu"} and len(set(devices)) < len(devices)
-    if len(kinds) > 1 or kinds == {"mps"} or repeated or "auto" in name:
-        raise ConfigError(
-            f"{name!r} does not name several GPUs of one kind", "write them like cuda:0,cuda:1, each of them once"
-        )
-    return devices
+    return [choose_device(each) for each in names_of(name)]
 
 
 def facts_of(devices: Sequence[torch.device], vram_fraction: float = 1.0, memory_bytes: int = 0) -> DeviceFacts:
     """What reports show of them: together they are one device, as large as the smallest of them so many times."""
     each = [device_facts(device, vram_fraction, memory_bytes) for device in devices]
-    if len(each) == 1 or devices[0].type == "cpu":
-        return each[0]  # on CPUs they share the memory
+    if len(each) == 1:
+        return each[0]
     names = sorted({facts.name for facts in each})
+    memories = 1 if devices[0].type == "cpu" else len(each)  # on CPUs they share it
     return DeviceFacts(
         ",".join(facts.device for facts in each),
         f"{len(each)} × {' and '.join(names)}",
-        len(each) * min(facts.memory_bytes for facts in each),
+        memories * min(facts.memory_bytes for facts in each),
         ",".join(facts.uuid for facts in each if facts.uuid),
     )
