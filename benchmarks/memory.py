@@ -54,6 +54,7 @@ class Model:
     samples: int  # of a micro-batch
     micro_batches: int
     spans: tuple[Span, ...]
+    accumulate: int = 1  # micro-batches of a step of the whole model
 
     @property
     def toml(self) -> str:
@@ -61,7 +62,7 @@ class Model:
         return (
             f'version = 1\n[run]\nname = "memory"\nstop_tokens = 1000000000\n[model]\n{self.model}\n'
             f'[data]\npath = "nowhere.txt"\nsequence_length = {self.sequence_length}\nvalidation_samples = 4\n'
-            f"[optimizer]\nmicro_batch_samples = {self.samples}\n"
+            f"[optimizer]\nmicro_batch_samples = {self.samples}\naccumulate = {self.accumulate}\n"
             f"[pipeline]\nmicro_batches = {self.micro_batches}\n[sync]\nround_tokens = 1000000\n"
         )
 
@@ -80,7 +81,7 @@ class Model:
         return run_model(parse_run_spec(self.toml), 256)
 
 
-def _decoder(dimension: int, layers: int, heads: int, hidden: int, vocabulary: int, tied: bool = False) -> str:
+def decoder(dimension: int, layers: int, heads: int, hidden: int, vocabulary: int, tied: bool = False) -> str:
     return (
         f'preset = "nano"\nvocabulary = {vocabulary}\ndimension = {dimension}\nlayers = {layers}\nheads = {heads}\n'
         f"kv_heads = {heads}\nhidden_dimension = {hidden}\ntie_embeddings = {'true' if tied else 'false'}"
@@ -88,14 +89,14 @@ def _decoder(dimension: int, layers: int, heads: int, hidden: int, vocabulary: i
 
 
 MODELS = (
-    Model("wide", _decoder(768, 7, 12, 2048, 256), 256, 2, 6, (Span(0, 2), Span(3, 5), Span(6, 8))),
-    Model("long samples", _decoder(512, 10, 8, 1536, 256), 1024, 2, 4, (Span(0, 3), Span(4, 7), Span(8, 11))),
-    Model("large vocabulary", _decoder(384, 6, 6, 1024, 32000), 256, 4, 6, (Span(0, 2), Span(3, 5), Span(6, 7))),
-    Model("tied", _decoder(512, 6, 8, 1376, 16384, tied=True), 256, 2, 6, (Span(0, 2), Span(3, 5), Span(6, 7))),
+    Model("wide", decoder(768, 7, 12, 2048, 256), 256, 2, 6, (Span(0, 2), Span(3, 5), Span(6, 8))),
+    Model("long samples", decoder(512, 10, 8, 1536, 256), 1024, 2, 4, (Span(0, 3), Span(4, 7), Span(8, 11))),
+    Model("large vocabulary", decoder(384, 6, 6, 1024, 32000), 256, 4, 6, (Span(0, 2), Span(3, 5), Span(6, 7))),
+    Model("tied", decoder(512, 6, 8, 1376, 16384, tied=True), 256, 2, 6, (Span(0, 2), Span(3, 5), Span(6, 7))),
 )
 KNOWN = (("embedding", 1e-6, 1e-6), ("block", 1e-6, 1e-6), ("head", 1e-6, 1e-6))  # as after a node's first trainer
 LIMIT = 16 * 10**9  # far above, but set: then large tensors go back to the system, as where an owner limits memory
-NOTHING = Model("nothing", _decoder(16, 4, 2, 32, 256), 64, 1, 2, (Span(0, 1), Span(2, 3), Span(4, 5)))
+NOTHING = Model("nothing", decoder(16, 4, 2, 32, 256), 64, 1, 2, (Span(0, 1), Span(2, 3), Span(4, 5)))
 
 
 class Watch:

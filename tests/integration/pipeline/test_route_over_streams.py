@@ -52,14 +52,14 @@ validation_samples = 8
 [optimizer]
 schedule = "constant"
 learning_rate = 0.01
-micro_batch_samples = 2
-accumulate = 3
+micro_batch_samples = 3
+accumulate = 2
 [sync]
 round_tokens = 1000
 [pipeline]
 codec = "fp32"
 """  # its tied matrix takes two body frames
-STEP_TOKENS, STEP_SAMPLES = 2 * 3 * 32, 6
+STEP_TOKENS, STEP_SAMPLES = 3 * 2 * 32, 6
 SPANS = [(0, 0), (1, 2), (3, 3)]
 RANGES = ((0, 10_000),)
 DEADLINE = timedelta(seconds=60)

@@ -174,10 +174,53 @@ async def test_what_is_refused_is_refused_by_all_and_training_goes_on(text):
         ("cpu,cuda:7", SPEC, ConfigError),
         ("cpu,cpu", SPEC.replace("accumulate = 2", 'name = "muon"'), ConfigError),
         ("cpu,cpu", SPEC.replace('"overridden"', '"/nowhere"'), CorpusError),
+        ("cpu,cpu", SPEC.replace('"overridden"', '"/proc/self/smaps"'), CorpusError),  # each process reads another text
     ],
 )
 async def test_what_several_devices_cannot_do_is_said_at_once(text, devices, spec, error):
-    config = TrainerConfig(spec, None if "/nowhere" in spec else str(text), device=devices)
+    config = TrainerConfig(spec, str(text) if "overridden" in spec else None, device=devices)
     with pytest.raises(error):
         await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
     assert not psutil.Process().children()
+
+
+async def test_they_meet_on_the_loopback_interface_whatever_the_environment_says(text, monkeypatch):
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "eth0")
+    async with trainer_on(text, "cpu,cpu") as trainer:
+        processes = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children()]
+        ports = [it for process in processes for it in process.net_connections() if it.status == psutil.CONN_LISTEN]
+        assert ports
+        assert {it.laddr.ip for it in ports} == {"127.0.0.1"}
+
+
+async def test_an_owners_limit_is_that_of_all_together(text):
+    limit, given = 4 * 10**9, {}
+    for devices in ("cpu", "cpu,cpu"):
+        config = TrainerConfig(SPEC, str(text), device=devices, memory_bytes=limit)
+        trainer = await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
+        try:
+            given[devices], _ = psutil.Process(trainer.pid).rlimit(psutil.RLIMIT_DATA)
+        finally:
+            await trainer.stop(DEADLINE)
+    assert given["cpu"] - given["cpu,cpu"] == pytest.approx(limit / 2, rel=0.2)
+
+
+async def test_an_orderly_end_is_no_loss_of_a_device(text):
+    async with trainer_on(text, "cpu,cpu"):
+        pass
+    assert "a device is lost" not in (text.parent / "trainer.log").read_text()
+
+
+async def test_after_genesis_is_written_anew_nobody_snapshots_before_it_is_loaded(text):
+    async with trainer_on(text, "cpu,cpu") as trainer:
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
+        await steps_of(trainer, 2)
+        await trainer.initialise()
+        trainer.pseudo_gradient.zero_()
+        with pytest.raises(Exception, match="before an anchor was loaded"):
+            await trainer.snapshot()
+        assert not trainer.pseudo_gradient.any()
+        await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
+        await steps_of(trainer, 1)

@@ -139,4 +139,4 @@ def test_a_whole_replica_takes_about_what_is_estimated(family: str, optimizer: s
             loop.step()
         finally:
             loop.close()
-    assert 0.8 * live.peak <= run.whole_bytes <= 1.2 * live.peak
+    assert 0.8 * live.peak <= run.whole_bytes(spec.optimizer.micro_batch_samples) <= 1.2 * live.peak

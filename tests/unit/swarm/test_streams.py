@@ -9,7 +9,19 @@ from datetime import timedelta
 import pytest
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import DeadlineExceeded, FrameInvalid, NotIntroduced, RoundAbandoned, Unreachable
+from atoll.core.errors import (
+    AtollError,
+    CheckpointCorrupt,
+    ChildDied,
+    DeadlineExceeded,
+    FrameInvalid,
+    ModelTooLarge,
+    NotIntroduced,
+    PortInUse,
+    RoundAbandoned,
+    Unreachable,
+    UsageError,
+)
 from atoll.core.frames import FrameKind, pack_prefix
 from atoll.node.swarm import streams
 from atoll.node.swarm.refusals import printable, refusal_header
@@ -111,6 +123,15 @@ async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
         await stream.receive(SOON)
     assert writer.closed
     assert len(printable("x" * 10_000)) == 500
+
+
+@pytest.mark.parametrize("trouble", [ChildDied, CheckpointCorrupt, ModelTooLarge, UsageError, PortInUse])
+async def test_what_is_wrong_with_a_peer_itself_is_not_taken_for_ours(trouble: type[AtollError]) -> None:
+    """A node whose own trainer has died starts another, and gives up in the end: no peer may make it."""
+    stream, reader, _, _ = make_stream()
+    reader.feed_data(frame(FrameKind.REFUSAL, refusal_header(trouble("my trainer is gone"))))
+    with pytest.raises(Unreachable, match="my trainer is gone"):
+        await stream.receive(SOON)
 
 
 async def test_sent_bytes_are_counted_per_protocol_and_a_closed_stream_refuses() -> None:

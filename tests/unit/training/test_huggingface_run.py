@@ -146,8 +146,9 @@ def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_ge
     base = pretrained(tmp_path / "base", num_hidden_layers=6)
     toml = spec_text(model_section(config_of("llama", num_hidden_layers=6), base))
     config = TrainerConfig(toml, str(text), base_path=str(base))
-    run = run_model(parse_run_spec(toml), 256, base)
-    small = DeviceFacts("cpu", "a small machine", int(0.9 * run.whole_bytes))
+    spec = parse_run_spec(toml)
+    needed = run_model(spec, 256, base).whole_bytes(spec.optimizer.micro_batch_samples)
+    small = DeviceFacts("cpu", "a small machine", int(0.9 * needed))
     loaded = load_trainer(config, small, None, SystemClock())
     assert loaded.loop is None
     assert loaded.span is None
@@ -157,7 +158,7 @@ def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_ge
         *("embedding", "block", "head")
     ]
     write_initial(loaded.run, tmp_path / "genesis")
-    genesis_E = torch.from_file(str(tmp_path / "genesis"), size=Layers.of(run.table).elements)
+    genesis_E = torch.from_file(str(tmp_path / "genesis"), size=Layers.of(loaded.run.table).elements)
     theirs = load(base)
     assert torch.equal(genesis_E, torch.cat([values.detach().flatten() for values in theirs.parameters()]))
     with pytest.raises(ModelTooLarge, match="layers 0 to 7"):

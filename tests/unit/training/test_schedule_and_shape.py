@@ -87,6 +87,6 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated() -> None:
     spec = spec_of(model='preset = "7b"')
     small = DeviceFacts("cuda:0", "Small GPU", 8 * 1024**3)
     with pytest.raises(ModelTooLarge, match=bytes_text(small.memory_bytes)) as caught:
-        check_fits(memory_needed_bytes(spec, resolve_shape(spec.model, 256)), small)
+        check_fits(memory_needed_bytes(spec, resolve_shape(spec.model, 256), 1), small)
     assert caught.value.remedy
-    check_fits(memory_needed_bytes(spec_of(), resolve_shape(spec_of().model, 256)), small)
+    check_fits(memory_needed_bytes(spec_of(), resolve_shape(spec_of().model, 256), 1), small)

@@ -7,18 +7,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
+from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import layout_of
+from atoll.node.training.device import DeviceFacts
 from atoll.node.training.device_names import names_of
 from atoll.node.training.flat import FlatLayout
-from atoll.node.training.group import Group, devices_of, facts_of, nobody
+from atoll.node.training.group import Group, Several, devices_of, facts_of, nobody
 from atoll.node.training.held import ALL, Pieces, SpreadWeights, WholeWeights
+from atoll.node.training.loading import load, stage_bytes, usable
+from atoll.node.training.messages import TrainerConfig
+from atoll.node.training.run_model import run_model
 from atoll.node.training.shape import ModelShape
+from atoll.node.training.spread_memory import usable_bytes
 
 CPU = torch.device("cpu")
-SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, max_size=5)
+SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), max_size=5)  # none: all is frozen
 
 
 def layout_with(shapes: list[tuple[int, int]]) -> FlatLayout:
@@ -73,7 +80,7 @@ def test_every_sample_counts_once_and_all_devices_take_as_many_turns(rows, size,
         shares = list(Group(rank, size, CPU, None, nobody).share(batch_BT, at_most))  # type: ignore[arg-type]
         turns.add(len(shares))
         for share_BT, times in shares:
-            assert 1 <= len(share_BT) <= at_most
+            assert 1 <= len(share_BT) <= -(-at_most // size)
             for row in share_BT.flatten().tolist():  # a mean over the rows, over `times`
                 weights[row] += 1 / len(share_BT) / times
     assert len(turns) == 1
@@ -99,8 +106,102 @@ def test_devices_that_cannot_work_together_are_named(name):
         devices_of(name)
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda:3", "cuda", "cpu,cpu", "cuda:0, cuda:1"])
+def test_devices_that_can_work_together_are_taken(name):
+    assert len(names_of(name)) == name.count(",") + 1
+
+
+def test_what_graphics_cards_have_together_is_as_if_all_were_the_smallest(monkeypatch):
+    sizes = {0: 24 * 10**9, 1: 8 * 10**9}
+
+    def facts(device, *_):
+        return DeviceFacts(str(device), "card", sizes[device.index], f"GPU-{device.index}")
+
+    monkeypatch.setattr("atoll.node.training.group.device_facts", facts)
+    together = facts_of([torch.device("cuda", 0), torch.device("cuda", 1)])
+    assert together == DeviceFacts("cuda:0,cuda:1", "2 × card", 16 * 10**9, "GPU-0,GPU-1")
+
+
 def test_processors_share_one_memory():
     alone, both = facts_of([CPU], memory_bytes=10**9), facts_of([CPU, CPU], memory_bytes=10**9)
     assert both.memory_bytes == alone.memory_bytes
     assert both.device == "cpu,cpu"
     assert both.name == f"2 × {alone.name}"
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+MODEL = """
+version = 1
+[run]
+name = "t"
+stop_tokens = 1000
+[model]
+dimension = 64
+layers = {layers}
+heads = 4
+kv_heads = 4
+hidden_dimension = 128
+[data]
+path = "nowhere"
+sequence_length = 64
+[optimizer]
+micro_batch_samples = {samples}
+[sync]
+round_tokens = 1000
+"""
+HAS = DeviceFacts("cpu,cpu", "card", 10**9)
+
+
+def usable_by(devices: int, layers: int = 4, samples: int = 4) -> int:
+    spec = parse_run_spec(MODEL.format(layers=layers, samples=samples))
+    return usable(HAS, spec, run_model(spec, 256), devices).memory_bytes
+
+
+def test_what_being_several_costs_is_that_of_a_block_and_the_ends_however_deep_the_model():
+    assert usable_by(1) == HAS.memory_bytes
+    assert HAS.memory_bytes > usable_by(2) > 0.99 * HAS.memory_bytes
+    assert usable_by(2, layers=4) == usable_by(2, layers=64)
+    assert usable_by(4) < usable_by(2)
+
+
+def test_a_sample_that_cannot_be_divided_costs_what_it_takes_on_each():
+    assert usable_by(2, samples=1) < 0.9 * usable_by(2, samples=2)
+    assert usable_by(3, samples=4) < 0.95 * usable_by(4, samples=4)
+
+
+def test_a_table_with_something_frozen_is_whole_on_each():
+    spec = parse_run_spec(MODEL.format(layers=4, samples=4))
+    table = run_model(spec, 256).table
+    plain = usable_bytes(table, 10**9, 2, 1.0)
+    table.layers[1].frozen_parameters = 10**6
+    assert usable_bytes(table, 10**9, 2, 1.0) == pytest.approx(plain / 2, abs=1)
+    assert usable_bytes(table, 1000, 2, 1.0) == 0
+
+
+def test_rows_that_do_not_divide_make_one_device_the_largest():
+    layout = layout_with([(4, 100), (3, 1)])
+    assert Pieces.unevenness(layout, 1) == 1.0
+    assert Pieces.unevenness(layout, 3) == pytest.approx(3 * (200 + 1) / 403)
+    most = max(Pieces.of(layout, rank, 3).offsets[-1] for rank in range(3))
+    assert Pieces.unevenness(layout, 3) == pytest.approx(3 * most / 403)
+
+
+def test_a_layer_takes_as_many_times_less_as_there_are_devices(monkeypatch, tmp_path):
+    measured = (("embedding", 1.0, 2.0), ("block", 3.0, 4.0), ("head", 5.0, 6.0))
+    monkeypatch.setattr("atoll.node.training.loading.single_layer_times", lambda *_: measured)
+    toml = MODEL.format(layers=4, samples=4).replace("nowhere", str(tmp_path / "text.txt"))
+    (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 400)
+    small = DeviceFacts("cpu", "card", usable_for_a_layer(toml))  # it holds nothing, and meets nobody
+    several = Several((CPU, CPU), 0, -1)
+    loaded = load(TrainerConfig(toml, device="cpu,cpu"), small, None, SystemClock(), several)
+    assert loaded.loop is None
+    assert loaded.times == tuple((kind, there / 2, back / 2) for kind, there, back in measured)
+
+
+def usable_for_a_layer(toml: str) -> int:
+    """Of two devices: enough for a layer, not for all."""
+    spec = parse_run_spec(toml)
+    run = run_model(spec, 256)
+    taken = 10**9 - usable(HAS, spec, run, 2).memory_bytes
+    return taken + max(stage_bytes(spec, run, Span(layer, layer)) for layer in range(6))

@@ -1,4 +1,5 @@
-"""Errors across a stream: the tree goes out as a `Refusal` frame and comes back as the same class.
+"""Errors across a stream: the tree goes out as a `Refusal` frame and comes back as the same class,
+but for what is wrong with the peer itself.
 
 Also the supervision boundary around every handler, whichever network runs it: an error of ours is told to
 the peer by name, anything else is logged and told as an internal error, and the stream ends either way.
@@ -15,13 +16,25 @@ from datetime import timedelta
 from google.protobuf.message import DecodeError
 
 from atoll.core import log
-from atoll.core.errors import AtollError, FrameInvalid, Unreachable, by_reason
+from atoll.core.errors import (
+    AtollError,
+    ChildDied,
+    ConfigError,
+    FrameInvalid,
+    PortInUse,
+    StateError,
+    Unreachable,
+    UsageError,
+    by_reason,
+)
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.transport import Handler, Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 MAX_SENTENCE_CHARACTERS = 500
 LINGER = timedelta(seconds=1)  # for a refused peer to read why and close
+
+_OF_ITS_OWN = (ChildDied, StateError, ConfigError, UsageError, PortInUse)
 
 _log = log.get("swarm")
 
@@ -33,12 +46,18 @@ def refusal_header(error: AtollError) -> bytes:
 
 
 def refused_as(frame: Frame, peer_id: str) -> AtollError:
-    """The error that a `REFUSAL` frame from `peer_id` stands for; `FrameInvalid` if it does not parse."""
+    """The error that a `REFUSAL` frame from `peer_id` stands for; `FrameInvalid` if it does not parse.
+
+    What is wrong with a peer's own processes, files and settings is nothing of ours: such a peer is out of reach.
+    """
     try:
         refusal = wire.Refusal.FromString(frame.header)
     except DecodeError:
         return FrameInvalid(f"peer {peer_id} refused with a message that does not parse")
-    return by_reason(refusal.reason)(f"peer {peer_id}: {printable(refusal.message)}")
+    kind = by_reason(refusal.reason)
+    if issubclass(kind, _OF_ITS_OWN):
+        kind = Unreachable
+    return kind(f"peer {peer_id}: {printable(refusal.message)}")
 
 
 def printable(text: str) -> str:

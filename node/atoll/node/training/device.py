@@ -117,9 +117,9 @@ def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float)
         torch.mps.set_per_process_memory_fraction(vram_fraction)
 
 
-def memory_needed_bytes(spec: RunSpec, shape: ModelShape) -> int:
-    """A lower estimate of what training takes: the flat copies, and what backward needs of one micro-batch."""
-    tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
+def memory_needed_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
+    """A lower estimate of what training takes: the flat copies, and what backward needs of so many samples at once."""
+    tokens = samples * spec.data.sequence_length
     width = 4 if spec.optimizer.precision == "fp32" else 2
     blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
     saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension

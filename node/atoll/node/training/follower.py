@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, InvalidTransition
 from atoll.node.pipeline.following import FollowingStage
 from atoll.node.training import messages as ms
 from atoll.node.training.device import limit_memory
@@ -47,6 +47,11 @@ class Follower:
                     loop.stage.obey(order)
                 case ms.Probe() as probe, _:
                     self._probe(event.number, probe)
+                case ms.Initialise(), InnerLoop() | FollowingStage():  # the first process does it
+                    self._orders.loaded = False
+                    self._channel.answer(event.number, ms.Done())
+                case ms.Step() | ms.Compute(), _:
+                    raise InvalidTransition(f"{event.body} is not for what this process holds")
                 case _:
                     self._obey(event)
 

@@ -23,7 +23,7 @@ from atoll.core.errors import ChildDied
 from atoll.node.training import messages as ms
 from atoll.node.training.device_names import names_of
 
-_CONFIRM = timedelta(minutes=10)
+_CONFIRM = timedelta(minutes=9)  # less than the daemon waits, which cannot say which process it was
 
 _log = log.get("trainer")
 
@@ -71,17 +71,21 @@ class Followers:
                 control.sendall(line)
         return self._numbers
 
-    def confirm(self, number: int) -> None:
-        """Wait until all have done it. Raises `RuntimeError` for one that could not: they are of no use any more."""
+    def confirm(self, number: int, *, refused: bool = False) -> None:
+        """Wait until all have done it, or refused it as we did.
+
+        Raises `RuntimeError` for one that did other than we: they are of no use together any more.
+        """
         for name, answers in zip(self._names[1:], self._answers, strict=True):
             answer = ms.Envelope(0, ms.Done())
-            while answer.number < number:  # to what was refused here, too, nobody waited for theirs
+            while answer.number < number:
                 try:
                     answer = answers.get(timeout=_CONFIRM.total_seconds())
                 except queue.Empty:
                     raise RuntimeError(f"the trainer's process for {name} does not answer") from None
-            if isinstance(answer.body, ms.Refused):
-                raise RuntimeError(f"the process for {name} is not where the others are: {answer.body.message}")
+            if isinstance(answer.body, ms.Refused) is not refused:
+                why = answer.body.message if isinstance(answer.body, ms.Refused) else "it did what we refused"
+                raise RuntimeError(f"the process for {name} is not where the others are: {why}")
 
     def _read(self, control: socket.socket, answers: queue.SimpleQueue[ms.Envelope], name: str) -> None:
         with contextlib.suppress(OSError), control.makefile("rb") as lines:

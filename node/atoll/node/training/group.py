@@ -21,8 +21,8 @@ from atoll.node.training import messages as ms
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.device_names import names_of
 
-_LOOPBACK = "lo"
-_MEET = timedelta(minutes=10)  # the slowest has loaded its corpus by then
+_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # whatever the machine's owner set them to
+_MEET = timedelta(minutes=8)  # the slowest has loaded its corpus by then, and the daemon still waits
 NOTHING = math.inf  # times that what counts for nothing goes into a whole
 
 
@@ -56,10 +56,10 @@ class Group:
     @classmethod
     def meet(cls, several: Several) -> Group:
         """Wait for the others."""
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, _LOOPBACK)
+        os.environ.update(_INTERFACE)
         rank, size, device = several.rank, len(several.devices), several.devices[several.rank]
         store = dist.FileStore(f"/proc/self/fd/{several.meeting_fd}", size)  # type: ignore[attr-defined]
+        store.set_timeout(_MEET)  # else it has its own, and nobody waits for longer
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=_MEET
         )
@@ -70,6 +70,11 @@ class Group:
         dist.all_reduce(tensor)
         return tensor
 
+    def agrees(self, digest: str) -> bool:
+        """Whether the first process has the same."""
+        own = torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8).to(self.device)
+        return torch.equal(self.broadcast(own.clone()), own)
+
     def own(self, rows: int) -> slice:
         """Which rows of a batch are this process's; of the last ones it may be fewer than of others, or none."""
         most = -(-rows // self.size)
@@ -79,11 +84,11 @@ class Group:
         """This process's rows in micro-batches, and how often each, at its mean, goes into the mean of all rows.
 
         All processes get as many, since each waits for the others in every one; who has no rows left gets one that
-        counts for nothing.
+        counts for nothing. `at_most` are those of all processes at once, or one each.
         """
         rows, own = len(batch_BT), self.own(len(batch_BT))
         most = -(-rows // self.size)
-        size = max(1, min(at_most, most))
+        size = max(1, min(-(-at_most // self.size), most))
         for start in range(own.start, own.start + most, size):
             mine_BT = batch_BT[start : min(start + size, own.stop)]
             yield (mine_BT, rows / len(mine_BT)) if len(mine_BT) else (batch_BT[:1], NOTHING)

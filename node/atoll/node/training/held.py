@@ -53,6 +53,14 @@ class Weights(Protocol):
         """The weights [P of the part], to be changed in place."""
         ...
 
+    def fill(self, vector_E: Tensor) -> None:
+        """Make them those of a vector, without a copy of them in between."""
+        ...
+
+    def restore(self, values_P: Tensor) -> None:
+        """Make them what `read` gave."""
+        ...
+
 
 class WholeWeights:
     """All of them, as one vector."""
@@ -84,6 +92,11 @@ class WholeWeights:
     def changed(self, part: slice = ALL) -> Iterator[Tensor]:
         yield self._weights_E[part]
 
+    def fill(self, vector_E: Tensor) -> None:
+        self._weights_E.copy_(vector_E)
+
+    restore = fill
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -105,6 +118,11 @@ class Pieces:
             first, last = min(rank * run, rows), min((rank + 1) * run, rows)
             slices.append(slice(slot.offset + first * row, slot.offset + last * row))
         return cls(tuple(slices))
+
+    @classmethod
+    def unevenness(cls, layout: FlatLayout, size: int) -> float:
+        """How many times its share, at most, one of `size` devices has: the first, which has the longest runs."""
+        return size * cls.of(layout, 0, size).offsets[-1] / layout.elements
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -142,7 +160,7 @@ class SpreadWeights:
         return slice(before, before + self._count(part))
 
     def take(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
-        return torch.cat([vector_E[it] for it in self._pieces.within(part)])
+        return torch.cat([vector_E[:0], *(vector_E[it] for it in self._pieces.within(part))])
 
     def put(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
         offset = 0
@@ -151,12 +169,23 @@ class SpreadWeights:
             offset += _length(place)
 
     def read(self, part: slice = ALL) -> Tensor:
-        return torch.cat([memory[it] for memory, it in self._inside(part)])
+        nothing = torch.empty(0, device=self._device)  # of a span whose layers are all frozen
+        return torch.cat([nothing, *(memory[it] for memory, it in self._inside(part))])
 
     @contextmanager
     def changed(self, part: slice = ALL) -> Iterator[Tensor]:
         values_P = self.read(part)
         yield values_P
+        self._write(values_P, part)
+
+    def fill(self, vector_E: Tensor) -> None:
+        for memory, piece in zip(self._memory, self._pieces.slices, strict=True):
+            memory.copy_(vector_E[piece])
+
+    def restore(self, values_P: Tensor) -> None:
+        self._write(values_P, ALL)
+
+    def _write(self, values_P: Tensor, part: slice) -> None:
         offset = 0
         for memory, it in self._inside(part):
             memory[it].copy_(values_P[offset : offset + _length(it)])

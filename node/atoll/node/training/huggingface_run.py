@@ -30,16 +30,14 @@ class HuggingFaceRun:
         """`vocabulary`: the tokenizer's. Raises `UnsupportedModel`, `ConfigError`, `BaseUnusable`."""
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
         self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
-        tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
-        self.whole_bytes = replica_memory(
-            self.table,
-            tokens,
-            spec.data.sequence_length,
-            half=spec.optimizer.precision != "fp32",
-            checkpointing=spec.optimizer.activation_checkpointing,
-        )
-        self._seed = spec.run.seed
+        self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
+
+    def whole_bytes(self, samples: int) -> int:
+        """What is frozen counts, too."""
+        length, section = self._spec.data.sequence_length, self._spec.optimizer
+        half, checkpointing = section.precision != "fp32", section.activation_checkpointing
+        return replica_memory(self.table, samples * length, length, half=half, checkpointing=checkpointing)
 
     def check(self, span: Span | None) -> None:
         """All files, where all layers or any may be needed; those of a span are compared when they are read."""

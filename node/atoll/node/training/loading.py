@@ -17,13 +17,14 @@ from torch import Tensor
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import ModelTooLarge
+from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.pipeline.cable_end import CableEnd
 from atoll.node.pipeline.following import FollowingStage
 from atoll.node.pipeline.memory import FP32_BYTES, Traffic, trainer_memory
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.span import Span
+from atoll.node.pipeline.span_model import layout_of
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
 from atoll.node.training.corpus import Corpus, load_corpus
@@ -36,10 +37,11 @@ from atoll.node.training.device import (
     working_precision,
 )
 from atoll.node.training.group import Group, Several
+from atoll.node.training.held import Pieces
 from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.run_model import RunModel, run_model
-from atoll.node.training.spread import spread_bytes
+from atoll.node.training.spread_memory import kept_aside_bytes, rows_at_once, usable_bytes
 from atoll.node.training.times_file import TimesFile, key_of
 from atoll.node.training.tokenizer import load_tokenizer
 
@@ -74,9 +76,9 @@ class Loaded:
 
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""
-        facts = usable(facts, self.run, len(self.devices))
+        facts = usable(facts, self.spec, self.run, len(self.devices))
         if isinstance(self.loop, InnerLoop):
-            check_fits(self.run.whole_bytes, facts)
+            check_fits(whole_bytes(self.spec, self.run, len(self.devices)), facts)
         elif self.loop is not None:
             check_stage_fits(self.spec, self.run, self.loop.span, facts)
 
@@ -95,7 +97,7 @@ class Loaded:
             tokens_per_second=tokens_per_second,
             layer_times=self.times,
             span=self.span,
-            whole_model_bytes=self.run.whole_bytes,
+            whole_model_bytes=whole_bytes(self.spec, self.run, len(self.devices)),
         )
 
     def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:
@@ -164,10 +166,20 @@ def _measured(config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: Dev
     return times
 
 
-def usable(facts: DeviceFacts, run: RunModel, devices: int) -> DeviceFacts:
+def usable(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int) -> DeviceFacts:
     """Of so many devices together, without what they take for being several."""
-    taken = spread_bytes(run.table, devices) if devices > 1 else 0
-    return replace(facts, memory_bytes=max(0, facts.memory_bytes - taken))
+    if devices == 1:
+        return facts
+    whole, micro_batch = Span(0, run.architecture.layers - 1), spec.optimizer.micro_batch_samples
+    rounded = stage_bytes(spec, run, whole, rows_at_once(micro_batch, devices)) / stage_bytes(spec, run, whole)
+    times = Pieces.unevenness(layout_of(run.architecture.cut(whole)), devices) * rounded
+    return replace(facts, memory_bytes=usable_bytes(run.table, facts.memory_bytes, devices, times))
+
+
+def whole_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
+    """What all layers take of so many devices, as `usable` counts their memory."""
+    aside = kept_aside_bytes(run.table) if devices > 1 else 0
+    return run.whole_bytes(spec.optimizer.micro_batch_samples) + aside
 
 
 def load(
@@ -188,8 +200,8 @@ def load(
     tokenizer = load_tokenizer(spec.data.tokenizer)
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
-    facts = usable(facts, run, len(devices))
-    holds = _has_room(spec, run, span, facts)
+    facts = usable(facts, spec, run, len(devices))
+    holds = _has_room(spec, run, span, facts, len(devices))
     torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
     times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
     _warm_up()
@@ -207,6 +219,8 @@ def load(
         limit_host_memory(config.memory_bytes // len(devices))
     loop: InnerLoop | StageLoop | FollowingStage | None = None
     group = Group.meet(several) if holds and several is not None else None
+    if group is not None and not group.agrees(corpus.digest):
+        raise CorpusError(f"{config.corpus_path or spec.data.path} changed while it was read", "start the node again")
     if span is not None:
         try:
             if group is not None and config.rank:
@@ -231,13 +245,13 @@ def _warm_up() -> None:
     torch.optim.AdamW([many_MM]).step()
 
 
-def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts) -> bool:
+def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: int) -> bool:
     """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
     if span is not None:
         check_stage_fits(spec, run, span, facts)
         return True
     try:
-        check_fits(run.whole_bytes, facts)
+        check_fits(whole_bytes(spec, run, devices), facts)
     except ModelTooLarge as error:
         layers = range(run.architecture.layers)
         if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:
@@ -247,9 +261,12 @@ def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFact
     return True
 
 
-def stage_bytes(spec: RunSpec, run: RunModel, span: Span) -> int:
-    """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each."""
-    tokens = spec.optimizer.micro_batch_samples * spec.data.sequence_length
+def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> int:
+    """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each.
+
+    `samples` at once; 0: a micro-batch.
+    """
+    tokens = (samples or spec.optimizer.micro_batch_samples) * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
     credits = max(credits_of(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
     traffic = Traffic(tokens, spec.data.sequence_length, credits)

@@ -161,20 +161,16 @@ class InnerLoop(Replica):
                 yield logits_of
             return
         trained = self.weights.read()
-        self._put(self.weights.take(flat_E))
+        self.weights.fill(flat_E)
         try:
             yield self._look
         finally:
-            self._put(trained)
+            self.weights.restore(trained)
 
     @torch.no_grad()
     def _look(self, tokens_BT: Tensor) -> Tensor:
         with self._autocast():
             return self.model.run(tokens_BT)
-
-    def _put(self, values: Tensor) -> None:
-        with self.weights.changed() as weights:
-            weights.copy_(values)
 
     def probe(
         self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0, scratch_E: Tensor | None = None

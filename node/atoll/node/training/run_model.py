@@ -36,9 +36,8 @@ class RunModel(Protocol):
         """What its layers are; elements that are trained are those that travel."""
         ...
 
-    @property
-    def whole_bytes(self) -> int:
-        """What training all layers takes of a device, at least."""
+    def whole_bytes(self, samples: int) -> int:
+        """What training all layers takes of a device, at least, with so many samples at once."""
         ...
 
     def check(self, span: Span | None) -> None:
@@ -62,8 +61,10 @@ class BuiltInRun:
         shape = resolve_shape(section, vocabulary)
         self.architecture = BuiltIn(shape)
         self.table = layer_table(spec, shape)
-        self.whole_bytes = memory_needed_bytes(spec, shape)
-        self._shape, self._seed = shape, spec.run.seed
+        self._spec, self._shape, self._seed = spec, shape, spec.run.seed
+
+    def whole_bytes(self, samples: int) -> int:
+        return memory_needed_bytes(self._spec, self._shape, samples)
 
     def check(self, span: Span | None) -> None:
         """It needs nothing."""

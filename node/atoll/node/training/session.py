@@ -85,8 +85,11 @@ class Session:
         anchor_E = self._orders.anchor_E
         if isinstance(self._loop, InnerLoop):
             self._loop.initialise_into(anchor_E)
-        with self._together(probe):
-            tokens_per_second = self._here.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
+        number = self._followers.tell(probe) if self._followers is not None else 0
+        # what fails here ends this process, and theirs: they may wait in a sum
+        tokens_per_second = self._here.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
+        if self._followers is not None:
+            self._followers.confirm(number)
         self._channel.answer(0, self._here.introduction(tokens_per_second))
 
     def _give_up(self, why: ms.Refused) -> None:
@@ -97,10 +100,16 @@ class Session:
     @contextmanager
     def _together(self, order: ms.Order) -> Iterator[None]:
         """Followers do the same meanwhile, and are done afterwards."""
-        number = self._followers.tell(order) if self._followers is not None else 0
-        yield  # what is refused here is refused there; whatever else fails ends this process, and theirs
-        if self._followers is not None:
-            self._followers.confirm(number)
+        if self._followers is None:
+            yield
+            return
+        number = self._followers.tell(order)
+        try:
+            yield  # whatever fails but a refusal ends this process, and theirs
+        except AtollError:
+            self._followers.confirm(number, refused=True)
+            raise
+        self._followers.confirm(number)
 
     def serve(self) -> None:
         """Until `Stop`."""
@@ -155,7 +164,7 @@ class Session:
         loop, began = self._require_model(), self._clock.monotonic()
         computing = computing_seconds(self._here.device, self._clock)
         was_between = loop.between_steps
-        if self._followers is not None:
+        if self._followers is not None and isinstance(loop, InnerLoop):  # a stage tells what it does by itself
             self._followers.tell(ms.Step())
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
@@ -187,8 +196,9 @@ class Session:
     def _carry_out(self, order: ms.Message) -> ms.Answer:
         match order:
             case ms.Initialise():
-                self._require_model().initialise_into(self._orders.anchor_E)
-                self._orders.loaded = False
+                with self._together(order):
+                    self._require_model().initialise_into(self._orders.anchor_E)
+                    self._orders.loaded = False
             case ms.Train():
                 self._require_model()
                 require(self._orders.loaded, "train before an anchor was loaded")

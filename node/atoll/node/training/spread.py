@@ -23,16 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from atoll.core.errors import ConfigError
-from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.memory import FP32_BYTES
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import Cut, Tie, layout_of, move_buffers, named
 from atoll.node.training.device import working_precision
 from atoll.node.training.group import Group
 from atoll.node.training.held import Pieces, SpreadWeights, Weights
 from atoll.node.training.run_model import RunModel
-from atoll.v1 import plan_pb2
 
 
 class SpreadModel:
@@ -153,7 +150,9 @@ class SpreadModel:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all of them."""
-        torch._foreach_mul_([own.grad for own in self._own if own.grad is not None], factor)
+        gradients = [own.grad for own in self._own if own.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def zero_gradients(self) -> None:
         """Forget them."""
@@ -216,16 +215,3 @@ def _blocks(cut: Cut) -> list[str]:
             paths = [name.rpartition(".")[0].replace(".", "/") for name in parameters]
             names.append(os.path.commonpath(paths).replace("/", "."))
     return names
-
-
-def spread_bytes(table: plan_pb2.LayerTable, size: int) -> int:
-    """What a model that is spread over `size` devices takes more of them all than one device with the whole.
-
-    On each, embedding and head are together, with their gradient, and of blocks the one that computes, with its
-    gradient, and the next one; while an anchor is evaluated, what was trained is kept beside it.
-    """
-    largest = max((row.parameters for row in table.layers if is_block(row.kind)), default=0)
-    ends = sum(row.parameters for row in table.layers if not is_block(row.kind))
-    frozen = sum(row.frozen_parameters for row in table.layers)
-    trained = sum(row.parameters for row in table.layers)
-    return FP32_BYTES * (size * (2 * ends + 3 * largest) + (size - 1) * frozen + trained)
