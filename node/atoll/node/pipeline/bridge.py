@@ -28,7 +28,7 @@ from atoll.v1 import pipeline_pb2 as pb
 from atoll.v1 import plan_pb2
 
 _FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver begins anew; twice as long each time that none works
-_LONGEST_PAUSE = timedelta(seconds=10)
+_LONGEST_PAUSE = timedelta(seconds=1)  # who was started again is met so soon; a dial a second is no burden
 
 _log = log.get("route")
 
@@ -122,8 +122,9 @@ class RouteBridge:
             except AtollError as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
+                if str(error) != str(self.trouble):  # not every second while somebody is away
+                    _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
                 self.trouble = error
-                _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
             if self._place.first:
                 lasted = timedelta(seconds=self._clock.monotonic() - began) if self._was_ready else timedelta(0)
                 pause = _FIRST_PAUSE if lasted > 2 * pause else min(2 * pause, _LONGEST_PAUSE)
