@@ -220,6 +220,13 @@ def test_what_is_wrong_with_the_machine_is_said_before_a_token_is_spent(tmp_path
     assert not (tmp_path / "node").exists()
 
 
+def test_text_whose_name_looks_like_a_pattern_is_there(tmp_path, token):
+    text = tmp_path / "books [1]"
+    text.mkdir()
+    flags = "--data-dir", tmp_path / "node", "--data", text
+    refused(atoll("join", "--token", "-", *flags, stdin=token), 69, "no coordinator answers")
+
+
 def test_the_doctor_looks_at_the_device_that_was_named(tmp_path):
     done = atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cuda:99"})
     assert done.returncode != 0

@@ -187,7 +187,11 @@ def test_a_node_that_comes_before_any_seed_is_told_of(world: World) -> None:
     seen = len(world.records)
     world.enrol("seed", world.token(roles=("seed",)))
     world.enrol("bob")
-    assert not any(isinstance(it, Event) and it.kind == "run.no-seed" for it in world.records[seen:])
+    told = world.records[seen:]
+    world.take(admission.ban(world.state, world.now, "seed", ""))
+    world.enrol("cid")
+    assert any(isinstance(it, Event) and it.kind == "run.no-seed" for it in world.records[seen + len(told) :])
+    assert not any(isinstance(it, Event) and it.kind == "run.no-seed" for it in told)
 
 
 @given(

@@ -52,6 +52,11 @@ def test_pieces_of_all_devices_make_the_whole_and_each_knows_its_own(shapes, siz
         with its.changed(part) as values:
             values.add_(1)
         its.put(its.read(), moved_E)
+        before = its.read()
+        its.fill(values_E * 3)
+        assert torch.equal(its.read(), its.take(values_E * 3))
+        its.restore(before)
+        assert torch.equal(its.read(), before)
     assert torch.equal(gathered_E[part], values_E[part])
     assert torch.all(gathered_E[: part.start] == -1)
     assert torch.all(gathered_E[part.stop :] == -1)

@@ -148,10 +148,11 @@ class _File(_Table):
 def read_what_if(text: str, where: str) -> Problem:
     """The problem that a file states. Raises `PlanInputInvalid` that names the field."""
     try:
-        file = _File.model_validate(tomllib.loads(text))
+        document = tomllib.loads(text)
+        file = _File.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        field = _place(first["loc"], tomllib.loads(text))
+        field = _place(first["loc"], document)
         raise PlanInputInvalid(
             f"{where}: {field}: {first['msg']}", "docs/explain/planner.md lists every field"
         ) from error

@@ -131,7 +131,7 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
         draft.put(token)
     again = " again" if known else ""
     draft.event("node.enrolled", node.run_id, node.peer_id, f"{node.name} enrolled{again} as {', '.join(node.roles)}")
-    if "seed" not in node.roles and not any("seed" in other.roles for other in state.members_of(node.run_id)):
+    if "seed" not in node.roles and not _seeds(state, node.run_id):
         draft.event("run.no-seed", node.run_id, node.run_id, "nodes cannot find each other: this run has no seed yet")
     if token.uses_left == 0 and not repeated:
         draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
@@ -213,16 +213,16 @@ def seeds_of(state: State, run_id: str) -> tuple[str, ...]:
         live = state.live.get(node.peer_id)
         return (live is None or not live.connected, node.peer_id)
 
-    seeds = [
-        node
-        for node in state.nodes.values()
-        if node.run_id == run_id and "seed" in node.roles and not (node.banned or node.left)
-    ]
     return tuple(
         address if "/p2p/" in address else f"{address}/p2p/{node.peer_id}"
-        for node in sorted(seeds, key=connected_first)
+        for node in sorted(_seeds(state, run_id), key=connected_first)
         for address in node.multiaddrs
     )
+
+
+def _seeds(state: State, run_id: str) -> list[Node]:
+    members = state.members_of(run_id)
+    return [node for node in members if "seed" in node.roles and not (node.banned or node.left)]
 
 
 def _welcome(state: State, peer_id: str) -> Node:

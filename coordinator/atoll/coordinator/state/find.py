@@ -18,9 +18,8 @@ def run(state: State, run_id: str) -> Run:
         raise NotFound("there is no run yet", "create one: `atollctl run create FILE`")
     if len(state.runs) > 1:
         names = ", ".join(sorted(state.runs))
-        raise Ambiguous(
-            f"there are {len(state.runs)} runs: {names}", f"say which one you mean: --run {min(state.runs)}"
-        )
+        which = f"say which: --run {min(state.runs)}; commands of `run` take the name alone"
+        raise Ambiguous(f"there are {len(state.runs)} runs: {names}", which)
     return next(iter(state.runs.values()))
 
 

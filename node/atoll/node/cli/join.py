@@ -182,7 +182,8 @@ def _read(path: Path) -> str:
 
 def _check_here(config: NodeConfig) -> None:
     """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
-    if config.data and not glob.glob(os.path.expanduser(config.data), recursive=True):
+    data = Path(config.data).expanduser()
+    if config.data and not data.exists() and not glob.glob(str(data), recursive=True):
         raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
     if any(name not in ("auto", "cpu") for name in names_of(config.device)):
         from atoll.node.training.group import devices_of  # torch: seconds, which the daemon needs anyway

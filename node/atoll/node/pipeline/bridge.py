@@ -122,7 +122,7 @@ class RouteBridge:
             except AtollError as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
-                if str(error) != str(self.trouble):  # not every second while somebody is away
+                if self._was_ready or str(error) != str(self.trouble):  # not every second while somebody is away
                     _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
                 self.trouble = error
             if self._place.first:

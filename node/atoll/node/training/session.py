@@ -196,8 +196,8 @@ class Session:
     def _carry_out(self, order: ms.Message) -> ms.Answer:
         match order:
             case ms.Initialise():
+                self._require_model().initialise_into(self._orders.anchor_E)  # followers have no part in it
                 with self._together(order):
-                    self._require_model().initialise_into(self._orders.anchor_E)
                     self._orders.loaded = False
             case ms.Train():
                 self._require_model()
