@@ -179,9 +179,10 @@ async def test_what_is_refused_is_refused_by_all_and_training_goes_on(text):
 )
 async def test_what_several_devices_cannot_do_is_said_at_once(text, devices, spec, error):
     config = TrainerConfig(spec, str(text) if "overridden" in spec else None, device=devices)
+    before = set(psutil.Process().children())  # tests beside this one in a worker leave multiprocessing's tracker
     with pytest.raises(error):
         await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 async def test_they_meet_on_the_loopback_interface_whatever_the_environment_says(text, monkeypatch):
