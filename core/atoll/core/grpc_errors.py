@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
         return errors.by_reason(detail.reason)(sentence, detail.remedy)
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.Unreachable(
-            f"{what} does not answer: {sentence}", "check the address, the network and the server"
+            f"{what} does not answer: {_plain(sentence)}", "check the address, the network and the server"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{what} did not answer in time")
@@ -42,6 +43,11 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.Rejected(f"{what} refused us: {sentence}")
     return errors.AtollError(f"{what} failed: {code.name}: {sentence}")
+
+
+def _plain(sentence: str) -> str:
+    """What went wrong without where in gRPC: it nests causes, the innermost last, with an errno in brackets."""
+    return re.sub(r" \(\d+\)$", "", sentence.rpartition(": ")[2]) or sentence
 
 
 def _detail(metadata: Sequence[Any]) -> pb.ErrorDetail | None:

@@ -6,15 +6,16 @@ it, every node validates it again, and `RunSpec.resolved_toml` writes the copy w
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from atoll.core.errors import RunSpecError, UsageError
 from atoll.core.model_spec import ARCHITECTURES, AnyModel, ModelSection
@@ -181,10 +182,9 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
     try:
         return RunSpec.model_validate(read)
     except ValidationError as error:
-        raise RunSpecError(
-            f"{where}: " + "; ".join(_problem(item["loc"], item["msg"], item["type"]) for item in error.errors()),
-            "docs/reference/run-spec.md lists every key",
-        ) from error
+        problems = [_problem(item["loc"], item["msg"], item["type"]) for item in error.errors()]
+        told = f"{where}: {problems[0]}" if len(problems) == 1 else "\n  ".join((f"{where}:", *problems))
+        raise RunSpecError(told, "docs/reference/run-spec.md lists every key") from error
 
 
 def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
@@ -192,11 +192,34 @@ def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
         location = location[:1] + location[2:]  # which kind of section it was read as
     name = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
-        return f"unknown key {name}"
+        return f"unknown key {name}{_meant(name)}"
     if kind == "missing":
         return f"{name} is missing"
     plain = message.removeprefix("Value error, ")
     return f"{name}: {plain}" if name else plain
+
+
+def _meant(name: str) -> str:
+    """A guess for people: the same key of another section, or one that is spelled like it."""
+    known = [key for key in _keys(RunSpec) if key != name]
+    leaf = name.rpartition(".")[2]
+    guesses = [key for key in known if key.rpartition(".")[2] == leaf] or difflib.get_close_matches(name, known, 1, 0.8)
+    return f" (did you mean {guesses[0]}?)" if guesses else ""
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All that may be set in it, with dots."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in _sections(field.annotation):
+            yield from _keys(inner, f"{prefix}{name}.")
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
 
 
 def toml_table(name: str, values: Mapping[str, object]) -> list[str]:

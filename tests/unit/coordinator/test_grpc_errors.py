@@ -29,3 +29,18 @@ def test_a_busy_server_is_a_reason_to_try_again() -> None:
 )
 def test_other_failures_keep_their_kind(code: grpc.StatusCode, details: str, kind: type[AtollError]) -> None:
     assert type(from_rpc_error(failure(code, details), "it")) is kind
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7770: "
+            "Failed to connect to remote host: connect: Connection refused (111)",
+            "it does not answer: Connection refused",
+        ),
+        ("Socket closed", "it does not answer: Socket closed"),
+    ],
+)
+def test_people_are_told_what_went_wrong_and_not_where_in_grpc(details: str, told: str) -> None:
+    assert str(from_rpc_error(failure(grpc.StatusCode.UNAVAILABLE, details), "it")) == told
