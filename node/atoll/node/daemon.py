@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -34,13 +35,14 @@ from atoll.node.localapi import LocalApi
 from atoll.node.manners import Manners, Subjects
 from atoll.node.ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
 from atoll.node.probe.paths import PathProber
-from atoll.node.session import NodeContext, TrainingSession
+from atoll.node.session import LOAD_TIMEOUT, NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.training.ahead import LoadingAhead, span_to_hold
 from atoll.node.training.child import Child
 from atoll.node.training.trainer import TrainerConfig
 from atoll.v1 import common_pb2 as pb
@@ -73,6 +75,7 @@ class Daemon:
         self._identity = identity
         self._credentials = credentials
         self._clock, self._child = clock, child
+        self._ahead: LoadingAhead | None = None
         self._me: Member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
@@ -111,14 +114,16 @@ class Daemon:
         self._catch_signals()
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
+        limits = self._trainer_config(self._manners.config)
         try:
+            self._ahead = self._load_ahead(limits)
             self._host = host = await self._join_unless_leaving()
             if host is None:
                 return
             if "seed" in self._me.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
-                self._session = self._make_session(host)
+                self._session = self._make_session(host, limits)
             await self._manners.attach(
                 Subjects(host.traffic, self._session, self._limit_training, lambda: self._status.facts)
             )
@@ -135,11 +140,21 @@ class Daemon:
             if self._session is not None:
                 await self._keep_state(self._session)
                 await self._session.stop_trainer()
+            if self._ahead is not None:
+                await self._ahead.abandon()
             if self._host is not None:
                 await self._host.close(CLOSE_TIMEOUT)
             shutil.rmtree(self._config.path("run"), ignore_errors=True)
 
     # --- starting ------------------------------------------------------------------------------------
+
+    def _load_ahead(self, limits: TrainerConfig) -> LoadingAhead | None:
+        """With the layers of the last plan that this node followed; the whole model where there was none."""
+        if self._child is None:
+            return None
+        plan = self._directives.plan
+        span = span_to_hold(plan, plan.span(self._identity.peer_id) if plan is not None else range(0))
+        return LoadingAhead(self._child, replace(limits, span=span), LOAD_TIMEOUT)
 
     async def _join_unless_leaving(self) -> SwarmHost | None:
         """None when a signal came first: seeds that do not answer must not hold up the end."""
@@ -199,12 +214,12 @@ class Daemon:
         remembered = [*remembered_port(config.data_dir, DIRECT_PORT_FILE), 0]
         return DirectConfig((config.listen,), (config.direct_port,) if config.direct_port else tuple(remembered))
 
-    def _make_session(self, host: SwarmHost) -> TrainingSession:
+    def _make_session(self, host: SwarmHost, limits: TrainerConfig) -> TrainingSession:
         return TrainingSession(
             NodeContext(
                 identity=self._identity,
                 spec=self._spec,
-                trainer=self._trainer_config(self._manners.config),
+                trainer=limits,
                 network=host,
                 directives=self._directives,
                 link=self._link,
@@ -214,7 +229,7 @@ class Daemon:
                 operator_key=self._credentials.operator_key,
                 status=self._status,
                 run_dir=self._run_dir,
-                child=self._child,
+                ahead=self._ahead,
                 clock=self._clock,
             )
         )

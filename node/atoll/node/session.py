@@ -44,6 +44,7 @@ from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
+from atoll.node.training.ahead import LoadingAhead, span_to_hold
 from atoll.node.training.child import LOG_NAME, Child
 from atoll.node.training.trainer import Trainer, TrainerConfig
 from atoll.node.transport import Network
@@ -80,7 +81,7 @@ class NodeContext:
     operator_key: bytes
     status: LiveStatus
     run_dir: Path  # of the trainer's log
-    child: Child | None  # for the first trainer, if one was started ahead
+    ahead: LoadingAhead | None  # the first trainer, begun with `trainer`
     clock: Clock
 
 
@@ -92,7 +93,7 @@ class TrainingSession:
         self.finished = asyncio.Event()
         self._it = context
         self._reloading = False  # the trainer, with other layers
-        self._child: Child | None = context.child
+        self._ahead: LoadingAhead | None = context.ahead
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._resting = ""  # why this node does not train, for people; empty: it does
@@ -167,28 +168,27 @@ class TrainingSession:
         """A trainer with its layers and the corpus loaded; the anchor survives in our memory if it had one."""
         it = self._it
         await self.stop_trainer()
-        limits = self._limits
-        known = it.status.facts.layer_times if it.status.facts is not None else ()
-        config = replace(limits, span=self._span(), layer_times=known)
-        child, self._child = self._child or await Child.start(it.run_dir / LOG_NAME), None
-        trainer = await Trainer.take(child, config, timeout=LOAD_TIMEOUT)
+        limits, span = it.trainer, span_to_hold(it.directives.plan, self._wanted())
+        ahead, self._ahead = self._ahead, None
+        trainer = await ahead.take(span) if ahead is not None else None
+        if trainer is None:
+            limits = self._limits
+            known = it.status.facts.layer_times if it.status.facts is not None else ()
+            config = replace(limits, span=span, layer_times=known)
+            trainer = await Trainer.take(await Child.start(it.run_dir / LOG_NAME), config, timeout=LOAD_TIMEOUT)
         self._trainer = trainer
-        if self._limits is not limits:  # changed while it loaded
+        if self._limits != limits:  # changed while it loaded
             await trainer.limit(self._limits)
         it.status.facts, it.status.trainer = trainer.facts, trainer
         await self._held.hold(trainer)
         if self._held.head is not None:
             self._moved(self._held.head)
-        if self._in_plan() and config.span is None and trainer.facts.span is None and self._span() is None:
+        whole = span is None and span_to_hold(it.directives.plan, self._wanted()) is None
+        if self._in_plan() and whole and trainer.facts.span is None:
             raise ModelTooLarge(
                 "the plan gives this node the whole model, which it cannot hold", "pin it to some layers"
             )
         return trainer
-
-    def _span(self) -> tuple[int, int] | None:
-        """What the trainer is told to hold, both layers included; None: all, or nobody says."""
-        plan, span = self._it.directives.plan, self._wanted()
-        return (span.start, span.stop - 1) if plan is not None and 0 < len(span) < plan.layers else None
 
     def _wanted(self) -> range:
         """The layers that the plan gives this node; where it gives none, those that the next one may."""
@@ -510,7 +510,9 @@ class TrainingSession:
         if self._resting:
             self._it.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
         else:
-            self._it.status.enter(mb.NODE_STATE_READY, "ready; waiting for a plan")
+            needed = self._it.spec.run.min_nodes
+            begins = f" (the run begins with {needed} nodes)" if self._it.directives.plan is None and needed > 1 else ""
+            self._it.status.enter(mb.NODE_STATE_READY, f"ready; waiting for a plan{begins}")
         self._it.link.hurry()
 
     def _has_work(self) -> bool:
