@@ -14,6 +14,8 @@ from atoll.node.state.votes import VoteStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 NODES = ("ann", "bob")
+TOKENS = 60_000  # twenty rounds, each of more than a second: a busy machine still finds a moment to kill all
+PACE = 0.1
 
 
 def on_disk(root, name):
@@ -36,6 +38,7 @@ async def kill_all(swarm, root):
                 for name in NODES:
                     still.enter_context(frozen(swarm, name, whole=False))
                 newest = max((on_disk(root, name) for name in NODES), key=lambda head: head.round)
+                assert newest.committed_tokens < TOKENS, "the run ended before a moment came"
                 if newest.round >= max(decided_on(root, name) for name in NODES):
                     await kill(swarm, *NODES, "seed", "coordinator")
                     return newest
@@ -64,14 +67,14 @@ async def finish(swarm, root, stopped):
             break
         before, after = after, Head(found)
     assert after.hash == chain.newest().hash
-    assert after.committed_tokens >= 30_000
+    assert after.committed_tokens >= TOKENS
 
 
 async def test_a_swarm_that_was_stopped_in_order_goes_on_from_its_last_round(tmp_path):
     async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=30_000, codec="fp32")
+        await swarm.begin(nodes=2, tokens=TOKENS, codec="fp32")
         for name in NODES:
-            await swarm.node(name)
+            await swarm.node(name, PACE)
         await swarm.rounds("ann", 4)
         await swarm.stop(*NODES)
         await swarm.stop("seed", "coordinator")
@@ -85,9 +88,9 @@ async def test_a_swarm_that_was_stopped_in_order_goes_on_from_its_last_round(tmp
 async def test_a_swarm_that_was_killed_goes_on_from_its_newest_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
     async with reef(tmp_path) as swarm:
-        await swarm.begin(nodes=2, tokens=30_000, codec="fp32")
+        await swarm.begin(nodes=2, tokens=TOKENS, codec="fp32")
         for name in NODES:
-            await swarm.node(name)
+            await swarm.node(name, PACE)
         await swarm.rounds("ann", 4)
         newest = await kill_all(swarm, tmp_path)
         await start_again(swarm)
