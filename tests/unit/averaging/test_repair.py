@@ -72,12 +72,20 @@ def test_questions_are_shared_among_holders_and_only_what_is_missing_is_asked_fo
             index in missing for index in range(swarm.total)
         ]
         before = swarm.exchanges["a"].bytes_sent
-        await swarm.exchanges["a"].repair(swarm.settled, everyone_holds(swarm, ["b", "c", "a", "d"]), TIMEOUT)
+        assert await swarm.exchanges["a"].repair(swarm.settled, everyone_holds(swarm, ["b", "c", "a", "d"]), TIMEOUT)
         assert trouble.parts == {"b": 2, "c": 2, "d": 2}
         assert swarm.exchanges["a"].bytes_sent > before
         swarm.assert_true(ALL)
-        await swarm.exchanges["b"].repair(swarm.settled, everyone_holds(swarm, ["a"]), TIMEOUT)  # lacks nothing
+        assert not await swarm.exchanges["b"].repair(
+            swarm.settled, everyone_holds(swarm, ["a"]), TIMEOUT
+        )  # lacks nothing
         assert trouble.parts["a"] == 0
+        for peer in ALL:  # nobody has a part: it is zero, though it was missing before, too
+            await lose(swarm, peer, [3])
+            swarm.averages[peer].fill_(float("nan"))
+            nowhere = [b"" if index == 3 else digest for index, digest in enumerate(swarm.settled)]
+            assert await swarm.exchanges[peer].repair(nowhere, {}, TIMEOUT)
+            assert not swarm.averages[peer].nan_to_num(nan=1.0).all()
         await swarm.close()
 
     run_virtually(scene())

@@ -142,18 +142,21 @@ class Exchange:
         partial, verdicts = (tuple(sorted(ours.partial)), ours.verdicts) if ours is not None else ((), ())
         return PartsHeld(self._average.digests, partial, verdicts, dict(self.faults))
 
-    async def repair(self, digests: Sequence[bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta) -> None:
+    async def repair(self, digests: Sequence[bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta) -> bool:
         """After `run`: make the average what was settled; empty digests become a zero update.
 
-        `holders` names who can give a part, by its index. Raises `RoundAbandoned` when no holder gave true bytes in
-        time.
+        `holders` names who can give a part, by its index. Whether anything was done. Raises `RoundAbandoned` when no
+        holder gave true bytes in time.
         """
-        await self._average.zero([index for index, digest in enumerate(digests) if not digest])
         have = self._average.digests
+        if all(digests) and tuple(digests) == have:
+            return False
+        await self._average.zero([index for index, digest in enumerate(digests) if not digest])
         wanted = {index: digest for index, digest in enumerate(digests) if digest and digest != have[index]}
         patience = min(self._stall, timeout / _REPAIR_TURNS)
         repairer = Repairer(self.round_id, self._network, self._average, patience, self._counted, self._fault)
         await repairer.fetch(wanted, holders, timeout)
+        return True
 
     def let_go(self) -> None:
         """Nobody takes the average any more; members that lack parts of it are still served."""

@@ -37,7 +37,7 @@ _MOST_THREADS = 8
 _ENDING_SECONDS = 5.0  # it was cancelled
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     """The exchange of the attempt that this node takes part in."""
 
@@ -45,6 +45,8 @@ class _Running:
     before: Head
     staging: Staging  # its own: a cancelled exchange may still write
     task: asyncio.Task[None]
+    making: asyncio.Task[None] | None = None  # of `made`, begun before the opener's word
+    made: Staged | None = None  # what the average comes to if it is settled as it came
 
 
 class Results:
@@ -143,6 +145,16 @@ class Results:
             self._tell(rt.Failed(exchange.round_id, str(error)))
             return
         self._tell(rt.Parted(exchange.round_id, held.digests, held.partial, held.verdicts))
+        running = self._running
+        if all(held.digests) and running is not None and running.exchange is exchange:
+            running.making = self._beside.begin(self._make(running))
+
+    async def _make(self, running: _Running) -> None:
+        """Digests take as long as the opener's word, which seldom changes anything: so they do not wait for it."""
+        running.made = await self._finish(running)
+
+    async def _finish(self, running: _Running) -> Staged:
+        return await asyncio.to_thread(running.staging.finish, running.before, self._executor.map)
 
     async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
         running = self._running
@@ -150,11 +162,13 @@ class Results:
             return  # released meanwhile
         holders = {repair.part: tuple(repair.peer_ids) for repair in settle.repairs}
         try:
-            await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
+            changed = await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
         except RoundAbandoned as error:
             self._tell(rt.Failed(round_id, str(error)))
             return
-        staged = await asyncio.to_thread(running.staging.finish, running.before, self._executor.map)
+        if running.making is not None and not changed:
+            await asyncio.wait([running.making])
+        staged = running.made if running.made is not None and not changed else await self._finish(running)
         if self._running is running:
             self._keep(staged)
             self._tell(rt.Staged(round_id, staged.layers))

@@ -1,0 +1,139 @@
+"""A round's state is made while the opener's word is awaited, and made again where that word changes the average."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TypeVar, cast
+
+import pytest
+import torch
+from support.exchange_swarm import ELEMENTS, PART, ROUND, start_message
+from support.reef import MODEL, SPEC
+
+from atoll.core.fragments import Fragment
+from atoll.core.manifest import Head
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging import round_types as rt
+from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.beside import Beside
+from atoll.node.averaging.outer import layer_states, outer_step
+from atoll.node.averaging.results import Results
+from atoll.node.averaging.round import RoundMachine
+from atoll.node.averaging.round_policy import policy_of
+from atoll.node.state.anchor import AnchorState, Staging
+from atoll.node.transport_memory import MemoryHub
+from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
+
+T = TypeVar("T")
+PEERS = ("a", "b", "c")
+OFFSETS = (0, ELEMENTS // 2, ELEMENTS)
+WHOLE = Fragment(0, 0, 2, 0, ELEMENTS)
+PATIENCE = 30.0
+START = start_message(dict.fromkeys(PEERS, 1), "fp32")
+
+
+def genesis(state: AnchorState) -> Head:
+    manifest = manifest_pb2.Manifest(layers=state.layer_states(0))
+    return Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
+
+
+class Trio:
+    """Three members that averaged, up to the opener's word."""
+
+    def __init__(self) -> None:
+        self.hub, self.beside = MemoryHub(), Beside()
+        self.spec = parse_run_spec(
+            SPEC.format(model=MODEL, nodes=3, tokens=10**6, corpus="x", round_tokens=1000, codec="fp32")
+        )
+        self.told = {peer: asyncio.Queue[rt.Event]() for peer in PEERS}
+        self.states = {peer: AnchorState(torch.ones(ELEMENTS), OFFSETS) for peer in PEERS}
+        self.results = {peer: self._results(peer) for peer in PEERS}
+        self.vectors = {
+            p: torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(PEERS)
+        }
+
+    def _results(self, peer: str) -> Results:
+        policy = replace(policy_of(self.spec, OFFSETS), screening=False)
+        machine = cast("RoundMachine", SimpleNamespace(held=(), policy=policy))
+        network = self.hub.join(peer)
+        exchanges = ExchangeServer(network, timedelta(seconds=PATIENCE))
+        tell = self.told[peer].put_nowait
+        return Results(self.spec, machine, self.states[peer], network, exchanges, self.beside, tell)
+
+    async def average(self) -> tuple[bytes, ...]:
+        """Digests of the parts, which all have."""
+        for peer, results in self.results.items():
+            results.begin(START, PATIENCE, WHOLE, self.vectors[peer], genesis(self.states[peer]))
+        parted = [await self.next(peer, rt.Parted) for peer in PEERS]
+        assert len({it.digests for it in parted}) == 1
+        return parted[0].digests
+
+    async def next(self, peer: str, kind: type[T]) -> T:
+        async with asyncio.timeout(PATIENCE):
+            event = await self.told[peer].get()
+        assert isinstance(event, kind)
+        return event
+
+    def layers_of(self, average_E: torch.Tensor) -> tuple[manifest_pb2.LayerState, ...]:
+        state, sync = self.states["a"], self.spec.sync
+        made = outer_step(state.anchor_E, state.momentum_E, average_E, sync.outer_learning_rate, sync.outer_momentum)
+        return layer_states(*made, OFFSETS, 1)
+
+    async def close(self) -> None:
+        await self.beside.stop()
+        for results in self.results.values():
+            results.close()
+        await self.hub.close()
+
+
+@pytest.fixture
+def finishes(monkeypatch: pytest.MonkeyPatch) -> list[Staging]:
+    """Every staging whose digests were begun."""
+    begun: list[Staging] = []
+    finish: Callable[..., object] = Staging.finish
+
+    def noted(staging: Staging, *arguments: object) -> object:
+        begun.append(staging)
+        return finish(staging, *arguments)
+
+    monkeypatch.setattr(Staging, "finish", noted)
+    return begun
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finishes: list[Staging]) -> None:
+    trio = Trio()
+    digests = await trio.average()
+    await until(lambda: len(finishes) == len(PEERS))
+    for peer in PEERS:
+        trio.results[peer].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
+    staged = [await trio.next(peer, rt.Staged) for peer in PEERS]
+    mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
+    assert all(it.layers == trio.layers_of(mean_E) for it in staged)
+    assert len(finishes) == len(PEERS)
+    await trio.close()
+
+
+async def test_what_was_settled_otherwise_is_the_state(finishes: list[Staging]) -> None:
+    trio = Trio()
+    digests = await trio.average()
+    await until(lambda: len(finishes) == len(PEERS))
+    settled = [b"", *digests[1:]]
+    for peer in PEERS:
+        trio.results[peer].complete(ROUND, dp.Settle(digests=settled), PATIENCE)
+    staged = [await trio.next(peer, rt.Staged) for peer in PEERS]
+    mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
+    mean_E[:PART] = 0.0
+    assert all(it.layers == trio.layers_of(mean_E) for it in staged)
+    assert len(finishes) == 2 * len(PEERS)
+    await trio.close()
