@@ -1,0 +1,20 @@
+"""What a daemon imports of hivemind."""
+
+import subprocess
+import sys
+
+
+def test_a_daemon_imports_nothing_of_hivemind_that_it_does_not_use():
+    check = (
+        "import sys, atoll.node.daemon\n"
+        "parts = {name.split('.')[1] for name in sys.modules if name.startswith('hivemind.')}\n"
+        "print(sorted(parts & {'averaging', 'moe', 'optim', 'p2p', 'dht'}), 'scipy' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout == "['dht', 'p2p'] False\n"
+
+
+def test_whoever_imported_hivemind_before_keeps_all_of_it():
+    check = "import hivemind, atoll.node.swarm.host, sys; print(hivemind.Optimizer is not None)"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout == "True\n"
