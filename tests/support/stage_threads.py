@@ -39,6 +39,7 @@ class StageThread:
     anchor: Tensor
     pseudo_gradient: Tensor
     ready: ms.Ready
+    facts: TrainerFacts
     offsets: tuple[int, ...]  # of all layers
 
     def __init__(self, config: ms.TrainerConfig) -> None:
@@ -62,7 +63,7 @@ class StageThread:
             raise by_reason(ready.reason)(ready.message)
         assert isinstance(ready, ms.Ready)
         self.ready = ready
-        facts = TrainerFacts.of(ready)
+        self.facts = facts = TrainerFacts.of(ready)
         self.offsets, elements = facts.layer_offsets, facts.held_elements
         self.anchor, self.pseudo_gradient = (map_vector(descriptor, elements) for descriptor in self._descriptors)
         return self
@@ -96,6 +97,10 @@ class StageThread:
             raise by_reason(answer.reason)(answer.message)
         return answer
 
+    async def enter_route(self, place: RoutePlace) -> None:
+        """As a `Trainer`."""
+        await self.order(ms.EnterRoute(place.plan_version, place.route, place.stage, place.stages))
+
     async def stop(self) -> None:
         """The thread is over."""
         if self._thread.is_alive():
@@ -120,11 +125,6 @@ def bridge_of(trainer: StageThread, dispatcher: RouteDispatcher, place: RoutePla
     spec = parse_run_spec(trainer._config.run_spec_toml)
     table = plan_pb2.LayerTable.FromString(bytes.fromhex(trainer.ready.layer_table_hex))
     return RouteBridge(dispatcher, trainer.cable, place, spec, table, SystemClock())
-
-
-async def enter(trainer: StageThread, place: RoutePlace) -> None:
-    """Tell the trainer its place."""
-    await trainer.order(ms.EnterRoute(place.plan_version, place.route, place.stage, place.stages))
 
 
 @asynccontextmanager
@@ -152,7 +152,7 @@ async def bridged(
     bridges, tasks = [], []
     for stage, (trainer, dispatcher) in enumerate(zip(trainers, dispatchers, strict=True)):
         place = RoutePlace(plan, 0, peers, stage)
-        await enter(trainer, place)
+        await trainer.enter_route(place)
         bridges.append(bridge_of(trainer, dispatcher, place))
         tasks.append(asyncio.create_task(bridges[-1].run()))
     try:

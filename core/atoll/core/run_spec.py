@@ -72,7 +72,7 @@ class OptimizerSection(Section):
 class PipelineSection(Section):
     """How stages of a route work together, where no node can hold the whole model."""
 
-    codec: Literal["int8", "bf16", "fp32"] = "int8"  # of activations and gradients between stages
+    codec: Literal["auto", "int8", "bf16", "fp32"] = "auto"  # of activations and gradients between stages
     micro_batches: Annotated[int, Field(ge=1, le=2**16)] | None = (
         None  # of a flush, which is a route's inner step; default: accumulate
     )

@@ -17,7 +17,9 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
+from atoll.node.pipeline.link_codec import LinkCodes
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.wire import Channel
 from atoll.node.training.trainer import Trainer
 from atoll.node.transport import Network
 
@@ -32,7 +34,7 @@ class OnRoute:
         self.place: RoutePlace | None = None
         self.number: int | None = None  # of the route, in the plan that is followed
         self._cable: Cable | None = None
-        self._spec, self._me, self._clock, self._broke = spec, peer_id, clock, broke
+        self._network, self._spec, self._me, self._clock, self._broke = network, spec, peer_id, clock, broke
         self._dispatcher = RouteDispatcher(network)
         self._bridge: RouteBridge | None = None
         self._running: asyncio.Task[None] | None = None
@@ -66,11 +68,29 @@ class OnRoute:
         self._bridge = RouteBridge(
             self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._broke
         )
-        self._running = asyncio.create_task(self._run(self._bridge))
+        self._running = asyncio.create_task(self._run(self._bridge, self._codes(place, cable, trainer)))
 
-    async def _run(self, bridge: RouteBridge) -> None:
-        with suppress(ChildDied):  # whoever has the trainer hears of it first
-            await bridge.run()
+    def _codes(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> LinkCodes | None:
+        if self._spec.pipeline.codec != "auto":
+            return None
+        channel = Channel.of(self._spec, trainer.facts.layers, *place.name)
+        tokens = channel.samples * channel.tokens
+        return LinkCodes(
+            cable,
+            place,
+            tokens * channel.dimension,
+            lambda: tokens * trainer.status.busy_seconds_per_token,
+            self._network.rate_to,
+        )
+
+    async def _run(self, bridge: RouteBridge, codes: LinkCodes | None) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if codes is not None:
+                    tasks.create_task(codes.run())
+                await bridge.run()
+        except* ChildDied:  # whoever has the trainer hears of it first
+            pass
 
     async def until_driver_leaves(self, timeout: timedelta) -> None:
         """Where this is a later stage of a route: wait until it breaks, because the first one may still need it."""

@@ -73,3 +73,7 @@ class Network(Protocol):
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> Stream:
         """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
         ...
+
+    def rate_to(self, peer_id: str) -> float:
+        """Bytes per second to a member, as measured, or our limit; infinite: it is near, 0: nothing is known."""
+        ...

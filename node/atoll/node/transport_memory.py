@@ -14,6 +14,7 @@ the way a dead machine goes: its streams end, and dialling it fails.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -159,6 +160,9 @@ class MemoryNetwork:
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> MemoryStream:
         return self._hub.connect(self, peer_id, protocol)
+
+    def rate_to(self, peer_id: str) -> float:
+        return math.inf
 
     def serve(self, protocol: str, stream: MemoryStream) -> None:
         """Run our handler on the accepting end of a new stream."""

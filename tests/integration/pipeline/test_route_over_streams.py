@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -18,16 +19,22 @@ from support.swarm_lab import DIRECT, Lab
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
+from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.direct.path import DirectConfig
+from atoll.node.on_route import OnRoute
+from atoll.node.pipeline import link_codec, links
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.wire import Channel, read_header
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.training import messages as ms
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig
+from atoll.v1 import pipeline_pb2 as pb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,6 +158,42 @@ async def swarm_on(lab: Lab, corpus: Path, device: str = "cpu") -> AsyncIterator
             await host.ready()
         swarm.trainers += await asyncio.gather(*(swarm.spawn(stage, device) for stage in range(3)))
         yield swarm
+
+
+@pytest.mark.timeout(180)
+async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_code_open(
+    lab: Lab, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: dict[str, list[str]] = {}  # in which activations and gradients came, in turn
+
+    def noting(data: bytes, channel: Channel) -> pb.StageMessage:
+        header = read_header(data, channel)
+        kind = header.WhichOneof("content")
+        if kind in ("activation", "gradient"):
+            tensor: pb.StageTensor = getattr(header, kind)
+            codes.setdefault(kind, []).append(BY_NUMBER[tensor.codec].name)
+        return header
+
+    monkeypatch.setattr(links, "read_header", noting)
+    monkeypatch.setattr(link_codec, "LOOK_SECONDS", 0.2)
+    spec = SPEC.replace('codec = "fp32"', 'codec = "auto"')
+    hosts = await hosts_of(lab, DIRECT)
+    peers = tuple(host.peer_id for host in hosts)
+    holdings = sorted(zip(peers, SPANS, strict=True))
+    assignments = tuple(Assignment(peer, *span, (), 10**6, 1) for peer, span in holdings)
+    plan = Plan("t", 1, assignments, (peers,), Base(b"", tuple(sorted(peers))))
+    places = [OnRoute(host, parse_run_spec(spec), host.peer_id, SystemClock()) for host in hosts]
+    async with trainers_of(spec, str(corpus), SPANS) as stages, AsyncExitStack() as leaving:
+        for host, place, stage in zip(hosts, places, stages, strict=True):
+            await host.ready()
+            await stage.order(ms.Initialise())
+            await stage.order(ms.Load(RANGES if stage is stages[0] else (), 0))
+            await stage.order(ms.Train())
+            await place.follow(plan, cast("Trainer", stage))
+            leaving.push_async_callback(place.leave)
+        await until(lambda: [codes.get(kind, [])[-8:] for kind in ("activation", "gradient")] == [["bf16"] * 8] * 2, 60)
+        assert {code for kind in codes.values() for code in kind} <= {"int8", "bf16"}
+        assert stages[0].status.flushes_aborted == 0
 
 
 @pytest.mark.timeout(180)

@@ -252,3 +252,21 @@ async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wir
         made.add(wire)
     pass_windows(made, [only, beside], 12)
     assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
+
+
+def test_a_rate_is_of_one_peer_infinite_where_it_is_near_and_0_where_nothing_is_known(wires: list[Wire]) -> None:
+    made = Pacer(SystemClock())
+    ann, bob, cleo = wires
+    for wire in wires:
+        made.add(wire)
+    assert [made.rate_to(name) for name in ("ann", "dan")] == [0.0, 0.0]
+    cleo.figures = replace(STILL, min_rtt_seconds=0.0002)
+    ann.backlog = bob.backlog = True
+    ann.rate, bob.rate = 4e6, 0.4e6
+    pass_windows(made, wires, 12)
+    assert math.isinf(made.rate_to("cleo"))
+    assert made.rate_to("dan") == made.uplink_bytes_per_second > 0
+    assert made.rate_to("bob") == made.limits()["bob"] < 0.5e6 < made.rate_to("ann")
+    cleo.figures = STILL
+    pass_windows(made, wires, 1)
+    assert made.rate_to("cleo") == made.uplink_bytes_per_second

@@ -84,6 +84,25 @@ def test_a_neighbour_that_takes_nothing_has_two_frames_and_holds_nobody_up() -> 
         assert pair.nothing_comes()
 
 
+def test_a_link_is_coded_as_the_swarm_process_says_until_the_stage_has_another_place() -> None:
+    def codec_to(receiver: int) -> int:
+        pair.end.send(receiver, Gradient(1, 0, torch.ones(2, 4, 8)))
+        header = pb.StageMessage.FromString(pair.receive().payload)
+        assert len(pair.receive().payload) == header.body_bytes
+        for _ in range(WINDOW_FRAMES):
+            pair.send(Word.TAKEN, receiver, 3)
+        return header.gradient.codec
+
+    with joined() as pair:
+        pair.end.begin(3)
+        pair.send(Word.CODE, 1, 0, b"bf16")
+        pair.send(Word.ATTACH, 0, 3)
+        assert pair.events.get(timeout=5) == Attached(3)  # so what was said before it was heard
+        assert (codec_to(1), codec_to(2)) == (CODECS["bf16"].number, CODECS["fp32"].number)
+        pair.end.enter(CHANNEL)
+        assert codec_to(1) == CODECS["fp32"].number
+
+
 def test_what_comes_from_several_neighbours_at_once_is_put_together() -> None:
     message = Gradient(1, 0, torch.arange(64.0).view(2, 4, 8))
     header, body = pack(message, Channel(1, 0, 2, 4, 8, 16, incarnation=3))

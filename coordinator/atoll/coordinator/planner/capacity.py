@@ -26,7 +26,12 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
-_PIPELINE_RATIO = {"int8": INT8_OF_FP32, "bf16": 0.5, "fp32": 1.0}  # bytes on the wire per byte of fp32
+_PIPELINE_RATIO = {  # bytes on the wire per byte of fp32; `auto` is `int8` wherever a link can be what limits
+    "auto": INT8_OF_FP32,
+    "int8": INT8_OF_FP32,
+    "bf16": 0.5,
+    "fp32": 1.0,
+}
 _DEVICE_BYTES = 24.0  # a parameter: weight, gradient, AdamW's moments, and for outer rounds an anchor and a snapshot
 MOST_LAYERS = 1024  # of a model that is ever cut: tables grow with the square
 _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with

@@ -63,6 +63,7 @@ class _Watched:
     given: float = math.inf
     given_before: float = math.inf  # in the look before: what is acknowledged in this one was sent then
     far: bool = False  # it leaves the building, as far as we saw
+    near: bool = False  # at the last look it did not
     seen: tcp.Info | None = None  # at the last look
     delivered: int = 0  # in this window
     steady: _Steady = field(default_factory=_Steady)
@@ -161,6 +162,7 @@ class Pacer:
         sends = changes = False
         for connection, one in self._watched.items():
             now = tcp.info(connection.sock)
+            one.near = now is not None and 0 < now.min_rtt_seconds < NEAR_SECONDS
             if now is None or now.min_rtt_seconds < NEAR_SECONDS:
                 changes |= one.sends  # it was far, as far as we saw
                 one.sends, one.streak = False, 0
@@ -232,6 +234,12 @@ class Pacer:
     def uplink_bytes_per_second(self) -> float:
         """What was measured while we sent to others, at least 1; 0 while nothing is known."""
         return max(self.uplink.rate, 1.0) if math.isfinite(self.uplink.rate) else 0.0
+
+    def rate_to(self, peer_id: str) -> float:
+        """Bytes per second to a peer if we sent to nobody else, as measured; infinite: near, 0: nothing is known."""
+        if any(one.near for connection, one in self._watched.items() if connection.peer_id == peer_id):
+            return math.inf
+        return min(self.uplink_bytes_per_second, self.limits().get(peer_id, math.inf))
 
     def limits(self) -> dict[str, float]:
         """Bytes per second to those whose path, and not our uplink, is what limits us."""

@@ -39,6 +39,7 @@ class Word(IntEnum):
     BODY = 4  # both ways: bytes of the message whose header came last for this stage
     TAKEN = 5  # to the trainer: a frame for this stage went out
     BREAK = 6  # from the trainer: end this incarnation; payload: why, a Refusal
+    CODE = 7  # to the trainer: how tensors for this stage are encoded from now on; payload: the codec's name
 
 
 @dataclass(frozen=True, slots=True)

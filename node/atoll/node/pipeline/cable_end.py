@@ -76,7 +76,7 @@ class CableEnd:
     """Made once a process; its threads end with the socket."""
 
     channel: Channel | None = None  # of the route; set before anything is attached
-    codec: Codec = CODECS["int8"]
+    codec: Codec = CODECS["int8"]  # of links that nobody told another
 
     def __init__(self, sock: socket.socket, post: Callable[[RouteEvent], None]) -> None:
         self._sock, self._post = sock, post
@@ -84,6 +84,7 @@ class CableEnd:
         self._changed = threading.Condition()
         self._incarnation = 0
         self._outboxes: dict[int, _Outbox] = {}
+        self._codes: dict[int, Codec] = {}  # by receiver
         self._breaks: deque[bytes] = deque()
         self._closed = False
         self._incoming: dict[int, tuple[pb.StageMessage, bytearray]] = {}  # by sender, not whole yet
@@ -91,6 +92,10 @@ class CableEnd:
             threading.Thread(target=work, name=f"cable{work.__name__}", daemon=True).start()
 
     # --- the session's thread -----------------------------------------------------------------------
+
+    def enter(self, channel: Channel) -> None:
+        """Another place: its links are other ones."""
+        self.channel, self._codes = channel, {}
 
     def begin(self, incarnation: int) -> None:
         """Nothing of earlier incarnations goes out any more."""
@@ -140,6 +145,8 @@ class CableEnd:
                 self._post(Attached(incarnation))
             case Word.DETACH:
                 self._post(Detached(incarnation, heard(payload)))
+            case Word.CODE:
+                self._codes[stage] = CODECS[payload.decode()]
             case Word.TAKEN:
                 self._widen(stage, incarnation)
             case Word.HEADER | Word.BODY:
@@ -205,7 +212,8 @@ class CableEnd:
 
     def _frames(self, receiver: int, incarnation: int, message: Message) -> Iterator[Frame]:
         assert self.channel is not None
-        header, body = pack(message, replace(self.channel, incarnation=incarnation), self.codec)
+        codec = self._codes.get(receiver, self.codec)
+        header, body = pack(message, replace(self.channel, incarnation=incarnation), codec)
         data = header.SerializeToString()
         yield pack_prefix(Word.HEADER, receiver, incarnation, len(data)), data
         for start in range(0, len(body), BODY_BYTES):

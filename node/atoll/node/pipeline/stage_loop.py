@@ -29,6 +29,7 @@ from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.link_codec import NARROW
 from atoll.node.pipeline.runner import Compute, Runner
 from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.spread_stage import LedStage, part_of_stage
@@ -81,7 +82,7 @@ class StageLoop(Replica):
         self._table = self.run.table
         self._runner = Runner(Place(0, 1), compute, spec.optimizer.clip_norm)
         self._cable = cable
-        cable.codec = CODECS[spec.pipeline.codec]
+        cable.codec = CODECS[NARROW if spec.pipeline.codec == "auto" else spec.pipeline.codec]
         self._attached = 0  # the incarnation; 0: none
         self._waiting = True
         self._patience = Pace(PATIENCE_FLOOR_SECONDS, PATIENCE_CEILING_SECONDS)
@@ -134,7 +135,7 @@ class StageLoop(Replica):
             raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
         self._lose(InvalidTransition("the plan has another route"))
         self._runner.place = Place(stage, stages, self._tied, self.spec.pipeline.ahead)
-        self._cable.channel = Channel.of(self.spec, self._table, plan_version, route)
+        self._cable.enter(Channel.of(self.spec, self._table, plan_version, route))
 
     def pause(self) -> None:
         """Let go of the route, so that nobody begins a flush that would wait here; the driver just begins none."""

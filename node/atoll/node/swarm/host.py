@@ -13,6 +13,7 @@ the same host with `relay_service=True`, which may be the first of its swarm.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -156,6 +157,10 @@ class SwarmHost:
         measured = self._pacer.uplink_bytes_per_second
         limit = self.traffic.up.bytes_per_second
         return min(measured, limit) if measured and limit else measured
+
+    def rate_to(self, peer_id: str) -> float:
+        """Bytes per second to a member, as measured, or our limit; infinite: it is near, 0: nothing is known."""
+        return min(self._pacer.rate_to(peer_id), self.traffic.up.bytes_per_second or math.inf)
 
     def path_limits(self) -> dict[str, float]:
         """Bytes per second, as measured, to those members whose path is slower than our uplink."""

@@ -1,0 +1,71 @@
+"""Where links of a route have room for bf16, and what their trainer is told."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.node.pipeline.cable import Cable, Word
+from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, code_of
+from atoll.node.pipeline.route import RoutePlace
+
+RATES = st.floats(min_value=1.0, max_value=1e12)
+
+
+@given(st.sampled_from((NARROW, WIDE)), RATES, RATES)
+def test_bf16_is_where_it_takes_little_of_the_link_and_stays_while_it_takes_no_more_than_most(
+    before: str, wanted: float, rate: float
+) -> None:
+    chosen = code_of(before, wanted, rate)
+    assert code_of(chosen, wanted, rate) == chosen  # nobody goes to and fro
+    if wanted <= ROOM * rate:
+        assert chosen == WIDE
+    elif wanted > KEEP * rate:
+        assert chosen == NARROW
+    else:
+        assert chosen == before
+
+
+@given(st.sampled_from((NARROW, WIDE)), RATES)
+def test_what_is_not_known_is_int8_unless_the_other_side_is_near(before: str, known: float) -> None:
+    assert code_of(before, 0.0, known) == code_of(before, known, 0.0) == code_of(before, 0.0, 0.0) == NARROW
+    assert code_of(before, 0.0, math.inf) == code_of(before, known, math.inf) == WIDE
+
+
+class Told:
+    """A cable that remembers."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[Word, int, bytes]] = []
+
+    def post(self, word: Word, stage: int, incarnation: int, payload: bytes) -> None:
+        self.words.append((word, stage, payload))
+
+
+def codes_at(stage: int, rates: dict[str, float], seconds: list[float], told: Told) -> LinkCodes:
+    place = RoutePlace(1, 0, ("ann", "bob", "cleo"), stage)
+    return LinkCodes(cast("Cable", told), place, 500_000, lambda: seconds[0], lambda peer: rates[peer])
+
+
+def test_a_trainer_is_told_of_each_link_when_its_code_changes() -> None:
+    told, rates, seconds = Told(), {"ann": 50e6, "cleo": 1e6}, [0.0]
+    codes = codes_at(1, rates, seconds, told)
+    codes.look()
+    assert told.words == []  # nobody knows how long computing takes
+    seconds[0] = 0.1  # 10 MB/s in bf16
+    codes.look()
+    codes.look()
+    assert told.words == [(Word.CODE, 0, b"bf16")]
+    rates["cleo"], rates["ann"] = math.inf, 15e6
+    codes.look()
+    assert told.words[1:] == [(Word.CODE, 0, b"int8"), (Word.CODE, 2, b"bf16")]
+
+
+def test_the_ends_of_a_route_have_one_link() -> None:
+    for stage, neighbour in ((0, 1), (2, 1)):
+        told = Told()
+        codes_at(stage, {"bob": math.inf}, [0.1], told).look()
+        assert told.words == [(Word.CODE, neighbour, b"bf16")]
