@@ -44,7 +44,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-_TICK_SECONDS = 0.1
+_TICK_SECONDS = 0.05
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
 _LOOK_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed

@@ -42,6 +42,11 @@ class Pace:
         self._factor = min(2 * self._factor, _MOST_DOUBLED) if failed else 2.0
 
     @property
+    def usual(self) -> float:
+        """Seconds that it takes most times; 0 while nothing is known."""
+        return median(self._seen) if len(self._seen) >= _ENOUGH else 0.0
+
+    @property
     def patience(self) -> float:
         """Seconds to wait for the next ones."""
         if len(self._seen) < _ENOUGH:

@@ -278,7 +278,9 @@ class RoundMachine:
     def _open_if_due(self) -> None:
         if self.lagging:
             return
-        attempt = self._turns.attempt_to_open(self.round_id, self._now) if self._opener is None else None
+        if self._opener is not None:
+            return
+        attempt = self._turns.attempt_to_open(self.round_id, self._now, self._paces.ready.usual)
         if attempt is None:
             return
         self._opener = Opener(

@@ -2,12 +2,12 @@
 
 Members report their tokens to the next openers; those of who holds the layers count. With a vote they also tell those
 of the round after it what they will have then. A round is due when those heard from could commit it and their tokens
-add up, or nothing was committed for long, or somebody waits to leave. Where exchanges take long it is due later: what
-is trained during one enters a round late, so that shall be a small part of what is trained (docs/adr/0008). Who came to
-a head too late for its round is fetching the next one, and is waited for there, once in a while: else it might fetch
-one state after another. The attempt's number names the only peer that may open it; live peers that do not are passed
-over one after another. Whoever opened an attempt that failed lets others have their turn first, longer each time, and
-everybody backs off a little.
+will add up by the time that they are asked, or nothing was committed for long, or somebody waits to leave. Where
+exchanges take long it is due later: what is trained during one enters a round late, so that shall be a small part of
+what is trained (docs/adr/0008). Who came to a head too late for its round is fetching the next one, and is waited for
+there, once in a while: else it might fetch one state after another. The attempt's number names the only peer that may
+open it; live peers that do not are passed over one after another. Whoever opened an attempt that failed lets others
+have their turn first, longer each time, and everybody backs off a little.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _AWAIT = 2  # exchanges: so long somebody who is late is waited for
 _AWAIT_AGAIN = 5  # rounds after which somebody who is still late is waited for once more; twice as many each time
 _EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
 _LEAST_INTERVAL = 0.1  # seconds
+_TOLD = 0.8  # of the tokens of a round were reported when it is opened, at least; the rest is coming
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 _TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
 _NEVER = float("-inf")
@@ -45,6 +46,15 @@ class _Heard:
     leaving: bool
     step_seconds: float
     full: bool  # more would not be counted
+    since: tuple[int, float]  # its first at this head: tokens, and when
+    gap: float  # seconds since the report before
+
+    def coming(self, now: float, lead: float) -> float:
+        """Tokens that it trains by `lead` seconds from now, if it goes on and its next report is not overdue."""
+        tokens, when = self.since
+        if self.when - when < _LEAST_INTERVAL:
+            return 0.0
+        return (self.tokens - tokens) / (self.when - when) * (min(now - self.when, self.gap) + lead)
 
 
 class Turns:
@@ -145,9 +155,8 @@ class Turns:
 
     def hear(self, peer: str, report: dp.TokenReport, now: float) -> None:
         """A report of a member of the plan; what it claims counts up to its cap."""
-        most = self._cap(peer)
-        tokens, step_seconds = min(report.tokens, most), report.step_ms / 1000
-        self._heard[peer] = _Heard(tokens, now, report.leaving, step_seconds, self._is_full(peer, tokens))
+        tokens = min(report.tokens, self._cap(peer))
+        self._heard[peer] = self._said(peer, tokens, report.leaving, report.step_ms / 1000, now)
 
     def expect(self, peer: str, round_id: RoundId, report: dp.TokenReport, now: float) -> None:
         """What a member of the plan will have at the next head."""
@@ -155,12 +164,18 @@ class Turns:
 
     def hear_self(self, tokens: int, leaving: bool, step_seconds: float, now: float) -> bool:
         """Our own figures; whether it is time to report them."""
-        self._heard[self._me] = _Heard(tokens, now, leaving, step_seconds, self._is_full(self._me, tokens))
+        self._heard[self._me] = self._said(self._me, tokens, leaving, step_seconds, now)
         lasted = max(self._lasted, now - self._last_commit)
         if now - self._reported < min(self._interval, max(_LEAST_INTERVAL, lasted / _REPORTS)):
             return False
         self._reported = now
         return True
+
+    def _said(self, peer: str, tokens: int, leaving: bool, step_seconds: float, now: float) -> _Heard:
+        before, full = self._heard.get(peer), self._is_full(peer, tokens)
+        if before is None or tokens < before.tokens:  # the latter: it began anew
+            return _Heard(tokens, now, leaving, step_seconds, full, since=(tokens, now), gap=0.0)
+        return _Heard(tokens, now, leaving, step_seconds, full, before.since, now - before.when)
 
     def lose(self, peer: str) -> None:
         """Its connection broke."""
@@ -179,11 +194,14 @@ class Turns:
 
     # --- whose turn ----------------------------------------------------------------------------------
 
-    def attempt_to_open(self, round_id: RoundId, now: float) -> int | None:
-        """The attempt that we open now; `round_id` is the next one that anybody may."""
+    def attempt_to_open(self, round_id: RoundId, now: float, lead: float = 0.0) -> int | None:
+        """The attempt that we open now; `round_id` is the next one that anybody may.
+
+        `lead`: seconds that a member's report and our answer to it are under way, together.
+        """
         if now < self._not_before or self.must_wait(self._me, now):
             return None
-        if not self._is_due(now):
+        if not self._is_due(now, lead):
             self._due_since = None
             return None
         self._due_since = now if self._due_since is None else self._due_since
@@ -194,7 +212,7 @@ class Turns:
             return None
         return round_id.attempt + turn
 
-    def _is_due(self, now: float) -> bool:
+    def _is_due(self, now: float, lead: float) -> bool:
         lately = self.lately(now)
         electorate = self._plan.electorate(self._head)
         voters = lately & electorate.members
@@ -207,8 +225,8 @@ class Turns:
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         everyone = electorate.members <= lately or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
-        due = self._policy.due_tokens(self._head.committed_tokens, len(lately & self._trainers))
-        enough = everyone and total >= due
+        coming = {peer: item.coming(now, lead) for peer, item in said.items() if peer in self._holders - {self._me}}
+        enough = everyone and self._suffices(total, sum(coming.values()), len(lately & self._trainers))
         if enough and self._enough_since is None:
             self._enough_since = now
         all_here = now >= self._late_until or self._late <= lately
@@ -216,6 +234,13 @@ class Turns:
         rested = last or now >= self._rest_until or any(item.full for item in said.values())
         due_here = (enough and all_here) or overdue
         return total > 0 and ((due_here and rested) or leaving)
+
+    def _suffices(self, total: int, coming: float, members: int) -> bool:
+        """Whether there are tokens for a round when members are asked; for the run's last one they must be there."""
+        committed = self._head.committed_tokens
+        due = self._policy.due_tokens(committed, members)
+        is_last = committed + due >= self._policy.stop_tokens
+        return total >= due or (not is_last and total >= _TOLD * due and total + coming >= due)
 
     def _cap(self, peer: str) -> int:
         """The most tokens of its that a round counts."""
