@@ -34,7 +34,8 @@ class Member:
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(request).encode() + b"\n")
         async with asyncio.timeout(seconds):
-            await self._child.stdin.drain()
+            with suppress(ConnectionError):  # it has ended: what it said last is told below
+                await self._child.stdin.drain()
             line = await self._child.stdout.readline()
         if not line:
             words = [text for text in self._log.read_text(errors="replace").splitlines() if text.strip()]

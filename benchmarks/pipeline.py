@@ -13,7 +13,9 @@ does not compute. `most` is how many micro-batches the first and second stages h
 inputs of those take on the second.
 
 Beside them, in the same lab: `torch.distributed.pipelining` over gloo with its 1F1B schedule and with GPipe's, which
-keeps all micro-batches in flight; with the same waiting, in bf16. Ours in its better codec is compared with each.
+keeps all micro-batches in flight; with the same waiting, in bf16. And stages served by `hivemind.moe`, whose client
+relays every hop, in an environment of its own (`make peers`), with several numbers of micro-batches in flight
+(`TUNINGS`). Ours in its better codec is compared with the best of each; its share is of the bound of all, at its bytes.
 
 All hosts share this machine's cores, as no swarm's do. So labs are in slow motion (`slower`, by the number of stages):
 rates are divided, distances and computing multiplied by it, everything told in the time that is meant.
@@ -33,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from atoll.node.pipeline.span import equal_cuts
 from benchmarks.allreduce import Setting, goodput
 from benchmarks.common import Report
 from benchmarks.lab_members import Member, members, together
+from benchmarks.peer_environments import python_of
 from benchmarks.pipeline_bound import Flush
 
 LINKS = ((1000.0, 5.0), (200.0, 30.0), (100.0, 80.0))  # Mbit/s, RTT in ms
@@ -56,9 +59,12 @@ METHODS = {  # and what each can carry, the least
     "atoll-p2p": ("int8", "bf16"),
     "gloo-1f1b": ("bf16",),
     "gloo-gpipe": ("bf16",),
+    "hivemind-moe": ("fp16", "quantile8"),
 }
-PEERS = ("gloo-1f1b", "gloo-gpipe")
-WIRE = {"bf16": 2.0, "int8": 1 + 2 / 128}  # bytes an element
+PEERS = ("gloo-1f1b", "gloo-gpipe", "hivemind-moe")
+PROGRAMS = {"atoll": "pipeline_member", "gloo": "pipeline_gloo", "hivemind": "pipeline_moe"}
+TUNINGS = {"hivemind-moe": (8, 32)}  # micro-batches in flight (4 was never best); others' schedules say how many
+WIRE = {"bf16": 2.0, "fp16": 2.0, "int8": 1 + 2 / 128, "quantile8": 1.0}  # bytes an element
 TARGETS = {(1000.0, 5.0): 0.90, (200.0, 30.0): 0.90, (100.0, 80.0): 0.80}
 _BEGIN_SECONDS = 240.0
 
@@ -133,18 +139,19 @@ class Case:
         )
 
 
-async def measure(joined: Sequence[Member], case: Case, codec: str) -> dict[str, Any]:
-    """One of ours. Raises `RuntimeError`, `TimeoutError`."""
+async def measure(joined: Sequence[Member], case: Case, codec: str, in_flight: int | None = None) -> dict[str, Any]:
+    """One row, of a peer with that tuning if it has any. Raises `RuntimeError`, `TimeoutError`."""
     seconds = [case.slower * FORWARD_SECONDS, case.slower * BACKWARD_SECONDS] if case.synthetic else None
     spans = equal_cuts(max(case.stages, 8), case.stages)
-    toml = case.toml(codec)
+    told = {"toml": case.toml(codec), "seconds": seconds} | ({"in_flight": in_flight} if in_flight else {})
     try:
         begun = (
-            member.ask({"begin": {"toml": toml, "span": [span.first, span.last], "seconds": seconds}}, _BEGIN_SECONDS)
+            member.ask({"begin": {**told, "span": [span.first, span.last]}}, _BEGIN_SECONDS)
             for member, span in zip(joined, spans, strict=True)
         )
         await asyncio.gather(*begun)
-        longest = 6 * case.slower * case.bound(codec, case.mbit * 1e6 / 8 / case.slower).seconds + 60
+        relayed = case.stages if in_flight else 1  # as often over the driver's link
+        longest = 6 * relayed * case.slower * case.bound(codec, case.mbit * 1e6 / 8 / case.slower).seconds + 60
         before = await _flushed(joined, 1 + WARM, longest)
         after = await _flushed(joined, 1 + WARM + MEASURED, longest)
     finally:
@@ -190,22 +197,29 @@ async def cells(case: Case, chosen: argparse.Namespace, report: Report) -> None:
 async def _cells_of(
     method: str, network: WanNetwork, rate: float, case: Case, chosen: argparse.Namespace, report: Report, place: Path
 ) -> None:
-    codecs = [codec for codec in METHODS[method] if codec in chosen.codec]
-    if not codecs:
-        return
-    ours = method.startswith("atoll")
-    program = "benchmarks.pipeline_member" if ours else "benchmarks.pipeline_gloo"
-    try:
-        async with members(network, program, method, place) as joined:
-            for codec in codecs:
-                try:
-                    figures = await measure(joined, case, codec)
-                    add(report, case, method, codec, rate, figures, "")
-                except (RuntimeError, TimeoutError) as error:
-                    add(report, case, method, codec, rate, {}, f"could not run: {error or type(error).__name__}"[:110])
-    except (RuntimeError, TimeoutError) as error:
-        for codec in codecs:
-            add(report, case, method, codec, rate, {}, f"could not run: {error or type(error).__name__}"[:110])
+    """Ours have one set of members for all codecs; a peer has fresh ones for each row."""
+    rows = list(product((it for it in METHODS[method] if it in chosen.codec), TUNINGS.get(method, (None,))))
+    family = method.partition("-")[0]
+    for some in [rows] if family == "atoll" and rows else [[row] for row in rows]:
+        try:
+            program = f"benchmarks.{PROGRAMS[family]}"
+            async with members(network, program, method, place, python_of(family)) as joined:
+                for codec, in_flight in some:
+                    try:
+                        figures = await measure(joined, case, codec, in_flight)
+                        add(report, case, method, codec, rate, figures, _noted(in_flight))
+                    except (RuntimeError, TimeoutError) as error:
+                        add(report, case, method, codec, rate, {}, _noted(in_flight, error))
+        except (RuntimeError, TimeoutError) as error:
+            for codec, in_flight in some:
+                add(report, case, method, codec, rate, {}, _noted(in_flight, error))
+
+
+def _noted(in_flight: int | None, error: Exception | None = None) -> str:
+    """Of a row: its tuning, and why it has no figures."""
+    words = [f"{in_flight} in flight"] if in_flight else []
+    words += [f"could not run: {error or type(error).__name__}"] if error else []
+    return ", ".join(words)[:110]
 
 
 def add(report: Report, case: Case, method: str, codec: str, rate: float, figures: dict[str, Any], note: str) -> None:
@@ -300,9 +314,11 @@ def main() -> None:
     report = Report(chosen.name)
     asyncio.run(run(chosen, report))
     judge(report)
+    grid = "; ".join(f"{peer}: {', '.join(map(str, counts))}" for peer, counts in TUNINGS.items())
     report.finish(
         f"activations of {TOKENS} × {DIMENSION}, {MICRO_BATCHES} micro-batches a flush, a stage takes "
-        f"{FORWARD_SECONDS * 1000:g} + {BACKWARD_SECONDS * 1000:g} ms; medians of {MEASURED} flushes"
+        f"{FORWARD_SECONDS * 1000:g} + {BACKWARD_SECONDS * 1000:g} ms; medians of {MEASURED} flushes; "
+        f"micro-batches in flight that were tried, of which the best count: {grid}"
     )
 
 
