@@ -7,8 +7,8 @@ that a butterfly or ring has to send, 2 (N-1)/N of the encoded vector a host, at
 the all-reduce is timed, not the matchmaking before it, and for torchft the all-reduce and its vote, not the quorum.
 Peers run in environments of their own (`make peers`).
 
-All hosts share this machine's cores, as no swarm's do: in `wan-100-slow` links are four times as slow and as long, so that
-processors are four times as fast beside them.
+All hosts share this machine's cores, as no swarm's do: in `wan-100-slow` links are four times as slow and as long, so
+that processors are four times as fast beside them.
 
     python -m benchmarks.allreduce                       # 160 MB over 100 Mbit/s × 80 ms, in fp16 and int8
     python -m benchmarks.allreduce --setting mixed --megabytes 10 40 160 --codec int4 --method atoll atoll-p2p
