@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
+import pytest
 from support.swarm_lab import SOON, Lab, echo
 
 from atoll.core.frames import FrameKind
@@ -41,3 +43,12 @@ async def test_members_that_began_without_a_seed_meet_through_one_that_came_late
         await host.publish_address(LIFETIME)
     for host in (a, b):
         assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
+
+
+async def test_the_owners_limit_bounds_what_a_member_is_said_to_take(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = await lab.start("ann")
+    assert host.rate_to("nobody") == 0.0
+    monkeypatch.setattr(host._pacer, "rate_to", lambda peer: math.inf)
+    assert math.isinf(host.rate_to("bob"))
+    host.traffic.up.change(1e6)
+    assert host.rate_to("bob") == 1e6

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 
 def test_a_daemon_imports_nothing_of_hivemind_that_it_does_not_use():
@@ -12,6 +13,16 @@ def test_a_daemon_imports_nothing_of_hivemind_that_it_does_not_use():
     )
     run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout == "['dht', 'p2p'] False\n"
+
+
+def test_who_asks_for_the_rest_afterwards_has_it():
+    check = (
+        "import atoll.node.swarm.host, hivemind\n"
+        "from hivemind import DHT, Optimizer\n"
+        "print(DHT.__name__, hivemind.__version__)"
+    )
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout == f"DHT {version('hivemind')}\n"
 
 
 def test_whoever_imported_hivemind_before_keeps_all_of_it():

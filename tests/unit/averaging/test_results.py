@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -136,4 +137,49 @@ async def test_what_was_settled_otherwise_is_the_state(finishes: list[Staging]) 
     mean_E[:PART] = 0.0
     assert all(it.layers == trio.layers_of(mean_E) for it in staged)
     assert len(finishes) == 2 * len(PEERS)
+    await trio.close()
+
+
+async def test_a_word_that_comes_while_the_state_is_made_waits_for_that_or_makes_another(
+    finishes: list[Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, noted = threading.Event(), Staging.finish
+
+    def held_up(staging: Staging, *arguments: object) -> object:
+        assert go.wait(PATIENCE)
+        return noted(staging, *arguments)
+
+    monkeypatch.setattr(Staging, "finish", held_up)
+    trio = Trio()
+    digests = await trio.average()
+    trio.results["a"].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
+    trio.results["b"].complete(ROUND, dp.Settle(digests=[b"", *digests[1:]]), PATIENCE)
+    await asyncio.sleep(0.05)
+    assert trio.told["a"].empty()
+    assert trio.told["b"].empty()
+    go.set()
+    mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
+    assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
+    mean_E[:PART] = 0.0
+    assert (await trio.next("b", rt.Staged)).layers == trio.layers_of(mean_E)
+    assert len(finishes) == len(PEERS) + 1
+    await trio.close()
+
+
+async def test_a_state_that_could_not_be_made_before_the_word_is_made_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, failed = Staging.finish, []
+
+    def fails_once_each(staging: Staging, *arguments: object) -> object:
+        if staging not in failed:
+            failed.append(staging)
+            raise MemoryError
+        return finish(staging, *arguments)
+
+    monkeypatch.setattr(Staging, "finish", fails_once_each)
+    trio = Trio()
+    digests = await trio.average()
+    await until(lambda: len(failed) == len(PEERS))
+    trio.results["a"].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
+    mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
+    assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
     await trio.close()

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from types import SimpleNamespace
 from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.clock import SystemClock
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.on_route import OnRoute
 from atoll.node.pipeline.cable import Cable, Word
 from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, code_of
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.training.messages import TrainerStatus
+from atoll.node.training.trainer import Trainer
+from atoll.node.transport import Network
+from atoll.v1 import plan_pb2
 
+SPEC = """
+version = 1
+[run]
+name = "t"
+stop_tokens = 1000000
+[model]
+preset = "nano"
+[data]
+path = "nowhere"
+sequence_length = 32
+[optimizer]
+micro_batch_samples = 3
+[sync]
+round_tokens = 1000
+[pipeline]
+codec = "{codec}"
+"""
 RATES = st.floats(min_value=1.0, max_value=1e12)
 
 
@@ -62,6 +88,35 @@ def test_a_trainer_is_told_of_each_link_when_its_code_changes() -> None:
     rates["cleo"], rates["ann"] = math.inf, 15e6
     codes.look()
     assert told.words[1:] == [(Word.CODE, 0, b"int8"), (Word.CODE, 2, b"bf16")]
+
+
+async def test_whatever_it_was_told_before_a_trainer_hears_the_codes_of_its_links_at_first() -> None:
+    told = Told()
+    running = asyncio.create_task(codes_at(1, {"ann": math.inf, "cleo": 0.0}, [0.1], told).run())
+    await asyncio.sleep(0)
+    running.cancel()
+    assert told.words == [(Word.CODE, 0, b"int8"), (Word.CODE, 2, b"int8"), (Word.CODE, 0, b"bf16")]
+
+
+def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_computes_it() -> None:
+    spec = parse_run_spec(SPEC.format(codec="auto"))
+    table = plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(activation_bytes_per_token=4 * 64)] * 2)
+    status = TrainerStatus(busy_seconds_per_token=0.001)
+    trainer = SimpleNamespace(facts=SimpleNamespace(layers=table), status=status)
+    network = SimpleNamespace(handle=lambda protocol, handler: None, rate_to=lambda peer: rates[peer])
+    on_route = OnRoute(cast("Network", network), spec, "ann", SystemClock())
+    told = Told()
+    codes = on_route._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("Cable", told), cast("Trainer", trainer))
+    assert codes is not None
+    wanted = 2 * 64 / 0.001  # bytes of a token in bf16, and how long it is computed: 128 kB/s
+    rates = {"bob": 0.99 * wanted / ROOM}
+    codes.look()
+    assert told.words == []
+    rates["bob"] = 1.01 * wanted / ROOM
+    codes.look()
+    assert told.words == [(Word.CODE, 1, b"bf16")]
+    fixed = OnRoute(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
+    assert fixed._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("Cable", told), cast("Trainer", trainer)) is None
 
 
 def test_the_ends_of_a_route_have_one_link() -> None:

@@ -26,7 +26,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
-_PIPELINE_RATIO = {  # bytes on the wire per byte of fp32; `auto` is `int8` wherever a link can be what limits
+_PIPELINE_RATIO = {  # bytes on the wire per byte of fp32; `auto` is `int8` wherever a wide-area link limits a route
     "auto": INT8_OF_FP32,
     "int8": INT8_OF_FP32,
     "bf16": 0.5,

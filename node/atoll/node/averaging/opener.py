@@ -31,7 +31,7 @@ from atoll.node.averaging.decide import (
     manifest_payload,
     parts_total,
 )
-from atoll.node.averaging.pace import Pace
+from atoll.node.averaging.pace import Answers, Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
 from atoll.node.averaging.settlement import check_report, settle
 from atoll.v1 import common_pb2 as pb
@@ -56,8 +56,10 @@ class Paces:
     """How long each stage of one fragment's rounds took lately, and which codec that is good for."""
 
     ready: Pace
+    answers: Answers  # from Open to each member's Ready
     exchanges: dict[int, Pace]  # by the number of the codec
     decision: Pace
+    mending: Pace  # the same where somebody has to make its state anew: what it has was not settled, or it has none
     codec: CodecChoice
     exchange_ceiling: float
 
@@ -66,9 +68,17 @@ class Paces:
         """For each fragment, because some are larger than others; nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
-        answers, turns = Pace(_FLOOR, ready), len(policy.fragments)
+        all_ready, answers, turns = Pace(_FLOOR, ready), Answers(), len(policy.fragments)
         return tuple(
-            cls(answers, {}, Pace(_FLOOR, decision), CodecChoice(policy.codecs, fragment.elements, turns), exchange)
+            cls(
+                all_ready,
+                answers,
+                {},
+                Pace(_FLOOR, decision),
+                Pace(_FLOOR, decision),
+                CodecChoice(policy.codecs, fragment.elements, turns),
+                exchange,
+            )
             for fragment in policy.fragments
         )
 
@@ -106,6 +116,7 @@ class Opener:
     _votes: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → peer → signature
     _attestations: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → holder → its word
     _settled: dp.Settle | None = None
+    _mends: bool = False  # somebody makes its state anew, or fetches it
     _adopting: bytes = b""  # the earlier result that is to be committed
     _attested: bytes = b""  # the payload that witnesses were told to vote for
     _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
@@ -268,7 +279,7 @@ class Opener:
         self._tell(self._ready, dp.RoundMessage(start=self._start))
 
     def _adopt(self, payload: bytes, holders: tuple[str, ...]) -> None:
-        self._adopting = payload
+        self._adopting, self._mends = payload, True
         seconds = self.paces.exchange_ceiling  # a whole state may have to travel
         self._enter(Stage.VOTES, seconds)
         message = dp.Adopt(
@@ -284,7 +295,8 @@ class Opener:
             return
         digests, holders, partial = settle(self._parts, summed)
         self._learn(far=all(digests))
-        seconds = self.paces.decision.patience
+        self._mends = bool(holders) or not all(digests)
+        seconds = self._decision.patience
         message = dp.Settle(
             round=self.round_id.to_proto(),
             present=[peer for peer in there if not self._ready[peer].leaving] or there,
@@ -301,7 +313,7 @@ class Opener:
     def _learn(self, *, far: bool = True, failed: bool = False) -> None:
         """How long this stage took. `far`: those who answered did not lack time themselves."""
         took = self.now - self._stage_began
-        pace = self.paces.ready if self.stage is Stage.READY else self.paces.decision
+        pace = self.paces.ready if self.stage is Stage.READY else self._decision
         if self.stage is Stage.PARTS and self._start is not None:
             pace = self.paces.exchange(self._start.codec)
         if self._waiting_for() - self._standbys or not far:
@@ -321,6 +333,8 @@ class Opener:
             except AtollError as error:
                 self.decline(peer, f"its earlier vote does not count: {error}", self.now)
                 return
+        if peer not in self._ready:
+            self.paces.answers.observe(peer, self.now - self._opened)
         self._ready[peer] = ready
         self._answered()
 
@@ -365,11 +379,11 @@ class Opener:
     def _count(self, *, final: bool) -> None:
         for payload, votes in self._votes.items():
             if self.electorate.decides(votes.keys(), payload in self._tie_breaks):
-                self.paces.decision.observe(self.now - self._stage_began)  # the quickest majority is enough
+                self._decision.observe(self.now - self._stage_began)  # the quickest majority is enough
                 self._commit(payload)
                 return
         if self._ask_witnesses(final=final):
-            self.deadline = max(self.deadline, self.now + self.paces.decision.patience)
+            self.deadline = max(self.deadline, self.now + self._decision.patience)
             return
         if self._waiting_for() and not final:
             return
@@ -398,7 +412,7 @@ class Opener:
         message = dp.Adopt(
             round=self.round_id.to_proto(),
             payload=payload,
-            deadline_ms=int(self.paces.decision.patience * 1000),
+            deadline_ms=int(self._decision.patience * 1000),
             attestations=[dp.Attestation(peer_id=peer, signature=said[peer]) for peer in sorted(said)],
         )
         witnesses = {peer for peer in self._members if is_witness(self.plan, peer, payload)}
@@ -439,6 +453,10 @@ class Opener:
         self._asking = True
         self.deadline = max(self.deadline, self.now + TIE_SECONDS)
         self.out.append(AskCoordinator(self.round_id, payload))
+
+    @property
+    def _decision(self) -> Pace:
+        return self.paces.mending if self._mends else self.paces.decision
 
     # --- what was collected ------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How long to wait for others: learnt from how long they took, never set by hand. Pure.
+"""How long others take, and how long to wait for them: learnt, never set by hand. Pure.
 
 A deadline is the median of the last durations plus k times their median absolute deviation, and at least twice the
 median, between a floor and a ceiling. Until enough was seen it is the ceiling. Median and MAD shrug off the odd slow
@@ -20,6 +20,8 @@ _ENOUGH = 3  # observations before the estimate is trusted
 _REMEMBERED = 31
 _TOO_SHORT = 1.5  # what a missed deadline is taken to have needed
 _MOST_DOUBLED = 2.0**16
+_ANSWERS = 5  # of one peer that are remembered
+_MOST_PEERS = 1024
 
 
 @dataclass
@@ -42,11 +44,6 @@ class Pace:
         self._factor = min(2 * self._factor, _MOST_DOUBLED) if failed else 2.0
 
     @property
-    def usual(self) -> float:
-        """Seconds that it takes most times; 0 while nothing is known."""
-        return median(self._seen) if len(self._seen) >= _ENOUGH else 0.0
-
-    @property
     def patience(self) -> float:
         """Seconds to wait for the next ones."""
         if len(self._seen) < _ENOUGH:
@@ -54,3 +51,20 @@ class Pace:
         middle = median(self._seen)
         deviation = _MAD_TO_SIGMA * median(abs(seconds - middle) for seconds in self._seen)
         return min(self.ceiling, self._factor * (self.floor + max(2 * middle, middle + _K * deviation)))
+
+
+@dataclass
+class Answers:
+    """How long each of several peers took to answer, in seconds; those that did not are not in it."""
+
+    _seen: dict[str, deque[float]] = field(default_factory=dict)
+
+    def observe(self, peer: str, seconds: float) -> None:
+        """One more answer."""
+        self._seen.setdefault(peer, deque(maxlen=_ANSWERS)).append(seconds)
+        if len(self._seen) > _MOST_PEERS:
+            del self._seen[next(iter(self._seen))]
+
+    def usual(self, peer: str) -> float:
+        """The median of its last ones; 0 while there is none."""
+        return median(self._seen[peer]) if peer in self._seen else 0.0

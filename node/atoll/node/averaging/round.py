@@ -280,7 +280,7 @@ class RoundMachine:
             return
         if self._opener is not None:
             return
-        attempt = self._turns.attempt_to_open(self.round_id, self._now, self._paces.ready.usual)
+        attempt = self._turns.attempt_to_open(self.round_id, self._now, self._paces.answers.usual)
         if attempt is None:
             return
         self._opener = Opener(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -37,6 +38,10 @@ _TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: aft
 _NEVER = float("-inf")
 
 
+def _at_once(peer: str) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class _Heard:
     """A member's last token report."""
@@ -50,7 +55,7 @@ class _Heard:
     gap: float  # seconds since the report before
 
     def coming(self, now: float, lead: float) -> float:
-        """Tokens that it trains by `lead` seconds from now, if it goes on and its next report is not overdue."""
+        """Tokens that it most likely trains by `lead` seconds from now, were its next report not overdue."""
         tokens, when = self.since
         if self.when - when < _LEAST_INTERVAL:
             return 0.0
@@ -194,10 +199,11 @@ class Turns:
 
     # --- whose turn ----------------------------------------------------------------------------------
 
-    def attempt_to_open(self, round_id: RoundId, now: float, lead: float = 0.0) -> int | None:
+    def attempt_to_open(self, round_id: RoundId, now: float, lead: Callable[[str], float] = _at_once) -> int | None:
         """The attempt that we open now; `round_id` is the next one that anybody may.
 
-        `lead`: seconds that a member's report and our answer to it are under way, together.
+        `lead`: seconds from our asking a member to its answer. Its report was about half of that under way, and until
+        it has ended its step and says so it trains on.
         """
         if now < self._not_before or self.must_wait(self._me, now):
             return None
@@ -212,7 +218,7 @@ class Turns:
             return None
         return round_id.attempt + turn
 
-    def _is_due(self, now: float, lead: float) -> bool:
+    def _is_due(self, now: float, lead: Callable[[str], float]) -> bool:
         lately = self.lately(now)
         electorate = self._plan.electorate(self._head)
         voters = lately & electorate.members
@@ -225,8 +231,14 @@ class Turns:
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         everyone = electorate.members <= lately or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
-        coming = {peer: item.coming(now, lead) for peer, item in said.items() if peer in self._holders - {self._me}}
-        enough = everyone and self._suffices(total, sum(coming.values()), len(lately & self._trainers))
+        most = (
+            self._policy.open_timeout.total_seconds() / 2
+        )  # so that nobody opens out of turn who knows of longer ones
+        coming = sum(
+            max(0.0, min(said[peer].coming(now, min(lead(peer), most)), self._cap(peer) - said[peer].tokens))
+            for peer in said.keys() & self._holders - {self._me}
+        )
+        enough = everyone and self._suffices(total, coming, len(lately & self._trainers))
         if enough and self._enough_since is None:
             self._enough_since = now
         all_here = now >= self._late_until or self._late <= lately

@@ -239,7 +239,8 @@ class Pacer:
         """Bytes per second to a peer if we sent to nobody else, as measured; infinite: near, 0: nothing is known."""
         if any(one.near for connection, one in self._watched.items() if connection.peer_id == peer_id):
             return math.inf
-        return min(self.uplink_bytes_per_second, self.limits().get(peer_id, math.inf))
+        paths = [one.path for connection, one in self._watched.items() if connection.peer_id == peer_id]
+        return min(self.uplink_bytes_per_second, max((path.rate for path in paths), default=math.inf))
 
     def limits(self) -> dict[str, float]:
         """Bytes per second to those whose path, and not our uplink, is what limits us."""

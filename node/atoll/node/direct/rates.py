@@ -114,6 +114,11 @@ class Path:
     limit: float = math.inf  # bytes per second worth giving it
     last: float = 0.0  # delivered in the window before
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second that it carries; infinite: as much as it was ever given."""
+        return self.limit / SPARE
+
     def observe(self, seconds: float, sent: Sent, given: float) -> Path:
         """After a window in which it was `given` so many bytes per second."""
         rate = sent.delivered / seconds

@@ -19,8 +19,8 @@ from atoll.node.pipeline.route import RoutePlace
 
 NARROW, WIDE = "int8", "bf16"
 WIDE_BYTES = 2  # an element
-ROOM = 0.4  # of the measured rate, to turn to `bf16`: a stage in the middle has two links, and rounds send, too
-KEEP = 0.6  # to stay with it: rates waver
+ROOM = 0.3  # of the measured rate, to turn to `bf16`: a stage in the middle has two links, and rounds send, too
+KEEP = 0.45  # to stay with it: rates waver
 LOOK_SECONDS = 5.0
 
 _log = log.get("route")
@@ -58,6 +58,8 @@ class LinkCodes:
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
+        for stage in self.codes:
+            self._tell(stage)  # what was on its way to the trainer for another place may reach it in this one
         while True:
             self.look()
             await asyncio.sleep(LOOK_SECONDS)
@@ -71,4 +73,7 @@ class LinkCodes:
             if code != before:
                 self.codes[stage] = code
                 _log.info("activations and gradients have another code", peer=self._peers[stage], codec=code)
-                self._cable.post(Word.CODE, stage, 0, code.encode())
+                self._tell(stage)
+
+    def _tell(self, stage: int) -> None:
+        self._cable.post(Word.CODE, stage, 0, self.codes[stage].encode())

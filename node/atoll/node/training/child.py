@@ -67,7 +67,9 @@ class Child:
         return cls(process, control, cable, vectors, log_path, log_start)
 
     def let_go(self, *, keep_cable: bool) -> None:
-        """Of what the trainer that took this child has no use for any more."""
+        """Of what the trainer that took this child has no use for any more. Once: descriptors are given out again."""
+        if self.taken:
+            return
         self.taken = True
         for descriptor in self.vectors:
             os.close(descriptor)
