@@ -9,6 +9,8 @@ import hivemind
 from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
 from torch import Tensor
 
+from benchmarks.hivemind_dht import Meeting
+
 
 class Hivemind:
     """`DecentralizedAverager`, triggered once all have found each other."""
@@ -16,20 +18,12 @@ class Hivemind:
     def __init__(self, index: int, members: int, address: str) -> None:
         self._index = index
         self._members = members
-        self._address = address
-        self._dht: Any = None
+        self._meeting = Meeting(address)
         self._averager: Any = None
         self._step: Any = None
 
     async def meet(self, contacts: list[Any]) -> Any:
-        if self._dht is None:
-            self._dht = hivemind.DHT(
-                host_maddrs=[f"/ip4/{self._address}/tcp/0"],
-                initial_peers=contacts[0] or [],
-                use_auto_relay=False,
-                start=True,
-            )
-        return [str(address) for address in self._dht.get_visible_maddrs()]
+        return self._meeting.meet(contacts)
 
     async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
         if self._averager is None:
@@ -52,7 +46,7 @@ class Hivemind:
             return tensors[0].clone()
 
     async def close(self) -> None:
-        for part in (self._averager, self._dht):
+        for part in (self._averager, self._meeting.dht):
             if part is not None:
                 await asyncio.to_thread(part.shutdown)
 
@@ -60,7 +54,7 @@ class Hivemind:
         compression = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}[codec]()
         return hivemind.DecentralizedAverager(
             [vector_E.clone()],
-            dht=self._dht,
+            dht=self._meeting.dht,
             prefix="bench",
             target_group_size=self._members,
             min_group_size=self._members,

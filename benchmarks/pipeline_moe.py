@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import hivemind
 import psutil
 import torch
 from hivemind.moe.client.expert import RemoteExpert
@@ -39,6 +38,7 @@ from hivemind.proto.runtime_pb2 import CompressionType
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor, nn
 
+from benchmarks.hivemind_dht import Meeting
 from benchmarks.json_lines import serve
 
 _CODECS = {"fp16": CompressionType.FLOAT16, "quantile8": CompressionType.QUANTILE_8BIT}
@@ -84,8 +84,8 @@ class Moe:
     """One host: an expert, or the client of all."""
 
     def __init__(self, index: int, members: int, address: str) -> None:
-        self._index, self._members, self._address = index, members, address
-        self._dht: hivemind.DHT | None = None
+        self._index, self._members = index, members
+        self._meeting = Meeting(address)
         self._server: Server | None = None
         self._ended: list[float] = []
         self._most = 0
@@ -95,14 +95,7 @@ class Moe:
 
     def meet(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
-        if self._dht is None:
-            self._dht = hivemind.DHT(
-                host_maddrs=[f"/ip4/{self._address}/tcp/0"],
-                initial_peers=contacts[0] or [],
-                use_auto_relay=False,
-                start=True,
-            )
-        return [str(address) for address in self._dht.get_visible_maddrs()]
+        return self._meeting.meet(contacts)
 
     def begin(self, toml: str, seconds: list[float], in_flight: int) -> None:
         """Serve, or drive."""
@@ -127,7 +120,7 @@ class Moe:
             outputs_schema=crossing,
             max_batch_size=1,
         )
-        self._server = Server(self._dht, {expert.name: expert}, num_connection_handlers=_HANDLERS, start=True)
+        self._server = Server(self._meeting.dht, {expert.name: expert}, num_connection_handlers=_HANDLERS, start=True)
 
     def _guarded(self, stage: _Stage, micro_batches: Sequence[Tensor]) -> None:
         try:
@@ -139,7 +132,7 @@ class Moe:
         """The experts, once all can be found. Raises `TimeoutError`."""
         deadline = time.monotonic() + _FIND_SECONDS
         while not self._stop.wait(0.5) and time.monotonic() < deadline:
-            experts = get_experts(self._dht, [_uid(index) for index in range(1, self._members)])
+            experts = get_experts(self._meeting.dht, [_uid(index) for index in range(1, self._members)])
             if None not in experts:
                 return list(experts)
         raise TimeoutError("not all experts were found")
@@ -182,7 +175,7 @@ class Moe:
     def close(self) -> None:
         """Leave nothing."""
         self.end()
-        part = self._server or self._dht  # a server ends its DHT
+        part = self._server or self._meeting.dht  # a server ends its DHT
         if part is not None:
             part.shutdown()
 

@@ -22,6 +22,7 @@ import torch
 from hivemind.compression import Float16Compression
 from hivemind.optim.grad_averager import GradientAverager
 
+from benchmarks.hivemind_dht import Meeting
 from benchmarks.utilisation_peer import answer_all
 
 _LEAST_TIMEOUT = 30.0  # seconds for a round
@@ -87,20 +88,12 @@ class Hivemind:
 
     def __init__(self, index: int, members: int, address: str) -> None:
         self._members = members
-        self._address = address
         self._tally = Tally(members)
-        self._dht: hivemind.DHT | None = None
+        self._meeting = Meeting(address)
         self._optimizer: hivemind.Optimizer | None = None
 
     def meet(self, contacts: list[Any]) -> Any:
-        if self._dht is None:
-            self._dht = hivemind.DHT(
-                host_maddrs=[f"/ip4/{self._address}/tcp/0"],
-                initial_peers=contacts[0] or [],
-                use_auto_relay=False,
-                start=True,
-            )
-        return [str(address) for address in self._dht.get_visible_maddrs()]
+        return self._meeting.meet(contacts)
 
     def begin(self, elements: int, inner_steps: int, mbit: float, tuning: str) -> None:
         for name in ("hivemind.optim.optimizer", "hivemind.optim.state_averager"):
@@ -130,7 +123,7 @@ class Hivemind:
                 "averager_opts": {**group, "initialize_optimizer": False},
             }
         self._optimizer = hivemind.Optimizer(
-            dht=self._dht,
+            dht=self._meeting.dht,
             run_id="utilisation",
             batch_size_per_step=1,
             target_batch_size=inner_steps * self._members,
@@ -152,7 +145,7 @@ class Hivemind:
         return self._tally.committed, self._tally.abandoned
 
     def close(self) -> None:
-        for part in (self._optimizer, self._dht):
+        for part in (self._optimizer, self._meeting.dht):
             if part is not None:
                 part.shutdown()
 
