@@ -506,18 +506,24 @@ class TrainingSession:
     def _why_paused(self) -> str:
         return self._resting or "the operator paused the run"
 
+    def _why_waiting(self) -> str:
+        it, needed = self._it, self._it.spec.run.min_nodes
+        if it.directives.notice:
+            return f"ready, but {it.directives.notice}"
+        begins = f" (the run begins with {needed} nodes)" if it.directives.plan is None and needed > 1 else ""
+        return f"ready; waiting for a plan{begins}"
+
     def _wait_state(self) -> None:
         if self._resting:
             self._it.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
         else:
-            needed = self._it.spec.run.min_nodes
-            begins = f" (the run begins with {needed} nodes)" if self._it.directives.plan is None and needed > 1 else ""
-            self._it.status.enter(mb.NODE_STATE_READY, f"ready; waiting for a plan{begins}")
+            self._it.status.enter(mb.NODE_STATE_READY, self._why_waiting())
         self._it.link.hurry()
 
     def _has_work(self) -> bool:
         waiting_for_genesis = self._it.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None
         changed = bool(self._resting) != (self._it.status.state == mb.NODE_STATE_PAUSED)
+        changed |= self._it.status.state == mb.NODE_STATE_READY and self._it.status.detail != self._why_waiting()
         loads = self._trainer is not None and self._holds_other_layers(self._trainer)
         return waiting_for_genesis or changed or ((self._in_plan() or loads) and not self._resting)
 

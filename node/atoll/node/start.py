@@ -94,7 +94,8 @@ def locked(data_dir: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise AlreadyRunning(
-            f"another atoll daemon runs on {data_dir}", "stop it with `atoll leave`, or use another --data-dir"
+            f"another atoll daemon runs on {data_dir}",
+            f"stop it with `atoll leave --data-dir {data_dir}`, or use another",
         ) from error
     else:
         yield

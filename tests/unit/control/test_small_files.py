@@ -34,6 +34,14 @@ async def plan_file(tmp_path):
     return tmp_path / "plan"
 
 
+async def test_why_a_node_does_not_count_is_known_until_it_does(tmp_path):
+    told = directives(tmp_path / "plan")
+    told.take(mb.HeartbeatResponse(notice="its text is another"))
+    assert told.notice == "its text is another"
+    told.take(mb.HeartbeatResponse())
+    assert told.notice == ""
+
+
 def test_a_plan_that_was_cut_is_not_followed(plan_file):
     data = plan_file.read_bytes()
     for length in range(len(data)):

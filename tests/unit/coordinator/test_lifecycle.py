@@ -12,7 +12,7 @@ from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_rep
 
 from atoll.coordinator.state import admission, find, lifecycle, machine, views
 from atoll.coordinator.state.edges import EDGES
-from atoll.coordinator.state.fitness import DRAIN_SECONDS, ready_count
+from atoll.coordinator.state.fitness import DRAIN_SECONDS, corpus_notice, ready_count
 from atoll.coordinator.state.records import Run
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.data_position import LEASE_ROUNDS
@@ -223,6 +223,13 @@ def test_different_corpora_never_add_up_to_genesis() -> None:
     assert world.run.state == "WAITING"
     assert ready_count(world.state, RUN) == 1
     assert world.kinds().count("node.corpus-differs") == 1
+    notices = {node.name: corpus_notice(world.state, node) for node in world.state.nodes.values()}
+    assert sorted(notices.values()) == ["", max(notices.values())]
+    assert "is not that of the other nodes" in max(notices.values())
+    world.enrol("cleo")
+    world.connect("cleo", corpus="cd" * 32)
+    node = next(node for node in world.state.nodes.values() if node.name == "ann")
+    assert corpus_notice(world.state, node).startswith(f"its text ({CORPUS[:12]}…) is not")  # most have bob's
 
 
 @pytest.mark.parametrize("state", ["WAITING", "GENESIS", "TRAINING"])

@@ -23,10 +23,10 @@ _COLUMNS = [
     Column("node"),
     Column("layers"),
     Column("state"),
-    Column("tokens", right=True),
-    Column("size", right=True),
+    Column("tokens", right=True, goes=3),
+    Column("size", right=True, goes=2),
     Column("written"),
-    Column("manifest"),
+    Column("manifest", goes=1),
     Column("committed"),
 ]
 _STEPS = 10  # lines of progress where it does not go to a terminal
@@ -121,7 +121,7 @@ def _row(item: wire.CheckpointView) -> Plain:
         "round": held.round,
         "node": item.node_name,
         "layers": f"{held.layers.first}-{held.layers.last}" if held.HasField("layers") else "",
-        "state": "connected" if item.connected else "away",
+        "state": "connected" if item.connected else "offline",
         "tokens": count(held.committed_tokens),
         "size": size(held.bytes),
         "written": moment(held.written_unix_ms),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -47,7 +49,8 @@ def list_nodes(run: RunOption = "", output: OutputOption = Output.TEXT, credenti
     """
     with connect(credentials) as client:
         nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
-    show(output, {"nodes": [plain(node) for node in nodes]}, _COLUMNS, [_row(node, time.time()) for node in nodes])
+    rows = [_row(node, time.time()) for node in nodes]
+    show(output, {"nodes": [plain(node) for node in nodes]}, _columns(nodes), rows)
 
 
 @app.command("show")
@@ -98,6 +101,12 @@ def ban(
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
     show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])
+
+
+def _columns(nodes: Sequence[wire.NodeView]) -> list[Column]:
+    """Of several runs, nodes are told apart by their run, however narrow the terminal is."""
+    several = len({node.run_id for node in nodes}) > 1
+    return [replace(column, goes=0) if several and column.key == "run_id" else column for column in _COLUMNS]
 
 
 def _state(node: wire.NodeView) -> str:

@@ -64,7 +64,8 @@ def create(
         return
     uses_text = "one use" if view.uses_total == 1 else f"{view.uses_total} uses"
     life = duration_text((view.expires_unix_ms - view.created_unix_ms) / 1000)
-    say(f"token {view.id} for run {view.run_id}: {uses_text}, good for {life}. On the node: atoll join")
+    command = "atoll join --name seed --port 7710" if request.roles == [pb.ROLE_SEED] else "atoll join"
+    say(f"token {view.id} for run {view.run_id}: {uses_text}, good for {life}. On the node: {command}")
     print(made.token)
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import admission, machine, preparation, views
+from atoll.coordinator.state import admission, fitness, machine, preparation, views
 from atoll.coordinator.state.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -32,7 +32,7 @@ class Conversation:
         self._sent_genesis = False
         self._deny_number = -1
         self._seeds: tuple[str, ...] = ()
-        self._told: tuple[int, int, range] = (-1, -1, range(0))  # run state, order, layers to prepare
+        self._told: tuple[int, int, range, str] = (-1, -1, range(0), "")  # run state, order, layers to prepare, notice
         self._tickets: set[bytes] = set()  # of uploads that were asked for on this stream
 
     async def listen(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
@@ -65,11 +65,12 @@ class Conversation:
             unix_ms=self._controller.moment().unix_ms,
             run_state=views.run_state(run),
             order=views.order_for(state, node),
+            notice=fitness.corpus_notice(state, node),
         )
         layers = preparation.told(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
-        telling = (response.run_state, response.order, layers)
+        telling = (response.run_state, response.order, layers, response.notice)
         news = telling != self._told
         news |= self._add_plan(response, node)
         news |= self._add_deny_list(response)

@@ -33,7 +33,7 @@ def node(state: State, text: str) -> Node:
         raise NotFound(f"there is no node {text!r}", "see `atollctl node list`")
     if len(found) > 1:
         peers = ", ".join(sorted(item.peer_id for item in found))
-        raise Ambiguous(f"{text!r} names {len(found)} nodes: {peers}", "give the whole peer id")
+        raise Ambiguous(f"{text!r} names {len(found)} nodes: {peers}", "give the end of its peer id, or all of it")
     return found[0]
 
 

@@ -100,6 +100,17 @@ def stray_corpora(state: State, run_id: str, digest: str) -> Iterable[tuple[Node
             yield node, other
 
 
+def corpus_notice(state: State, node: Node) -> str:
+    """What a node is told whose text is not that of most, before genesis; later its stream ends. Empty otherwise."""
+    live = state.live.get(node.peer_id)
+    if live is None or not live.corpus_digest or corpus_expected(state, node.run_id):
+        return ""
+    usual = most_common_corpus(state, node.run_id)
+    if usual in ("", live.corpus_digest):
+        return ""
+    return f"its text ({live.corpus_digest[:12]}…) is not that of the other nodes ({usual[:12]}…): it does not count"
+
+
 def still_there(state: State, peer_id: str) -> bool:
     """Whether the writer may still deliver: connected or only just gone, and neither unfit nor unwanted."""
     node, live = state.nodes[peer_id], state.live.get(peer_id)

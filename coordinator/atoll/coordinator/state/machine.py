@@ -164,7 +164,7 @@ def check_session(state: State, peer_id: str, session: int) -> tuple[Node, Live]
     if expected and live and live.corpus_digest not in ("", expected):
         raise CorpusError(
             f"the corpus of this node ({live.corpus_digest[:12]}…) is not the run's ({expected[:12]}…)",
-            "get the same text as the other nodes: `atoll join --data PATH`",
+            "get the same text as the other nodes: `atoll up --data PATH`",
         )
     if live is None or live.session != session:
         raise InvalidTransition("this heartbeat stream is over: it was silent, or the node opened another", "reconnect")

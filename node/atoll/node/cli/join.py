@@ -111,7 +111,7 @@ def join(
         announce=announce,
         device=device,
         cpu_threads=cpu_threads,
-        data=str(Path(data).absolute()) if data and Path(data).exists() else data,
+        data=_absolute(data),
         base=str(Path(base).expanduser().absolute()) if base else base,
         minimum_step_seconds=minimum_step_seconds,
         compute_share=compute_share,
@@ -140,9 +140,18 @@ def join(
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
-def up(data_dir: DataDir = None, config: ConfigFile = None, log_format: LogFormat = None) -> None:
+def up(data_dir: DataDir = None, config: ConfigFile = None, data: Data = None, log_format: LogFormat = None) -> None:
     """Start again as the member that an earlier `join` made; needs no token. For systemd and after a reboot."""
-    _run(settings(data_dir, config, log_format=log_format), None)
+    loaded = settings(data_dir, config, data=_absolute(data), log_format=log_format)
+    if data:
+        _check_here(loaded.config)
+        remember(loaded)
+    _run(loaded, None)
+
+
+def _absolute(data: str | None) -> str | None:
+    """A path from here; patterns stay as they are."""
+    return str(Path(data).absolute()) if data and Path(data).exists() else data
 
 
 def _run(loaded: Loaded, token: JoinToken | None) -> None:

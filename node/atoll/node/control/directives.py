@@ -38,6 +38,7 @@ class Directives:
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self.prepare = range(0)  # layers that a plan to come may give this node
+        self.notice = ""  # why this node does not count at present, for people; empty: it does
         self._authority = authority
         self._deny_listed = deny_listed
         self._seeds_moved = seeds_moved
@@ -55,6 +56,9 @@ class Directives:
             self._verified(lambda: self._deny_listed(self._authority.verify_deny_list(sealed), sealed))
         if response.seeds:
             self._seeds_moved(tuple(response.seeds))
+        if response.notice and response.notice != self.notice:
+            _log.warning("this node does not count yet", reason=response.notice)
+        self.notice = response.notice
         self.order = response.order
         self.run_state = response.run_state
         prepare = response.prepare

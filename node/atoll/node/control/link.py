@@ -93,6 +93,7 @@ class CoordinatorLink:
     ) -> None:
         self.credentials = credentials
         self.connected = False
+        self._missed = False  # it was said that it does not answer
         self.clock_offset = ClockOffset()
         self._told_clock = False  # that it is far off
         self._identity = identity
@@ -124,16 +125,20 @@ class CoordinatorLink:
                 problem = from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}")
                 if isinstance(problem, _FINAL):
                     raise problem from error
-                _log.warning("coordinator out of reach", reason=str(problem), retry_seconds=backoff.total_seconds())
+                self._miss(str(problem), backoff)
             except Unreachable as problem:
-                _log.warning("coordinator out of reach", reason=str(problem), retry_seconds=backoff.total_seconds())
+                self._miss(str(problem), backoff)
             except TimeoutError:
-                _log.warning("the coordinator fell silent")
+                self._miss("it fell silent", backoff)
             backoff = _BACKOFF[0] if self.connected else backoff
             self.connected = False
             self._outgoing.again()
             await asyncio.sleep(backoff.total_seconds())
             backoff = min(backoff * 2, _BACKOFF[1])
+
+    def _miss(self, reason: str, backoff: timedelta) -> None:
+        self._missed = True
+        _log.warning("coordinator out of reach", reason=reason, retry_seconds=backoff.total_seconds())
 
     async def leave(self, reason: str) -> None:
         """Say goodbye. A coordinator that does not answer will notice by itself."""
@@ -191,7 +196,9 @@ class CoordinatorLink:
             response = await call.read()
         if not isinstance(response, mb.HeartbeatResponse):
             return False
-        self.connected = True
+        if self._missed:
+            _log.info("the coordinator answers again")
+        self.connected, self._missed = True, False
         self._outgoing.acknowledged(response.acknowledged_sequence)
         self._compare_clocks(response)
         self._received(response)
