@@ -214,6 +214,19 @@ def test_a_round_a_run_and_a_directory_can_be_named(tmp_path):
     assert rounds == [3, 5]
 
 
+def test_an_export_says_when_the_node_is_further(tmp_path, monkeypatch):
+    node_with(tmp_path / "node", "reef", 3)
+    status: dict[str, object] = {"run": "reef", "round": 3}
+    monkeypatch.setattr("atoll.node.cli.export.call", lambda data_dir, command: status)
+    where = ("--data-dir", tmp_path / "node")
+    assert "the node is at round" not in atoll("--to", tmp_path / "a", *where).output
+    status["round"] = 18
+    assert "the node is at round 18 now" in atoll("--to", tmp_path / "b", *where).output
+    assert "the node is at round" not in atoll("--to", tmp_path / "c", *where, "--round", 3).output
+    status["run"] = "lagoon"
+    assert "the node is at round" not in atoll("--to", tmp_path / "d", *where).output
+
+
 def test_what_cannot_be_exported_is_said(tmp_path):
     node_with(tmp_path / "node", "reef", 3)
     node_with(tmp_path / "node", "lagoon", 3)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.core.errors import Ambiguous, CheckpointCorrupt, NotFound, UsageError
+from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.node.cli.options import DataDir, directory
 from atoll.node.cli.scratch import torch_cache
+from atoll.node.localclient import call
 
 if TYPE_CHECKING:
     from atoll.node.state.stored import StoredModel
@@ -75,6 +76,18 @@ def export(
         return
     say(f"round {found.head.round} of run {found.spec.run.name!r}, {dtype.value}:")
     typer.echo(str(to))
+    if not checkpoint and round_number is None:
+        _say_how_old(directory(data_dir), found.spec.run.name, found.head.round)
+
+
+def _say_how_old(data_dir: Path, run: str, round_number: int) -> None:
+    """Beside the round at which the node is, if one runs."""
+    try:
+        status = call(data_dir, "status")
+    except AtollError:
+        return
+    if status.get("run") == run and isinstance(newer := status.get("round"), int) and newer > round_number:
+        say(f"the node is at round {newer} now; it writes a checkpoint every few minutes, and when it leaves")
 
 
 def _directory_of(data_dir: Path, run: str | None) -> Path:
