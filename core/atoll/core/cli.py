@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.output import say
 
 INTERRUPTED = 130
 _EXTRAS = {
@@ -53,6 +54,6 @@ def _with_extras(app: Callable[[], object]) -> None:
 
 def report(error: AtollError) -> None:
     """`error: …` on stderr, and below it what to do."""
-    print(f"error: {error}", file=sys.stderr)
+    say(f"error: {error}")
     if error.remedy:
-        print(f"  {error.remedy}", file=sys.stderr)
+        say(f"  {error.remedy}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -46,4 +48,16 @@ def print_json_line(document: Mapping[str, object]) -> None:
 
 def say(text: str) -> None:
     """Prose for people, on stderr, so that stdout stays data."""
-    print(text, file=sys.stderr)
+    print(fitted(text, sys.stderr), file=sys.stderr)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """As a terminal shows it best: lines broken between words. For other programs, as it is."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.split("\n"))
+
+
+def _broken(line: str, width: int) -> str:
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -7,7 +7,6 @@ since the Unix epoch. `version` grows when a key changes its meaning; new keys m
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.coordinator.text import clean, enum_word
-from atoll.core.output import Output, print_json
+from atoll.core.output import Output, fitted, print_json
 
 Plain = dict[str, object]
 _MAX_LINE_CHARACTERS = 4096
@@ -51,9 +50,8 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
 
 def below(sentences: Iterable[str]) -> None:
     """Below a table, a line each; where a terminal is narrower, broken between words."""
-    width = Console().width if sys.stdout.isatty() else None
     for sentence in map(clean, sentences):
-        print(sentence if width is None else textwrap.fill(sentence, width, subsequent_indent="  "))
+        print(fitted(sentence, sys.stdout))
 
 
 def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:

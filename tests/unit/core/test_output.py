@@ -1,0 +1,43 @@
+"""What people read on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.output import fitted
+
+WORDS = st.lists(st.text("ab-/`", min_size=1, max_size=30), min_size=1, max_size=30)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "40")
+        yield
+
+
+@given(WORDS)
+def test_lines_fit_a_terminal_and_no_word_of_them_is_broken(words: list[str]) -> None:
+    shown = fitted(" ".join(words), Terminal())
+    assert shown.split() == words
+    assert all(len(line) <= 40 for line in shown.split("\n"))
+
+
+@given(WORDS)
+def test_what_programs_read_stays_as_it_is(words: list[str]) -> None:
+    text = " ".join(words)
+    assert fitted(text, io.StringIO()) == text
+
+
+def test_lines_that_fit_and_their_indents_stay_as_they_are() -> None:
+    text = "error: no\n  do this\n\n  or   that"
+    assert fitted(text, Terminal()) == text
