@@ -13,7 +13,7 @@ from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_rep
 from atoll.coordinator.state import admission, find, lifecycle, machine, views
 from atoll.coordinator.state.edges import EDGES
 from atoll.coordinator.state.fitness import DRAIN_SECONDS, corpus_notice, ready_count
-from atoll.coordinator.state.records import Run
+from atoll.coordinator.state.records import Node, Run
 from atoll.coordinator.state.snapshot import Policy
 from atoll.core.data_position import LEASE_ROUNDS
 from atoll.core.errors import AlreadyExists, Ambiguous, CorpusError, InvalidTransition, NotFound, RunSpecError
@@ -223,13 +223,36 @@ def test_different_corpora_never_add_up_to_genesis() -> None:
     assert world.run.state == "WAITING"
     assert ready_count(world.state, RUN) == 1
     assert world.kinds().count("node.corpus-differs") == 1
-    notices = {node.name: corpus_notice(world.state, node) for node in world.state.nodes.values()}
-    assert sorted(notices.values()) == ["", max(notices.values())]
-    assert "is not that of the other nodes" in max(notices.values())
-    world.enrol("cleo")
-    world.connect("cleo", corpus="cd" * 32)
-    node = next(node for node in world.state.nodes.values() if node.name == "ann")
-    assert corpus_notice(world.state, node).startswith(f"its text ({CORPUS[:12]}…) is not")  # most have bob's
+
+
+def test_before_genesis_a_node_with_another_text_than_most_is_told_so_and_nobody_else() -> None:
+    world = World()
+    world.create_run(min_nodes=3)
+
+    def join(name: str, corpus: str) -> None:
+        world.enrol(name)
+        world.connect(name, corpus=corpus)
+        world.wait(0.4)
+
+    def told() -> set[str]:
+        nodes = world.state.nodes.values()
+        assert all(corpus_notice(world.state, node) in ("", notice(node)) for node in nodes)
+        return {node.name for node in nodes if corpus_notice(world.state, node)}
+
+    def notice(node: Node) -> str:
+        others = {CORPUS, "cd" * 32} - {own := world.state.live[node.peer_id].corpus_digest}
+        return f"its text ({own[:12]}…) is not that of the other nodes ({others.pop()[:12]}…): it does not count"
+
+    join("ann", CORPUS)
+    assert told() == set()
+    join("bob", "cd" * 32)
+    assert len(told()) == 1
+    join("cleo", "cd" * 32)
+    assert told() == {"ann"}
+    join("dan", CORPUS)
+    join("eve", CORPUS)  # enough for genesis: the others' streams end
+    assert world.run.corpus_digest == CORPUS
+    assert told() == set()
 
 
 @pytest.mark.parametrize("state", ["WAITING", "GENESIS", "TRAINING"])

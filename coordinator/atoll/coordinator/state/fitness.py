@@ -101,11 +101,14 @@ def stray_corpora(state: State, run_id: str, digest: str) -> Iterable[tuple[Node
 
 
 def corpus_notice(state: State, node: Node) -> str:
-    """What a node is told whose text is not that of most, before genesis; later its stream ends. Empty otherwise."""
+    """What a node is told whose text is not that of most, before genesis; later its stream ends. Empty otherwise.
+
+    All nodes are asked about at every change, so nothing is counted here.
+    """
     live = state.live.get(node.peer_id)
     if live is None or not live.corpus_digest or corpus_expected(state, node.run_id):
         return ""
-    usual = most_common_corpus(state, node.run_id)
+    usual = state.memory[node.run_id].usual_corpus
     if usual in ("", live.corpus_digest):
         return ""
     return f"its text ({live.corpus_digest[:12]}…) is not that of the other nodes ({usual[:12]}…): it does not count"

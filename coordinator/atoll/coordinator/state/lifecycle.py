@@ -100,6 +100,8 @@ def _seek_genesis(draft: Draft, run_id: str) -> None:
     state = draft.state
     needed = state.memory[run_id].spec.run.min_nodes
     digest = most_common_corpus(state, run_id)
+    if digest != state.memory[run_id].usual_corpus:
+        draft.remember(run_id, usual_corpus=digest)
     ready = ready_nodes(state, run_id, digest)
     if not digest or len(ready) < needed:
         _tell_corpora(draft, run_id, digest)

@@ -157,6 +157,7 @@ class RunMemory:
     writer: str = ""  # who writes genesis
     writer_since: float = 0.0
     passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
+    usual_corpus: str = ""  # the digest that most fit nodes share, as last counted before genesis
     told_corpora: frozenset[tuple[str, str]] = frozenset()  # peer and digest that differed before genesis, as told
     changed_since: float | None = None  # when what is wanted first differed from the plan
     changed_why: str = ""  # in members, reach or links
