@@ -204,6 +204,10 @@ def test_no_token_at_all(tmp_path):
     refused(atoll("join", "--data-dir", tmp_path), 2, "no token")
     refused(atoll("join", "--token", f"file:{tmp_path}/none", "--data-dir", tmp_path), 78, "cannot read the token")
     refused(atoll("up", "--data-dir", tmp_path), 2, "has not joined")
+    refused(atoll("up", "--data-dir", tmp_path / "new", "--data", __file__), 2, "has not joined")
+    refused(atoll("up", "--data-dir", tmp_path, "--data", tmp_path / "nowhere"), 78, "no training text")
+    refused(atoll("up", "--data-dir", tmp_path, "--data", __file__), 2, "has not joined")
+    assert f'data = "{__file__}"' in (tmp_path / "node.toml").read_text(), "for the next start, too"
 
 
 @pytest.mark.parametrize(

@@ -231,9 +231,7 @@ class Turns:
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         everyone = electorate.members <= lately or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
-        most = (
-            self._policy.open_timeout.total_seconds() / 2
-        )  # so that nobody opens out of turn who knows of longer ones
+        most = self._policy.open_timeout.total_seconds() / 2  # or who knows of longer ones opens out of turn
         coming = sum(
             max(0.0, min(said[peer].coming(now, min(lead(peer), most)), self._cap(peer) - said[peer].tokens))
             for peer in said.keys() & self._holders - {self._me}

@@ -145,7 +145,8 @@ def up(data_dir: DataDir = None, config: ConfigFile = None, data: Data = None, l
     loaded = settings(data_dir, config, data=_absolute(data), log_format=log_format)
     if data:
         _check_here(loaded.config)
-        remember(loaded)
+        if loaded.config.data_dir.is_dir():  # else nobody joined from it, which is said next
+            remember(loaded)
     _run(loaded, None)
 
 
