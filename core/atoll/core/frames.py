@@ -67,7 +67,7 @@ def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"") -> bytes:
     return PREFIX.pack(_MAGIC, _VERSION, kind, len(header), len(body), checksum)
 
 
-def unpack_prefix(data: bytes, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
+def unpack_prefix(data: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
     """Read 16 bytes from a peer. Raises `FrameInvalid`; nothing was allocated by then."""
     magic, version, kind, header_bytes, body_bytes, checksum = PREFIX.unpack(data)
     if magic != _MAGIC or version != _VERSION:

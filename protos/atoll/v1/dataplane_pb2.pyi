@@ -302,3 +302,13 @@ class DirectBegin(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     protocol: str
     def __init__(self, protocol: _Optional[str] = ...) -> None: ...
+
+class Stripe(_message.Message):
+    __slots__ = ("conversation", "index", "protocol")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    conversation: bytes
+    index: int
+    protocol: str
+    def __init__(self, conversation: _Optional[bytes] = ..., index: _Optional[int] = ..., protocol: _Optional[str] = ...) -> None: ...

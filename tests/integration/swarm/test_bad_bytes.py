@@ -34,6 +34,8 @@ from atoll.node.state.serve import StateServer
 from atoll.node.swarm.door import MAX_STREAMS_PER_PEER
 from atoll.node.swarm.hello import PROTOCOL as HELLO
 from atoll.node.swarm.host import SwarmHost
+from atoll.node.swarm.stripes import PROTOCOL as STRIPED
+from atoll.node.swarm.stripes import STRIPES
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -84,6 +86,13 @@ VALID: dict[str, list[tuple[Frame, type]]] = {
             dp.StateRequest(run_id="r", head_manifest=True),
             dp.StateRequest(run_id="r", manifest_round=1),
             dp.StateRequest(run_id="r", anchor=dp.StateSlice(manifest_hash=HEAD.hash, start=0, end=50)),
+        )
+    ],
+    STRIPED: [
+        (Frame(FrameKind.MESSAGE, stripe.SerializeToString()), dp.Stripe)
+        for stripe in (
+            dp.Stripe(conversation=bytes(16), index=1, protocol=AVERAGE),
+            dp.Stripe(conversation=bytes(16), index=2, protocol=STATE),
         )
     ],
 }
@@ -243,13 +252,21 @@ async def test_what_a_member_can_make_us_remember_is_bounded(lab: Lab, tmp_path:
     streams = MAX_STREAMS_PER_PEER + 4
     with little_memory("unfinished frames", beside=streams * ATTACKERS_STREAM):
         await asyncio.gather(*(leave_unfinished(attacker, victim) for _ in range(streams)))
+    with little_memory("unfinished frames over several streams", beside=streams * ATTACKERS_STREAM):
+        await asyncio.gather(
+            *(leave_unfinished(attacker, victim, several=True) for _ in range(MAX_STREAMS_PER_PEER // STRIPES))
+        )
     assert node.host.handler_crashes == 0
     await honest_life_goes_on(lab, node, "honest")
 
 
-async def leave_unfinished(attacker: SwarmHost, victim: str) -> None:
+async def leave_unfinished(attacker: SwarmHost, victim: str, *, several: bool = False) -> None:
     """Announce the largest frame there may be, send all but its last byte as far as it is taken, and wait."""
-    reader, writer = await attacker._p2p.open_socket(victim, AVERAGE, SOON)
+    if several:
+        stream = await attacker._enter_by_libp2p(victim, AVERAGE, SOON)
+        reader, writer = stream._reader, stream._writer
+    else:
+        reader, writer = await attacker._p2p.open_socket(victim, AVERAGE, SOON)
     writer.transport.set_write_buffer_limits(high=1 << 16)
     with suppress(ConnectionError, asyncio.IncompleteReadError, TimeoutError):
         async with asyncio.timeout(3.0):
@@ -257,6 +274,6 @@ async def leave_unfinished(attacker: SwarmHost, victim: str) -> None:
             for _ in range(MAX_FRAME_BYTES // len(CHUNK) - 1):
                 writer.write(CHUNK)
                 await writer.drain()
-            await reader.read()
-            await reader.read()
+            while True:
+                await reader.readexactly(1)
     writer.transport.abort()

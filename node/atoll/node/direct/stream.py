@@ -37,13 +37,25 @@ class _TlsStream(SocketStream):
     buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
     flushes_pieces = True
 
+    def __init__(self, connection: Connection, protocol: str, max_frame_bytes: int) -> None:
+        super().__init__(
+            connection.peer_id,
+            protocol,
+            connection.reader,
+            connection.writer,
+            guard=connection.guard,
+            traffic=connection.traffic,
+            max_frame_bytes=max_frame_bytes,
+        )
+        self._sock = connection.sock
+
     async def _flush(self) -> None:
         if self._writer.transport.get_write_buffer_size() > _LITTLE_BYTES or self._writer.is_closing():
             await super()._flush()  # else the kernel took all or nearly all: there is nothing to wait for
 
     def _progress(self) -> tuple[int, int]:
         """What TLS and the kernel hold may not shrink for long, though the other side acknowledges all the time."""
-        figures = tcp.info(self._writer.get_extra_info("socket"))
+        figures = tcp.info(self._sock)
         return figures.delivered_segments if figures else 0, super()._progress()[1]
 
 
@@ -57,15 +69,7 @@ class DirectStream(_TlsStream):
         max_frame_bytes: int,
         ended: Callable[[DirectStream], None] = lambda stream: None,
     ) -> None:
-        super().__init__(
-            connection.peer_id,
-            protocol,
-            connection.reader,
-            connection.writer,
-            guard=connection.guard,
-            traffic=connection.traffic,
-            max_frame_bytes=max_frame_bytes,
-        )
+        super().__init__(connection, protocol, max_frame_bytes)
         self.was_let_in = False  # as a dialler
         self._unanswered = False  # it began, and the acceptor's word is the next that comes
         self._waited = False  # in vain, for whatever came next
@@ -224,9 +228,7 @@ class Connection:
         self.guard = guard  # raises when the peer is no member any more
         self.traffic = traffic
         self.sock: tcp.Options = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
-        self._control = _TlsStream(
-            peer_id, PROTOCOL, reader, writer, guard=guard, traffic=traffic, max_frame_bytes=MAX_BEGIN_BYTES
-        )
+        self._control = _TlsStream(self, PROTOCOL, MAX_BEGIN_BYTES)
 
     @property
     def is_open(self) -> bool:

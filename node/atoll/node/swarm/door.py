@@ -5,6 +5,8 @@ member's stream is answered with one empty frame, "come in"; anybody else's with
 reading. The dialler waits for that frame before it sends, so a refusal is never lost behind its data, and it
 knows at once when our table was lost and it must say hello again. (Where a direct connection was proved a moment
 ago, one that averages does not wait: `direct/stream.py`. What it sends lies unread until the gate was passed.)
+
+Streams that carry one conversation together (`stripes.py`) each pass the gate so; the handler gets all of them as one.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, Unreachable
 from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
 from atoll.node.direct import protocol as direct
-from atoll.node.swarm import hello
+from atoll.node.swarm import hello, stripes
 from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.refusals import refusal_header, run_handler
-from atoll.node.swarm.streams import SocketStream
+from atoll.node.swarm.streams import ByteReader, ByteWriter, SocketStream
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 
@@ -34,6 +36,7 @@ REQUEST_BYTES = {
     "/atoll/round/1": 1 << 20,
     "/atoll/state/1": 1 << 16,
     direct.PROTOCOL: 1 << 8,
+    stripes.PROTOCOL: stripes.MAX_STRIPE_BYTES,
     "/atoll/probe/1": 1 << 6,
 }
 MAX_STREAMS_PER_PEER = 64  # connections of the direct path count as one each
@@ -58,6 +61,7 @@ class Door:
         self._traffic = traffic
         self._handlers: dict[str, Handler] = {}
         self._served: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
+        self._gatherings = stripes.Gatherings(direct.BULK)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -84,18 +88,22 @@ class Door:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         info = p2pd.StreamInfo()
+        belongs_here = True
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT.total_seconds()):
                 await read_pbmsg_safe(reader, info)
             peer_id: str = PeerID(info.peer).to_base58()
             if info.proto == hello.PROTOCOL:
                 await self._introductions.answer(peer_id, reader, writer)
+            elif info.proto == stripes.PROTOCOL:
+                belongs_here = await self._gather(peer_id, reader, writer)
             else:
                 await self.let_in(self._stream(peer_id, info.proto, reader, writer))
         except (OSError, EOFError, TimeoutError) as error:
             _log.debug("stream lost before it began", error=str(error))
         finally:
-            writer.transport.abort()  # closed already in the ordinary case
+            if belongs_here:
+                writer.transport.abort()  # closed already in the ordinary case
 
     async def let_in(self, stream: SocketStream) -> None:
         """Serve a stream that a member opened, by whichever path, to its end, or turn it away."""
@@ -105,39 +113,90 @@ class Door:
         except AtollError as error:
             await self._turn_away(stream, error)
             return
+        await self._run(stream, welcome=True)
+
+    async def _run(self, stream: SocketStream, *, welcome: bool) -> None:
+        """Its handler, to the end; `welcome`: the peer waits to be let in."""
+        peer_id, protocol = stream.peer_id, stream.protocol
         self.keep(stream)
         self._served[peer_id, protocol] += 1
         try:
             with suppress(Unreachable):
-                await stream.send(FrameKind.MESSAGE, b"")
+                if welcome:
+                    await stream.send(FrameKind.MESSAGE, b"")
                 await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
             await stream.close()
         finally:
             self._served[peer_id, protocol] -= 1
             self._served += Counter()  # drops what is not positive
 
+    async def _gather(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One of the streams of a conversation: the first that came serves all of it.
+
+        Whether it is at its end; else it is part of a conversation that is served already.
+        """
+        stream = self._stream(peer_id, stripes.PROTOCOL, reader, writer)
+        try:
+            self._check_peer(peer_id)
+        except AtollError as error:
+            await self._turn_away(stream, error)
+            return True
+        self._gate.opened(peer_id, stream)
+        try:
+            await stream.send(FrameKind.MESSAGE, b"")
+            first = await stream.receive(stripes.GATHER_TIMEOUT)
+            whole = await self._gatherings.add(peer_id, first, (reader, writer))
+        except Unreachable:
+            return True
+        except AtollError as error:
+            await self._refuse(stream, error)
+            return True
+        finally:
+            self._gate.closed(peer_id, stream)
+        if whole is None:
+            return False
+        protocol, ends = whole
+        conversation = self._stream(peer_id, protocol, *ends)
+        try:
+            self._check(peer_id, protocol)
+            await self._run(conversation, welcome=False)
+        except AtollError as error:
+            await self._refuse(conversation, error)
+        finally:
+            conversation.abort()
+        return True
+
     def keep(self, stream: SocketStream) -> None:
         """Have the gate close `stream` when its peer is evicted."""
         self._gate.opened(stream.peer_id, stream)
         stream.on_close(lambda: self._gate.closed(stream.peer_id, stream))
 
-    def _check(self, peer_id: str, protocol: str) -> None:
+    def _check_peer(self, peer_id: str) -> None:
         self._gate.require(peer_id)
-        if protocol not in self._handlers:
-            raise Unreachable(f"{protocol} is not served here")
         if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
+
+    def _check(self, peer_id: str, protocol: str) -> None:
+        self._check_peer(peer_id)
+        if protocol not in self._handlers:
+            raise Unreachable(f"{protocol} is not served here")
         if self._served[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PROTOCOL} streams of {protocol} at once")
 
     async def _turn_away(self, stream: SocketStream, error: AtollError) -> None:
-        self.refused[error.reason] += 1
-        _log.info("stream refused", protocol=stream.protocol, peer=stream.peer_id, reason=error.reason)
+        self._count_refusal(stream, error)
         await stream.turn_away(refusal_header(error))
 
-    def _stream(
-        self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> SocketStream:
+    async def _refuse(self, stream: SocketStream, error: AtollError) -> None:
+        """As `_turn_away`, somebody who may be sending already."""
+        self._count_refusal(stream, error)
+        await stream.turn_away_late(refusal_header(error))
+
+    def _count_refusal(self, stream: SocketStream, error: AtollError) -> None:
+        self.refused[error.reason] += 1
+        _log.info("stream refused", protocol=stream.protocol, peer=stream.peer_id, reason=error.reason)
+
+    def _stream(self, peer_id: str, protocol: str, reader: ByteReader, writer: ByteWriter) -> SocketStream:
         return SocketStream(
             peer_id,
             protocol,

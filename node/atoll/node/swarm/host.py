@@ -33,7 +33,7 @@ from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.hosts import is_address
 from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.path import DirectConfig, DirectPath, way_in
-from atoll.node.swarm import hello
+from atoll.node.swarm import hello, stripes
 from atoll.node.swarm.addresses import AddressBook, worth_telling
 from atoll.node.swarm.dht import Directory
 from atoll.node.swarm.door import Door, request_bytes
@@ -41,7 +41,8 @@ from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 from atoll.node.swarm.p2pd_sockets import P2pdSockets
-from atoll.node.swarm.streams import SocketStream
+from atoll.node.swarm.streams import ByteReader, ByteWriter, SocketStream
+from atoll.node.swarm.stripes import Entered, open_stripes
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 from atoll.v1 import common_pb2 as pb
@@ -267,6 +268,7 @@ class SwarmHost:
     async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
         await self._door.listen(config.runtime_dir / "streams.sock")
         await self._p2p.control.serve_streams(hello.PROTOCOL)
+        await self._p2p.control.serve_streams(stripes.PROTOCOL)
         if config.direct is not None:
             await self._listen_directly(config.direct, config.runtime_dir)
         self._directory = Directory(self._p2p, authority, self._clock, config.seeds)
@@ -306,19 +308,26 @@ class SwarmHost:
         return await self._enter_by_libp2p(peer_id, protocol, timeout)
 
     async def _enter_by_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
-        reader, writer = await self._p2p.open_socket(peer_id, protocol, timeout)
-        stream = SocketStream(
+        if protocol in direct.BULK:
+            ends = await open_stripes(lambda: self._enter_stripe(peer_id, timeout), protocol)
+            stream = self._stream(peer_id, protocol, *ends)
+            self._door.keep(stream)
+            return stream
+        stream = self._stream(peer_id, protocol, *await self._p2p.open_socket(peer_id, protocol, timeout))
+        self._door.keep(stream)
+        await _be_let_in(stream, timeout)
+        return stream
+
+    async def _enter_stripe(self, peer_id: str, timeout: timedelta) -> Entered:
+        ends = await self._p2p.open_socket(peer_id, stripes.PROTOCOL, timeout)
+        stream = self._stream(peer_id, stripes.PROTOCOL, *ends)
+        await _be_let_in(stream, timeout)
+        return Entered(stream, ends)
+
+    def _stream(self, peer_id: str, protocol: str, reader: ByteReader, writer: ByteWriter) -> SocketStream:
+        return SocketStream(
             peer_id, protocol, reader, writer, guard=lambda: self.gate.require(peer_id), traffic=self._p2p.traffic
         )
-        self._door.keep(stream)
-        try:
-            answer = await stream.receive(timeout)
-            if answer.kind is not FrameKind.MESSAGE or answer.header:
-                raise NotIntroduced(f"peer {peer_id} did not let us in")
-        except BaseException:
-            stream.abort()
-            raise
-        return stream
 
     def _expiry(self, lifetime: timedelta) -> float:
         return self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
@@ -326,3 +335,14 @@ class SwarmHost:
     def _connection_lost(self) -> None:
         if not self._closed:
             self._p2pd.declare_dead("it closed its control connection")
+
+
+async def _be_let_in(stream: SocketStream, timeout: timedelta) -> None:
+    """On a stream that we opened. Raises what the peer refuses with; the stream is closed then."""
+    try:
+        answer = await stream.receive(timeout)
+        if answer.kind is not FrameKind.MESSAGE or answer.header:
+            raise NotIntroduced(f"peer {stream.peer_id} did not let us in")
+    except BaseException:
+        stream.abort()
+        raise

@@ -1,12 +1,13 @@
 """A conversation over one socket: frames with a cap, a checksum and deadlines.
 
-Here the socket is p2pd's unix socket, one per stream; `direct/stream.py` has several conversations, one after another,
-on a TLS connection. A frame costs one read for its prefix and one for the rest; nothing is allocated before the
-announced length passed the cap. When `receive` gives up at its deadline, what arrived so far is kept and the next
-`receive` goes on there. When `send` returns, the kernel, or TLS, has all of it: the body may be overwritten. A sender
-waits for a slow peer as long as bytes move and gives up when none moved for half a minute. The owner's limits on
-traffic hold here: large frames go out in pieces, and come in one at a time, as `traffic.py` allows, and none with a
-body once the month is spent (`Busy`). A send that is given up in the middle of a frame ends the stream.
+Here the socket is p2pd's unix socket, one per stream, or several that carry one conversation (`stripes.py`);
+`direct/stream.py` has several conversations, one after another, on a TLS connection. A frame costs one read for its
+prefix and one for the rest; nothing is allocated before the announced length passed the cap. When `receive` gives up at
+its deadline, what arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel, or TLS,
+has all of it: the body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none
+moved for half a minute. The owner's limits on traffic hold here: large frames go out in pieces, and come in one at a
+time, as `traffic.py` allows, and none with a body once the month is spent (`Busy`). A send that is given up in the
+middle of a frame ends the stream.
 
 Streams are never half-closed: p2pd loses the reply then.
 """
@@ -17,7 +18,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 
 from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreachable
 from atoll.core.frames import (
@@ -31,12 +32,46 @@ from atoll.core.frames import (
     pack_prefix,
     unpack_prefix,
 )
-from atoll.node.swarm.refusals import receive_or_refusal
+from atoll.node.swarm.refusals import LINGER, receive_or_refusal
 from atoll.node.swarm.traffic import SMALL_FRAME_BYTES, Traffic
 
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
 CLOSE_TIMEOUT = timedelta(seconds=5)
+_THROWN_AWAY_BYTES = 16 * 1024  # at once
 _JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies go out with their prefix in one write
+
+
+class ByteReader(Protocol):
+    """What a stream needs of asyncio's reader."""
+
+    async def readexactly(self, n: int, /) -> Buffer: ...
+
+
+class ByteTransport(Protocol):
+    """What a stream needs of the transport that a writer has."""
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
+    def get_write_buffer_size(self) -> int: ...
+
+    def abort(self) -> None: ...
+
+
+class ByteWriter(Protocol):
+    """What a stream needs of asyncio's writer."""
+
+    @property
+    def transport(self) -> ByteTransport: ...
+
+    def write(self, data: Buffer, /) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def is_closing(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+    async def wait_closed(self) -> None: ...
 
 
 class SocketStream:
@@ -49,8 +84,8 @@ class SocketStream:
         self,
         peer_id: str,
         protocol: str,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        reader: ByteReader,
+        writer: ByteWriter,
         *,
         guard: Callable[[], object],
         traffic: Traffic,
@@ -101,6 +136,18 @@ class SocketStream:
         cast(asyncio.Transport, self._writer.transport).pause_reading()
         with suppress(AtollError):
             await self.refuse(header)
+        await self.close()
+
+    async def turn_away_late(self, header: Buffer) -> None:
+        """As `turn_away`, somebody who may be sending already: p2pd loses our word if we close on unread bytes.
+
+        They are thrown away as they come, for a moment.
+        """
+        with suppress(AtollError, EOFError, OSError, TimeoutError):
+            async with asyncio.timeout(LINGER.total_seconds()):
+                await self.refuse(header)
+                while True:
+                    await self._reader.readexactly(_THROWN_AWAY_BYTES)
         await self.close()
 
     async def receive(self, timeout: timedelta) -> Frame:

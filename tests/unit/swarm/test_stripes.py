@@ -1,0 +1,188 @@
+"""One conversation over several streams: bytes in order however they are cut, and streams that find each other."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.byte_stream import KeptWriter, reader_of
+
+from atoll.core.clock import SystemClock
+from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved
+from atoll.core.frames import Frame, FrameKind
+from atoll.node.swarm import stripes
+from atoll.node.swarm.streams import SocketStream
+from atoll.node.swarm.stripes import STRIPES, UNIT_BYTES, Entered, Gatherings, StripedReader, StripedWriter, together
+from atoll.node.swarm.traffic import Traffic
+from atoll.v1 import dataplane_pb2 as wire
+
+AVERAGE, STATE = "/atoll/average/1", "/atoll/state/1"
+NAME = bytes(range(16))
+SOON = timedelta(seconds=5)
+
+cuts = st.lists(st.integers(0, 3 * UNIT_BYTES), min_size=1, max_size=12)
+
+
+def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
+    """What goes out on each of so many streams."""
+    writers = [KeptWriter() for _ in range(count)]
+    striped = StripedWriter(writers)
+    for piece in pieces:
+        striped.write(piece)
+    return [bytes(writer.written) for writer in writers]
+
+
+@given(count=st.integers(1, 5), sizes=cuts, asked=cuts, seed=st.binary(min_size=1, max_size=9))
+async def test_bytes_come_in_their_order_however_they_are_written_and_read(
+    count: int, sizes: list[int], asked: list[int], seed: bytes
+) -> None:
+    total = sum(sizes)
+    data = (seed * (total // len(seed) + 1))[:total]
+    pieces = [data[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    streams = dealt(count, pieces)
+    assert max(map(len, streams)) - min(map(len, streams)) <= UNIT_BYTES
+    reader = StripedReader([reader_of(stream) for stream in streams])
+    found = b""
+    for size in asked:
+        if len(found) + size > total:
+            break
+        found += await reader.readexactly(size)
+    found += await reader.readexactly(total - len(found))
+    assert found == data
+    with pytest.raises(asyncio.IncompleteReadError):
+        await reader.readexactly(1)
+
+
+async def test_a_read_that_is_given_up_goes_on_where_it_was() -> None:
+    data = bytes(range(256)) * (3 * UNIT_BYTES // 256)
+    readers = [asyncio.StreamReader(), asyncio.StreamReader()]
+    reader = StripedReader(readers)
+    first, second = dealt(2, [data])
+    readers[0].feed_data(first[:UNIT_BYTES])
+    for late in (second[:7], second[7:]):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readexactly(len(data)), 0.01)
+        readers[1].feed_data(late)
+    with pytest.raises(RuntimeError, match="asked for again"):
+        await reader.readexactly(5)
+    readers[0].feed_data(first[UNIT_BYTES:])
+    assert await reader.readexactly(len(data)) == data
+
+
+async def test_frames_pass_and_one_stream_that_ends_ends_the_conversation() -> None:
+    body = bytes(5 * UNIT_BYTES + 11)
+    writers = [KeptWriter() for _ in range(STRIPES)]
+    sender = stream_on(StripedReader([]), StripedWriter(writers))
+    await sender.send(FrameKind.PART, b"header", body)
+    readers = [reader_of(bytes(writer.written), ends=False) for writer in writers]
+    receiver = stream_on(*together([(reader, KeptWriter()) for reader in readers]))
+    frame = await receiver.receive(SOON)
+    assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", body)
+    writers[2].close()
+    with pytest.raises(Exception, match="ended the stream"):
+        await sender.send(FrameKind.PART, b"header", body)
+    await sender.close()
+    assert all(writer.closed for writer in writers)
+
+
+def stream_on(reader: Any, writer: Any) -> SocketStream:
+    return SocketStream("peer", AVERAGE, reader, writer, guard=lambda: None, traffic=Traffic(SystemClock()))
+
+
+# --- who belongs together --------------------------------------------------------------------------------
+
+
+def told(index: int, *, name: bytes = NAME, protocol: str = AVERAGE) -> Frame:
+    stripe = wire.Stripe(conversation=name, index=index, protocol=protocol)
+    return Frame(FrameKind.MESSAGE, stripe.SerializeToString())
+
+
+def ends(marked: bytes = b"") -> tuple[asyncio.StreamReader, KeptWriter]:
+    return reader_of(marked, ends=False), KeptWriter()
+
+
+@given(order=st.permutations(range(STRIPES)))
+async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) -> None:
+    gatherings = Gatherings({AVERAGE})
+    first, *rest = order
+    one = b"x" * UNIT_BYTES
+    marked = [bytes([index]) * UNIT_BYTES for index in range(STRIPES)]
+    waiting = asyncio.create_task(gatherings.add("ann", told(first), ends(marked[first])))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(gatherings.add("bob", told(first), ends(one)))  # another peer may choose the same name
+    for index in rest:
+        assert not waiting.done()
+        assert await gatherings.add("ann", told(index), ends(marked[index])) is None
+    found = await waiting
+    assert found is not None
+    protocol, (reader, _) = found
+    assert protocol == AVERAGE
+    assert await reader.readexactly(STRIPES * UNIT_BYTES) == b"".join(marked)
+    assert not other.done()
+    other.cancel()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        told(0),  # that one is here
+        told(STRIPES),
+        told(1, protocol=STATE),
+        told(1, protocol="/atoll/round/1"),  # not one of those that this is for
+        told(1, name=b"short"),
+        Frame(FrameKind.MESSAGE, b"\xff"),
+        Frame(FrameKind.PART, told(1).header),
+        Frame(FrameKind.MESSAGE, told(1).header, b"body"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_and_the_others_go_on(frame: Frame) -> None:
+    gatherings = Gatherings({AVERAGE, STATE})
+    waiting = asyncio.create_task(gatherings.add("ann", told(0), ends()))
+    await asyncio.sleep(0)
+    with pytest.raises(PeerMisbehaved):
+        await gatherings.add("ann", frame, ends())
+    for index in range(1, STRIPES):
+        await gatherings.add("ann", told(index), ends())
+    assert await waiting is not None
+
+
+async def test_of_one_peer_only_so_many_wait_and_a_conversation_that_stays_incomplete_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.05))
+    gatherings = Gatherings({AVERAGE})
+    names = [bytes([number]) * 16 for number in range(stripes.MAX_GATHERING_PER_PEER)]
+    waiting = [asyncio.create_task(gatherings.add("ann", told(0, name=name), ends())) for name in names]
+    second = ends()
+    await asyncio.sleep(0)
+    assert await gatherings.add("ann", told(1, name=names[0]), second) is None
+    with pytest.raises(PeerMisbehaved, match="too many"):
+        await gatherings.add("ann", told(0), ends())
+    for task in waiting:
+        with pytest.raises(DeadlineExceeded, match=f"of {STRIPES} streams came"):
+            await task
+    assert second[1].closed
+    late = asyncio.create_task(gatherings.add("ann", told(0), ends()))  # there is room again
+    await asyncio.sleep(0)
+    assert not late.done()
+    late.cancel()
+
+
+async def test_where_one_stream_is_refused_the_others_are_closed() -> None:
+    entered: list[KeptWriter] = []
+
+    async def enter() -> Entered:
+        if len(entered) == STRIPES - 1:
+            raise NotIntroduced("who is there")
+        reader, writer = ends()
+        entered.append(writer)
+        return Entered(stream_on(reader, writer), (reader, writer))
+
+    with pytest.raises(NotIntroduced):
+        await stripes.open_stripes(enter, AVERAGE)
+    assert len(entered) == STRIPES - 1
+    assert all(writer.closed and not writer.written for writer in entered)
