@@ -6,13 +6,15 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Annotated, TextIO
+from typing import Annotated, TextIO, TypeVar
 
 import typer
 
 JSON_VERSION = 1
+
+Answer = TypeVar("Answer")
 
 
 class Output(StrEnum):
@@ -44,6 +46,14 @@ def print_json(document: Mapping[str, object]) -> None:
 def print_json_line(document: Mapping[str, object]) -> None:
     """The same on one line, for streams."""
     print(json.dumps({"version": JSON_VERSION, **document}, ensure_ascii=False), flush=True)
+
+
+def asked(question: Callable[[], Answer]) -> Answer:
+    """What a person answers to one of typer's questions. Ctrl-C there ends a command as it does anywhere else."""
+    try:
+        return question()
+    except typer.Abort:
+        raise KeyboardInterrupt from None
 
 
 def say(text: str) -> None:

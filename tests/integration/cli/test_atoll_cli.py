@@ -1,8 +1,10 @@
 """`atoll` as a person meets it: quick, honest about bad input, with the exit codes that scripts rely on."""
 
 import asyncio
+import contextlib
 import json
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -350,3 +352,23 @@ def test_versions_are_told():
     done = atoll("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("atoll ")
+
+
+def test_ctrl_c_at_a_question_ends_like_anywhere_else(tmp_path):
+    """On a terminal of its own: the question is asked, the terminal sends the interrupt."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+        os.execve(BIN / "atoll", ["atoll", "join", "--data-dir", str(tmp_path / "node")], environment)
+    shown = b""
+    while b"Join token" not in shown:
+        shown += os.read(terminal, 1024)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # the other end is closed
+        while more := os.read(terminal, 1024):
+            shown += more
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130, shown
+    assert b"Traceback" not in shown
+    assert not (tmp_path / "node").exists()

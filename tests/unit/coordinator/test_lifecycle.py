@@ -81,6 +81,11 @@ def test_the_only_run_needs_no_name_and_two_do() -> None:
     world.create_run()
     assert find.run(world.state, "").run_id == RUN
     world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="atoll-2"), start=False))
+    with pytest.raises(Ambiguous, match="there are 2 runs: atoll-2, reef"):
+        find.run(world.state, "")
+    world.take(lifecycle.stop(world.state, world.now, "atoll-2"))
+    assert find.run(world.state, "").run_id == RUN  # the only one that is not over
+    world.take(lifecycle.stop(world.state, world.now, RUN))
     with pytest.raises(Ambiguous, match="atoll-2, reef"):
         find.run(world.state, "")
 

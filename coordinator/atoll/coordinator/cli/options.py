@@ -17,5 +17,5 @@ CredentialsOption = Annotated[
     ),
 ]
 MAX_NUMBER = 2**62  # of versions and ids: databases keep 63 bits
-RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="which run; not needed when there is only one")]
+RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="which run; not needed if one only is under way")]
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]

@@ -15,12 +15,12 @@ from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import count, loss, moment
 from atoll.coordinator.text import clean, enum_word
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.output import Output, OutputOption, say
+from atoll.core.output import Output, OutputOption, asked, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
 app = typer.Typer(help="Runs: create, list, show, rounds, start, pause, stop, recover.", no_args_is_help=True)
-RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not needed when there is only one")]
+RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not needed if one only is under way")]
 _COLUMNS = [
     Column("run", "run_id"),
     Column("state"),
@@ -177,7 +177,7 @@ def recover(
             held = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
             say(f"run {clean(view.run_id)} is at round {view.head_round}; connected nodes hold: {_tally(held)}")
             say("newer rounds than the newest of these become void for good, wherever they are")
-            if not typer.confirm("recover it?", err=True):
+            if not asked(lambda: typer.confirm("recover it?", err=True)):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
     _show_rows(output, {"run": plain(view)}, [view])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from atoll.coordinator.state.edges import EDGES
 from atoll.coordinator.state.records import Node, Run, Token
 from atoll.coordinator.state.snapshot import State
 from atoll.core.errors import Ambiguous, CertificateInvalid, NotFound
 
 
 def run(state: State, run_id: str) -> Run:
-    """By name; an empty name means the only run there is. Raises `NotFound`, `Ambiguous`."""
+    """By name; an empty name means the only run, or the only one that is not over. Raises `NotFound`, `Ambiguous`."""
     if run_id:
         found = state.runs.get(run_id)
         if found is None:
@@ -16,11 +17,12 @@ def run(state: State, run_id: str) -> Run:
         return found
     if not state.runs:
         raise NotFound("there is no run yet", "create one: `atollctl run create FILE`")
-    if len(state.runs) > 1:
-        names = ", ".join(sorted(state.runs))
-        which = f"say which: --run {min(state.runs)}; commands of `run` take the name alone"
-        raise Ambiguous(f"there are {len(state.runs)} runs: {names}", which)
-    return next(iter(state.runs.values()))
+    meant = [found for found in state.runs.values() if EDGES[found.state]] or list(state.runs.values())
+    if len(meant) > 1:
+        names = sorted(found.run_id for found in meant)
+        which = f"say which: --run {names[0]}; commands of `run` take the name alone"
+        raise Ambiguous(f"there are {len(names)} runs: {', '.join(names)}", which)
+    return meant[0]
 
 
 def node(state: State, text: str) -> Node:

@@ -12,7 +12,7 @@ import typer
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
-from atoll.core.output import say
+from atoll.core.output import asked, say
 from atoll.node.cli.limits import limits_text
 from atoll.node.cli.options import ConfigFile, DataDir, settings
 from atoll.node.config import Loaded, NodeConfig, remember
@@ -179,7 +179,7 @@ def _token_text(source: str | None) -> str:
         return _read(Path(os.environ["ATOLL_TOKEN_FILE"]))
     if not sys.stdin.isatty():
         raise UsageError("no token was given", "use --token - to read it from standard input, or --token file:PATH")
-    text: str = typer.prompt("Join token", hide_input=True, err=True)
+    text: str = asked(lambda: typer.prompt("Join token", hide_input=True, err=True))
     return text
 
 
@@ -206,5 +206,5 @@ def _show_limits(config: NodeConfig, yes: bool) -> None:
     say(f"This node will use: {limits_text(config)}.")
     say(f"Peers reach it on {config.listen}:{config.port or 'a free port'}. Its state lies in {config.data_dir}.")
     say("Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while.")
-    if not yes and sys.stdin.isatty() and not typer.confirm("Join?", default=True, err=True):
+    if not yes and sys.stdin.isatty() and not asked(lambda: typer.confirm("Join?", default=True, err=True)):
         raise typer.Exit(0)
