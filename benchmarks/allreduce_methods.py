@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.coordinator.planner.shares import Link, best_shares, reduce_rate
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
@@ -58,7 +59,7 @@ class Atoll:
         assert self._host is not None
         elements = len(vector_E)
         chosen = CODECS[codec]
-        ranges = partition(elements, self._peers, {})  # as plans say today: all reduce the same
+        ranges = partition(elements, self._peers, planned_rates(dict(zip(self._peers, mbit, strict=True))))
         start = dp.Start(
             round=RoundId(_RUN, 1, 0, number + 1, 0).to_proto(),
             contributions=[manifest_pb2.Contribution(peer_id=it, tokens=1, weight=1) for it in self._peers],
@@ -96,6 +97,12 @@ class Atoll:
         self._executor.shutdown()
         if self._host is not None:
             await self._host.close(timedelta(seconds=5))
+
+
+def planned_rates(mbit: dict[str, float]) -> dict[str, int]:
+    """What a plan has each reduce, by peer id, once nodes have said what they measured of their uplinks."""
+    shares = best_shares({peer: Link(rate * 1e6 / 8) for peer, rate in mbit.items()})
+    return {peer: reduce_rate(share, len(mbit)) for peer, share in shares.items()}
 
 
 class Gloo:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -38,7 +37,7 @@ from atoll.coordinator.web.metrics import StateCollector, rpc_errors
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AlreadyRunning, AtollError, DataDirUnusable
-from atoll.core.files import make_private_dir
+from atoll.core.files import make_private_dir, take_descriptors
 from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
@@ -99,14 +98,10 @@ def private_files() -> Iterator[None]:
 
 
 def _take_all_files() -> None:
-    """As many file descriptors as we may use: every connection is one, and a thousand is the usual default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    if soft < FEW_FILES:
-        _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=soft)
+    """Every connection is one."""
+    have = take_descriptors(MAX_FILES)
+    if have < FEW_FILES:
+        _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=have)
 
 
 def open_state(config: CoordinatorConfig, clock: Clock, *, new_database: bool = False) -> tuple[Keys, Controller]:

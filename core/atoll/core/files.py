@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -91,3 +92,13 @@ def unusable(path: Path, error: OSError) -> DataDirUnusable:
         f"cannot use {path}: {error.strerror or error}",
         "check the owner, the permissions and the free space of that directory, or name another with --data-dir",
     )
+
+
+def take_descriptors(most: int) -> int:
+    """As many file descriptors as this process may have, up to `most`; a thousand is the usual default. How many now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return most if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

@@ -15,7 +15,7 @@ from pathlib import Path
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AlreadyRunning, DataDirUnusable, UsageError
-from atoll.core.files import make_private_dir
+from atoll.core.files import make_private_dir, take_descriptors
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
 from atoll.node.config import Loaded, NodeConfig
@@ -24,6 +24,8 @@ from atoll.node.control.enrol import enrol
 from atoll.node.owner import Wish, save_wish
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.child import LOG_NAME, Child
+
+MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, in p2pd eight
 
 
 async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:
@@ -40,6 +42,7 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
+        take_descriptors(MAX_FILES)  # p2pd gets as many
         async with contextlib.AsyncExitStack() as undo:
             child = await _start_child(config, credentials, clock)
             if child is not None:

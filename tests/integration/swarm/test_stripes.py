@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 
 import pytest
 from support.swarm_lab import SOON, Lab, echo
 
-from atoll.core.errors import Banned, PeerMisbehaved, Unreachable
+from atoll.core.errors import Banned, DeadlineExceeded, PeerMisbehaved, Unreachable
 from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.core.membership import Deny
+from atoll.node.direct.protocol import BULK
+from atoll.node.swarm import stripes
 from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.stripes import PROTOCOL, STRIPES
 from atoll.node.transport import Stream
+from atoll.v1 import dataplane_pb2 as wire
 
 AVERAGE = "/atoll/average/1"
 BODY = bytes(range(256)) * 4096 * 7  # 7 MiB
@@ -34,7 +38,9 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
         frame = await stream.receive(SOON)
         assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", body)
     sent = 4 * (PREFIX.size + len(b"header")) + 64 * 1024 - PREFIX.size + 1 + len(BODY)
-    assert node.bytes_sent(AVERAGE) == stream.bytes_sent == sent == seed.bytes_sent(AVERAGE)
+    assert (
+        node.bytes_sent(AVERAGE) == stream.bytes_sent == sent == seed.bytes_sent(AVERAGE) - PREFIX.size
+    )  # it let us in
     assert node.bytes_sent(PROTOCOL) > 0
     assert seed.gate.open_streams(node.peer_id) == node.gate.open_streams(seed.peer_id) == 1
     await stream.close()
@@ -55,17 +61,26 @@ async def test_many_at_once_do_not_mix_and_beyond_the_limit_they_are_refused_by_
     answers = await asyncio.gather(*(talk(stream, number) for number, stream in enumerate(opened)))
     for number, frame in enumerate(answers):
         assert (frame.header, bytes(frame.body)) == (bytes([number]), BODY[number : number + (1 << 20)])
-    beyond = await node.open(seed.peer_id, AVERAGE, SOON)
     with pytest.raises(PeerMisbehaved, match="at most"):
-        await talk(beyond, 0)
+        await node.open(seed.peer_id, AVERAGE, SOON)
     await asyncio.gather(*(stream.close() for stream in opened))
 
 
 async def test_what_is_not_served_is_said(lab: Lab) -> None:
     seed, node = await two(lab)
-    stream = await node.open(seed.peer_id, "/atoll/state/1", SOON)
     with pytest.raises(Unreachable, match="not served"):
-        await stream.receive(SOON)
+        await node.open(seed.peer_id, "/atoll/state/1", SOON)
+
+
+async def test_as_many_as_there_may_be_are_opened_at_once(lab: Lab) -> None:
+    seed, node = await two(lab)
+    for protocol in BULK - {AVERAGE}:
+        seed.handle(protocol, echo)
+    await seed.ready()
+    wanted = [protocol for protocol in sorted(BULK) for _ in range(MAX_STREAMS_PER_PROTOCOL)]
+    opened = await asyncio.gather(*(node.open(seed.peer_id, protocol, SOON) for protocol in wanted))
+    assert seed.gate.open_streams(node.peer_id) == len(wanted)
+    await asyncio.gather(*(stream.close() for stream in opened))
 
 
 async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(lab: Lab) -> None:
@@ -78,8 +93,7 @@ async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(l
     again = await node.open(seed.peer_id, AVERAGE, SOON)
     await again.send(FrameKind.PART, b"", BODY)
     assert bytes((await again.receive(SOON)).body) == BODY
-    refused = seed.streams_refused
-    assert refused == STRIPES  # each of them, before anything was read
+    assert 1 <= seed.streams_refused <= STRIPES  # before anything was read
     seed.gate.set_deny_list(Deny(1, frozenset({node.peer_id})))
     with pytest.raises(Unreachable, match="ended the stream"):
         await again.receive(SOON)
@@ -88,16 +102,35 @@ async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(l
     await again.close()
 
 
-async def test_streams_of_which_the_rest_never_comes_are_ended(lab: Lab) -> None:
+async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seed, node = await two(lab)
     whole = await node.open(seed.peer_id, AVERAGE, SOON)
-    reader, writer = await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON)
-    await asyncio.wait_for(reader.readexactly(PREFIX.size), SOON.total_seconds())  # it is let in, and says nothing
-    await asyncio.wait_for(reader.read(), 2 * SOON.total_seconds())
-    writer.close()
-    async with asyncio.timeout(SOON.total_seconds()):
-        while seed.gate.open_streams(node.peer_id) > 1:
-            await asyncio.sleep(0.01)
+    monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.5))
+    stripe = wire.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
+    for said in ([], [stripe]):
+        stream = node._stream(seed.peer_id, AVERAGE, *await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON))
+        for header in said:
+            await stream.send(FrameKind.MESSAGE, header)
+        with pytest.raises(DeadlineExceeded, match="1 of 4 streams" if said else "no whole frame"):
+            await stream.receive(SOON)
+        await stream.close()
+    assert seed.gate.open_streams(node.peer_id) == 1
     await whole.send(FrameKind.PART, b"", b"still here")
     assert bytes((await whole.receive(SOON)).body) == b"still here"
     await whole.close()
+
+
+async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(lab: Lab) -> None:
+    seed, node = await two(lab)
+    stream = await node.open(seed.peer_id, AVERAGE, SOON)
+    await stream.send(FrameKind.PART, b"", b"a word")
+    await stream.receive(SOON)
+    stream._writer._writers[2].transport.abort()  # type: ignore[attr-defined]
+    with pytest.raises(Unreachable, match="ended the stream"):
+        await stream.receive(SOON)
+    async with asyncio.timeout(SOON.total_seconds()):
+        while seed.gate.open_streams(node.peer_id):
+            await asyncio.sleep(0.01)
+    await stream.close()

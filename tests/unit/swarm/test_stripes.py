@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from datetime import timedelta
 from typing import Any
 
@@ -12,17 +13,19 @@ from hypothesis import strategies as st
 from support.byte_stream import KeptWriter, reader_of
 
 from atoll.core.clock import SystemClock
-from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved
+from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.swarm import stripes
+from atoll.node.swarm import streams, stripes
+from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.streams import SocketStream
-from atoll.node.swarm.stripes import STRIPES, UNIT_BYTES, Entered, Gatherings, StripedReader, StripedWriter, together
+from atoll.node.swarm.stripes import STRIPES, UNIT_BYTES, Gatherings, StripedReader, StripedWriter, together
 from atoll.node.swarm.traffic import Traffic
 from atoll.v1 import dataplane_pb2 as wire
 
 AVERAGE, STATE = "/atoll/average/1", "/atoll/state/1"
 NAME = bytes(range(16))
 SOON = timedelta(seconds=5)
+BODY = bytes(5 * UNIT_BYTES + 11)
 
 cuts = st.lists(st.integers(0, 3 * UNIT_BYTES), min_size=1, max_size=12)
 
@@ -74,17 +77,16 @@ async def test_a_read_that_is_given_up_goes_on_where_it_was() -> None:
 
 
 async def test_frames_pass_and_one_stream_that_ends_ends_the_conversation() -> None:
-    body = bytes(5 * UNIT_BYTES + 11)
     writers = [KeptWriter() for _ in range(STRIPES)]
     sender = stream_on(StripedReader([]), StripedWriter(writers))
-    await sender.send(FrameKind.PART, b"header", body)
+    await sender.send(FrameKind.PART, b"header", BODY)
     readers = [reader_of(bytes(writer.written), ends=False) for writer in writers]
     receiver = stream_on(*together([(reader, KeptWriter()) for reader in readers]))
     frame = await receiver.receive(SOON)
-    assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", body)
+    assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", BODY)
     writers[2].close()
     with pytest.raises(Exception, match="ended the stream"):
-        await sender.send(FrameKind.PART, b"header", body)
+        await sender.send(FrameKind.PART, b"header", BODY)
     await sender.close()
     assert all(writer.closed for writer in writers)
 
@@ -93,7 +95,85 @@ def stream_on(reader: Any, writer: Any) -> SocketStream:
     return SocketStream("peer", AVERAGE, reader, writer, guard=lambda: None, traffic=Traffic(SystemClock()))
 
 
+async def test_a_send_returns_when_every_stream_has_taken_its_part() -> None:
+    """Until then the body must not be overwritten: from Python 3.12 on, transports keep it instead of a copy."""
+    writers = [SlowWriter() for _ in range(STRIPES)]
+    sending = asyncio.create_task(stream_on(StripedReader([]), StripedWriter(writers)).send(FrameKind.PART, b"", BODY))
+    for writer in writers:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not sending.done()
+        writer.taken.set()
+    await asyncio.wait_for(sending, SOON.total_seconds())
+
+
+async def test_a_sender_waits_as_long_as_any_stream_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.05))
+    writers = [SlowWriter() for _ in range(STRIPES)]
+    stream = stream_on(StripedReader([]), StripedWriter(writers))
+    sending = asyncio.create_task(stream.send(FrameKind.PART, b"", BODY))
+    for _ in range(4):
+        await asyncio.sleep(0.04)
+        writers[-1].left -= 1
+        assert not sending.done()
+    with pytest.raises(Unreachable, match="took nothing"):
+        await sending
+    assert all(writer.closed for writer in writers)
+
+
+class SlowWriter(KeptWriter):
+    """Holds what it is given until it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = asyncio.Event()
+        self.left = 1000
+
+    async def drain(self) -> None:
+        await self.taken.wait()
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+
+async def test_who_waits_notices_that_another_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
+    readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
+    waiting = asyncio.create_task(StripedReader(readers).readexactly(UNIT_BYTES))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    readers[2].feed_eof()
+    with pytest.raises(asyncio.IncompleteReadError):
+        await asyncio.wait_for(waiting, SOON.total_seconds())
+
+
+async def test_memory_grows_with_what_came_not_with_what_was_announced() -> None:
+    announced = 512 * 1024 * 1024
+    readers = [reader_of(bytes(100), ends=False) for _ in range(STRIPES)]
+    reader = StripedReader(readers)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readexactly(announced), 0.05)
+        assert tracemalloc.get_traced_memory()[1] < announced / 100
+    finally:
+        tracemalloc.stop()
+
+
 # --- who belongs together --------------------------------------------------------------------------------
+
+
+class FakeGate(Gate):
+    """Holds what is open, and admits everybody."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def opened(self, peer_id: str, stream: Any) -> None:
+        self.held.append(stream)
+
+    def closed(self, peer_id: str, stream: Any) -> None:
+        self.held.remove(stream)
 
 
 def told(index: int, *, name: bytes = NAME, protocol: str = AVERAGE) -> Frame:
@@ -107,7 +187,7 @@ def ends(marked: bytes = b"") -> tuple[asyncio.StreamReader, KeptWriter]:
 
 @given(order=st.permutations(range(STRIPES)))
 async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) -> None:
-    gatherings = Gatherings({AVERAGE})
+    gatherings = Gatherings(FakeGate(), {AVERAGE})
     first, *rest = order
     one = b"x" * UNIT_BYTES
     marked = [bytes([index]) * UNIT_BYTES for index in range(STRIPES)]
@@ -140,7 +220,7 @@ async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) ->
     ],
 )
 async def test_what_does_not_fit_is_refused_and_the_others_go_on(frame: Frame) -> None:
-    gatherings = Gatherings({AVERAGE, STATE})
+    gatherings = Gatherings(FakeGate(), {AVERAGE, STATE})
     waiting = asyncio.create_task(gatherings.add("ann", told(0), ends()))
     await asyncio.sleep(0)
     with pytest.raises(PeerMisbehaved):
@@ -154,7 +234,7 @@ async def test_of_one_peer_only_so_many_wait_and_a_conversation_that_stays_incom
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.05))
-    gatherings = Gatherings({AVERAGE})
+    gatherings = Gatherings(FakeGate(), {AVERAGE})
     names = [bytes([number]) * 16 for number in range(stripes.MAX_GATHERING_PER_PEER)]
     waiting = [asyncio.create_task(gatherings.add("ann", told(0, name=name), ends())) for name in names]
     second = ends()
@@ -172,17 +252,46 @@ async def test_of_one_peer_only_so_many_wait_and_a_conversation_that_stays_incom
     late.cancel()
 
 
-async def test_where_one_stream_is_refused_the_others_are_closed() -> None:
-    entered: list[KeptWriter] = []
+async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
+    gatherings = Gatherings(FakeGate(), {AVERAGE})
+    first, second = ends(), ends()
+    waiting = asyncio.create_task(gatherings.add("ann", told(0), first))
+    await asyncio.sleep(0)
+    await gatherings.add("ann", told(1), second)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    second[0].feed_eof()
+    with pytest.raises(Unreachable, match="hung up"):
+        await asyncio.wait_for(waiting, SOON.total_seconds())
 
-    async def enter() -> Entered:
-        if len(entered) == STRIPES - 1:
-            raise NotIntroduced("who is there")
-        reader, writer = ends()
-        entered.append(writer)
-        return Entered(stream_on(reader, writer), (reader, writer))
 
+async def test_who_is_evicted_has_nothing_left_here() -> None:
+    gate = FakeGate()
+    gatherings = Gatherings(gate, {AVERAGE})
+    waiting = asyncio.create_task(gatherings.add("ann", told(0), ends()))
+    await asyncio.sleep(0)
+    second = ends()
+    assert await gatherings.add("ann", told(1), second) is None
+    (held,) = gate.held
+    held.abort()
     with pytest.raises(NotIntroduced):
-        await stripes.open_stripes(enter, AVERAGE)
-    assert len(entered) == STRIPES - 1
-    assert all(writer.closed and not writer.written for writer in entered)
+        await waiting
+    assert second[1].closed
+    assert not gate.held
+
+
+async def test_where_one_stream_cannot_be_opened_the_others_are_closed() -> None:
+    opened: list[KeptWriter] = []
+
+    async def open_one() -> stripes.Stripe:
+        if len(opened) == STRIPES - 1:
+            raise Unreachable("nobody is there")
+        reader, writer = ends()
+        opened.append(writer)
+        return stream_on(reader, writer), (reader, writer)
+
+    with pytest.raises(Unreachable):
+        await stripes.open_stripes(open_one, AVERAGE)
+    assert len(opened) == STRIPES - 1
+    assert all(writer.closed for writer in opened)

@@ -6,7 +6,8 @@ reading. The dialler waits for that frame before it sends, so a refusal is never
 knows at once when our table was lost and it must say hello again. (Where a direct connection was proved a moment
 ago, one that averages does not wait: `direct/stream.py`. What it sends lies unread until the gate was passed.)
 
-Streams that carry one conversation together (`stripes.py`) each pass the gate so; the handler gets all of them as one.
+Streams that carry one conversation together (`stripes.py`) each pass the gate before their first word is read, and are
+let in as one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2 as p2pd
 
 from atoll.core import log
-from atoll.core.errors import AtollError, PeerMisbehaved, Unreachable
+from atoll.core.errors import AtollError, DeadlineExceeded, PeerMisbehaved, Unreachable
 from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
 from atoll.node.direct import protocol as direct
 from atoll.node.swarm import hello, stripes
@@ -41,6 +42,8 @@ REQUEST_BYTES = {
 }
 MAX_STREAMS_PER_PEER = 64  # connections of the direct path count as one each
 MAX_STREAMS_PER_PROTOCOL = 6  # of one peer: unfinished frames on all of them stay below 64 MiB
+MAX_GATHERED_PER_PEER = stripes.MAX_GATHERING_PER_PEER * stripes.STRIPES  # nothing but a few words is read on them
+MAX_LINGERING = 64  # of all peers and strangers together
 
 _log = log.get("swarm")
 
@@ -61,7 +64,9 @@ class Door:
         self._traffic = traffic
         self._handlers: dict[str, Handler] = {}
         self._served: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
-        self._gatherings = stripes.Gatherings(direct.BULK)
+        self._gatherings = stripes.Gatherings(gate, direct.BULK)
+        self._gathered: Counter[str] = Counter()  # streams of conversations of which some are missing, by peer
+        self._lingering = 0  # streams that were refused and are read a moment longer
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -113,17 +118,11 @@ class Door:
         except AtollError as error:
             await self._turn_away(stream, error)
             return
-        await self._run(stream, welcome=True)
-
-    async def _run(self, stream: SocketStream, *, welcome: bool) -> None:
-        """Its handler, to the end; `welcome`: the peer waits to be let in."""
-        peer_id, protocol = stream.peer_id, stream.protocol
         self.keep(stream)
         self._served[peer_id, protocol] += 1
         try:
             with suppress(Unreachable):
-                if welcome:
-                    await stream.send(FrameKind.MESSAGE, b"")
+                await stream.send(FrameKind.MESSAGE, b"")
                 await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
             await stream.close()
         finally:
@@ -131,37 +130,31 @@ class Door:
             self._served += Counter()  # drops what is not positive
 
     async def _gather(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One of the streams of a conversation: the first that came serves all of it.
+        """One of the streams of a conversation: on the first that came, the conversation is served.
 
         Whether it is at its end; else it is part of a conversation that is served already.
         """
         stream = self._stream(peer_id, stripes.PROTOCOL, reader, writer)
+        self._gathered[peer_id] += 1
         try:
-            self._check_peer(peer_id)
-        except AtollError as error:
-            await self._turn_away(stream, error)
-            return True
-        self._gate.opened(peer_id, stream)
-        try:
-            await stream.send(FrameKind.MESSAGE, b"")
+            self._gate.require(peer_id)
+            if self._gathered[peer_id] > MAX_GATHERED_PER_PEER:
+                raise PeerMisbehaved(f"a peer opens at most {MAX_GATHERED_PER_PEER} streams of conversations at once")
             first = await stream.receive(stripes.GATHER_TIMEOUT)
             whole = await self._gatherings.add(peer_id, first, (reader, writer))
-        except Unreachable:
-            return True
         except AtollError as error:
-            await self._refuse(stream, error)
+            if isinstance(error, DeadlineExceeded) or not isinstance(error, Unreachable):  # it did not just hang up
+                await self._turn_away_late(stream, error)
             return True
         finally:
-            self._gate.closed(peer_id, stream)
+            self._gathered[peer_id] -= 1
+            self._gathered += Counter()  # drops what is not positive
         if whole is None:
             return False
         protocol, ends = whole
         conversation = self._stream(peer_id, protocol, *ends)
         try:
-            self._check(peer_id, protocol)
-            await self._run(conversation, welcome=False)
-        except AtollError as error:
-            await self._refuse(conversation, error)
+            await self.let_in(conversation)
         finally:
             conversation.abort()
         return True
@@ -171,15 +164,12 @@ class Door:
         self._gate.opened(stream.peer_id, stream)
         stream.on_close(lambda: self._gate.closed(stream.peer_id, stream))
 
-    def _check_peer(self, peer_id: str) -> None:
-        self._gate.require(peer_id)
-        if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
-            raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
-
     def _check(self, peer_id: str, protocol: str) -> None:
-        self._check_peer(peer_id)
+        self._gate.require(peer_id)
         if protocol not in self._handlers:
             raise Unreachable(f"{protocol} is not served here")
+        if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
+            raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
         if self._served[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PROTOCOL} streams of {protocol} at once")
 
@@ -187,10 +177,17 @@ class Door:
         self._count_refusal(stream, error)
         await stream.turn_away(refusal_header(error))
 
-    async def _refuse(self, stream: SocketStream, error: AtollError) -> None:
-        """As `_turn_away`, somebody who may be sending already."""
+    async def _turn_away_late(self, stream: SocketStream, error: AtollError) -> None:
+        """As `_turn_away`, somebody who has sent a word by now."""
+        if self._lingering >= MAX_LINGERING:
+            await self._turn_away(stream, error)
+            return
         self._count_refusal(stream, error)
-        await stream.turn_away_late(refusal_header(error))
+        self._lingering += 1
+        try:
+            await stream.turn_away_late(refusal_header(error))
+        finally:
+            self._lingering -= 1
 
     def _count_refusal(self, stream: SocketStream, error: AtollError) -> None:
         self.refused[error.reason] += 1

@@ -42,7 +42,6 @@ from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 from atoll.node.swarm.p2pd_sockets import P2pdSockets
 from atoll.node.swarm.streams import ByteReader, ByteWriter, SocketStream
-from atoll.node.swarm.stripes import Entered, open_stripes
 from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Handler
 from atoll.v1 import common_pb2 as pb
@@ -309,20 +308,23 @@ class SwarmHost:
 
     async def _enter_by_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         if protocol in direct.BULK:
-            ends = await open_stripes(lambda: self._enter_stripe(peer_id, timeout), protocol)
-            stream = self._stream(peer_id, protocol, *ends)
-            self._door.keep(stream)
-            return stream
-        stream = self._stream(peer_id, protocol, *await self._p2p.open_socket(peer_id, protocol, timeout))
+            ends = await stripes.open_stripes(lambda: self._open_stripe(peer_id, timeout), protocol)
+        else:
+            ends = await self._p2p.open_socket(peer_id, protocol, timeout)
+        stream = self._stream(peer_id, protocol, *ends)
         self._door.keep(stream)
-        await _be_let_in(stream, timeout)
+        try:
+            answer = await stream.receive(timeout)
+            if answer.kind is not FrameKind.MESSAGE or answer.header:
+                raise NotIntroduced(f"peer {peer_id} did not let us in")
+        except BaseException:
+            stream.abort()
+            raise
         return stream
 
-    async def _enter_stripe(self, peer_id: str, timeout: timedelta) -> Entered:
+    async def _open_stripe(self, peer_id: str, timeout: timedelta) -> stripes.Stripe:
         ends = await self._p2p.open_socket(peer_id, stripes.PROTOCOL, timeout)
-        stream = self._stream(peer_id, stripes.PROTOCOL, *ends)
-        await _be_let_in(stream, timeout)
-        return Entered(stream, ends)
+        return self._stream(peer_id, stripes.PROTOCOL, *ends), ends
 
     def _stream(self, peer_id: str, protocol: str, reader: ByteReader, writer: ByteWriter) -> SocketStream:
         return SocketStream(
@@ -335,14 +337,3 @@ class SwarmHost:
     def _connection_lost(self) -> None:
         if not self._closed:
             self._p2pd.declare_dead("it closed its control connection")
-
-
-async def _be_let_in(stream: SocketStream, timeout: timedelta) -> None:
-    """On a stream that we opened. Raises what the peer refuses with; the stream is closed then."""
-    try:
-        answer = await stream.receive(timeout)
-        if answer.kind is not FrameKind.MESSAGE or answer.header:
-            raise NotIntroduced(f"peer {stream.peer_id} did not let us in")
-    except BaseException:
-        stream.abort()
-        raise

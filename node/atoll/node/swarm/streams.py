@@ -46,6 +46,8 @@ class ByteReader(Protocol):
 
     async def readexactly(self, n: int, /) -> Buffer: ...
 
+    def at_eof(self) -> bool: ...
+
 
 class ByteTransport(Protocol):
     """What a stream needs of the transport that a writer has."""

@@ -9,8 +9,8 @@ it doubles, the sender is told of half of what the receiver grants (go-yamux 4.0
 to send until the next: a stream stands still for about a round trip in five. Several wait one after another, and the
 connection is busy all the time (EVIDENCE §7: 0.76 of a link with one, 0.95 with four).
 
-The dialler opens all of them, is let in on each like on any other stream, and says on each what it belongs to. The
-acceptor begins to serve when the last of them is there.
+The dialler opens all of them, says on each what it belongs to, and waits to be let in, as on any stream. The acceptor
+reads that word from members only, and begins to serve when the last of the streams is there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from atoll.core.errors import DeadlineExceeded, PeerMisbehaved, first_error
+from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable, first_error
 from atoll.core.frames import Buffer, Frame, FrameKind
+from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.streams import ByteReader, ByteTransport, ByteWriter
 from atoll.node.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire
@@ -33,12 +34,14 @@ from atoll.v1 import dataplane_pb2 as wire
 PROTOCOL = "/atoll/stripes/1"
 STRIPES = 4
 UNIT_BYTES = 64 * 1024  # on one stream before it is the next one's turn; a fresh window has four of them
-GATHER_TIMEOUT = timedelta(seconds=5)  # from the first stream of a conversation to the last
-MAX_GATHERING_PER_PEER = 6  # conversations of which some streams are missing
+GATHER_TIMEOUT = timedelta(seconds=20)  # from the first stream of a conversation to the last: each queues behind bulk
+MAX_GATHERING_PER_PEER = 18  # conversations of which some streams are missing
 MAX_STRIPE_BYTES = 256  # of a `Stripe`
 _NAME_BYTES = 16
+_LOOK_SECONDS = 1.0  # after which a stream that waits for bytes looks whether another one has ended
 
 Ends = tuple[ByteReader, ByteWriter]
+Stripe = tuple[Stream, Ends]  # one stream, for frames, and what it is made of
 
 
 class StripedReader:
@@ -47,27 +50,38 @@ class StripedReader:
     def __init__(self, readers: Sequence[ByteReader]) -> None:
         self._readers = readers
         self._at = 0  # bytes read
-        self._found: bytearray | None = None  # of a read under way
-        self._filled = 0  # bytes of it
+        self._asked: int | None = None  # by a read under way
+        self._found = bytearray()  # of it
 
     async def readexactly(self, n: int, /) -> Buffer:
         """The next `n` bytes. Raises `IncompleteReadError` at the end, and whatever a stream broke with.
 
         One that is cancelled must be asked for again, as long: what came is kept.
         """
-        if self._found is None:
-            self._found = bytearray(n)
-        if len(self._found) != n:
+        if self._asked not in (None, n):
             raise RuntimeError("another read was given up before, and must be asked for again")
-        while self._filled < n:
+        self._asked = n
+        while len(self._found) < n:  # memory grows with what came, not with what was announced
             turn, used = divmod(self._at, UNIT_BYTES)
-            count = min(n - self._filled, UNIT_BYTES - used)
-            piece = await self._readers[turn % len(self._readers)].readexactly(count)
-            self._found[self._filled : self._filled + count] = piece
-            self._filled += count
-            self._at += count
-        found, self._found, self._filled = self._found, None, 0
+            piece = await self._next(turn % len(self._readers), min(n - len(self._found), UNIT_BYTES - used))
+            self._found += piece
+            self._at += len(piece)
+        found, self._found, self._asked = self._found, bytearray(), None
         return found
+
+    def at_eof(self) -> bool:
+        """One that has ended is the end of all."""
+        return any(reader.at_eof() for reader in self._readers)
+
+    async def _next(self, turn: int, count: int) -> Buffer:
+        """From the stream whose turn it is."""
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    return await self._readers[turn].readexactly(count)
+            except TimeoutError:
+                if self.at_eof():
+                    raise asyncio.IncompleteReadError(b"", count) from None
 
 
 class StripedWriter:
@@ -110,6 +124,10 @@ class StripedWriter:
         for writer in self._writers:
             writer.transport.abort()
 
+    def pause_reading(self) -> None:
+        for writer in self._writers:
+            cast(asyncio.Transport, writer.transport).pause_reading()
+
     def set_write_buffer_limits(self, high: int) -> None:
         for writer in self._writers:
             writer.transport.set_write_buffer_limits(high)
@@ -126,56 +144,68 @@ def together(ends: Sequence[Ends]) -> Ends:
 # --- the dialler's side ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entered:
-    """A stream on which the peer let us in."""
+async def open_stripes(open_one: Callable[[], Awaitable[Stripe]], protocol: str) -> Ends:
+    """Open several streams and say on each what it is part of. Raises what the first of them fails with."""
+    conversation = secrets.token_bytes(_NAME_BYTES)
+    opened: dict[int, Ends] = {}
 
-    stream: Stream
-    ends: Ends
+    async def open_next(index: int) -> None:
+        stream, ends = await open_one()
+        opened[index] = ends
+        stripe = wire.Stripe(conversation=conversation, index=index, protocol=protocol)
+        await stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
 
-
-async def open_stripes(enter: Callable[[], Awaitable[Entered]], protocol: str) -> Ends:
-    """Enter several streams and say on each what it is part of. Raises what the first of them fails with."""
-    tasks: list[asyncio.Task[Entered]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_enter(enter)) for _ in range(STRIPES)]
-        entered = [task.result() for task in tasks]
-        conversation = secrets.token_bytes(_NAME_BYTES)
-        for index, one in enumerate(entered):
-            stripe = wire.Stripe(conversation=conversation, index=index, protocol=protocol)
-            await one.stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
+            for index in range(STRIPES):
+                group.create_task(open_next(index))
     except BaseException as error:
-        for task in tasks:
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().ends[1].transport.abort()
+        for _, writer in opened.values():
+            writer.transport.abort()
         if isinstance(error, ExceptionGroup):
             raise first_error(error) from error
         raise
-    return together([one.ends for one in entered])
-
-
-async def _enter(enter: Callable[[], Awaitable[Entered]]) -> Entered:
-    return await enter()
+    return together([opened[index] for index in range(STRIPES)])
 
 
 # --- the acceptor's side ---------------------------------------------------------------------------------
 
 
-@dataclass
 class _Gathering:
-    """A conversation of which streams are missing."""
+    """A conversation of which streams are missing; what the gate holds of it."""
 
-    protocol: str
-    whole: asyncio.Future[None]
-    ends: dict[int, Ends] = field(default_factory=dict)  # by index
+    def __init__(self, protocol: str) -> None:
+        self.protocol = protocol
+        self.ends: dict[int, Ends] = {}  # by index
+        self.whole: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
+
+    def join(self, stripe: wire.Stripe, ends: Ends) -> None:
+        """Raises `PeerMisbehaved`."""
+        if stripe.protocol != self.protocol or stripe.index >= STRIPES or stripe.index in self.ends:
+            raise PeerMisbehaved("a stream does not fit into its conversation")
+        self.ends[stripe.index] = ends
+        if len(self.ends) == STRIPES and not self.whole.done():
+            self.whole.set_result(together([self.ends[index] for index in range(STRIPES)]))
+
+    async def complete(self) -> Ends:
+        """Wait for the rest. Raises `Unreachable` when one that came hangs up."""
+        while not self.whole.done():
+            await asyncio.wait({self.whole}, timeout=_LOOK_SECONDS)
+            if not self.whole.done() and any(reader.at_eof() for reader, _ in self.ends.values()):
+                raise Unreachable("it hung up before all streams came")
+        return self.whole.result()
+
+    def abort(self) -> None:
+        if not self.whole.done():
+            self.whole.set_exception(NotIntroduced("its peer is no member any more"))
 
 
 class Gatherings:
     """Members' streams that wait for the others of their conversation."""
 
-    def __init__(self, protocols: Collection[str]) -> None:
+    def __init__(self, gate: Gate, protocols: Collection[str]) -> None:
         """`protocols`: what may be spoken so."""
+        self._gate = gate
         self._protocols = protocols
         self._open: dict[tuple[str, bytes], _Gathering] = {}  # by peer and conversation
         self._count: Counter[str] = Counter()  # of them, by peer
@@ -183,23 +213,25 @@ class Gatherings:
     async def add(self, peer_id: str, frame: Frame, ends: Ends) -> tuple[str, Ends] | None:
         """With the first stream of a conversation: its protocol and all of it, once the last came; else None.
 
-        `frame` is the first on that stream. Raises `PeerMisbehaved`, and `DeadlineExceeded` when others do not come.
+        `frame` is the first on that stream. Raises `PeerMisbehaved`; for the first stream `NotIntroduced` when the peer
+        is evicted, `DeadlineExceeded` when others do not come, `Unreachable` when one hangs up: all are closed then.
         """
         stripe = self._checked(frame)
         key = peer_id, stripe.conversation
         found = self._open.get(key)
         if found is not None:
-            self._join(found, stripe, ends)
+            found.join(stripe, ends)
             return None
         if self._count[peer_id] >= MAX_GATHERING_PER_PEER:
             raise PeerMisbehaved("too many conversations wait for the rest of their streams")
-        gathering = _Gathering(stripe.protocol, asyncio.get_running_loop().create_future())
-        self._join(gathering, stripe, ends)
+        gathering = _Gathering(stripe.protocol)
+        gathering.join(stripe, ends)
         self._open[key] = gathering
         self._count[peer_id] += 1
+        self._gate.opened(peer_id, gathering)
         try:
             async with asyncio.timeout(GATHER_TIMEOUT.total_seconds()):
-                await gathering.whole
+                return gathering.protocol, await gathering.complete()
         except BaseException as error:
             for _, writer in gathering.ends.values():
                 if writer is not ends[1]:
@@ -208,10 +240,10 @@ class Gatherings:
                 raise DeadlineExceeded(f"{len(gathering.ends)} of {STRIPES} streams came") from error
             raise
         finally:
+            self._gate.closed(peer_id, gathering)
             del self._open[key]
             self._count[peer_id] -= 1
             self._count += Counter()  # drops what is not positive
-        return gathering.protocol, together([gathering.ends[index] for index in range(STRIPES)])
 
     def _checked(self, frame: Frame) -> wire.Stripe:
         try:
@@ -223,10 +255,3 @@ class Gatherings:
         if stripe.protocol not in self._protocols:
             raise PeerMisbehaved("conversations over several streams must be in a protocol that they are for")
         return stripe
-
-    def _join(self, gathering: _Gathering, stripe: wire.Stripe, ends: Ends) -> None:
-        if stripe.protocol != gathering.protocol or stripe.index >= STRIPES or stripe.index in gathering.ends:
-            raise PeerMisbehaved("a stream does not fit into its conversation")
-        gathering.ends[stripe.index] = ends
-        if len(gathering.ends) == STRIPES and not gathering.whole.done():
-            gathering.whole.set_result(None)

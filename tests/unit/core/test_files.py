@@ -1,0 +1,27 @@
+"""What the system lets a process have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import resource, sys
+from atoll.core.files import take_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+print(take_descriptors(int(sys.argv[3])), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "found"), [(64, 256, 1000, 256), (64, 256, 128, 128), (200, 256, 128, 200)]
+)
+def test_descriptors_are_taken_up_to_what_there_is_and_never_given_back(
+    soft: int, hard: int, most: int, found: int
+) -> None:
+    """In a process of its own: a hard limit cannot be raised again."""
+    numbers = [str(number) for number in (soft, hard, most)]
+    done = subprocess.run([sys.executable, "-c", _SCRIPT, *numbers], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(found), str(found)], done.stderr
