@@ -95,7 +95,7 @@ def unusable(path: Path, error: OSError) -> DataDirUnusable:
 
 
 def take_descriptors(most: int) -> int:
-    """As many file descriptors as this process may have, up to `most`; a thousand is the usual default. How many now."""
+    """As many file descriptors as this process may have, up to `most`; how many those are. A thousand is usual."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
