@@ -208,7 +208,7 @@ class RunRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class RunView(_message.Message):
-    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations", "missing")
+    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations", "missing", "uncounted")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class RunView(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     state: _membership_pb2.RunState
     spec_toml: str
@@ -239,7 +240,8 @@ class RunView(_message.Message):
     layers: _plan_pb2.LayerTable
     evaluations: _containers.RepeatedCompositeFieldContainer[_membership_pb2.EvaluationReport]
     missing: str
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ..., missing: _Optional[str] = ...) -> None: ...
+    uncounted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ..., missing: _Optional[str] = ..., uncounted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListRunsRequest(_message.Message):
     __slots__ = ()

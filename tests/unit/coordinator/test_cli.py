@@ -75,6 +75,7 @@ RUN = wire.RunView(
     min_nodes=2,
     layers=plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(name="embedding", parameters=1000, kind="embedding")]),
     evaluations=[mb.EvaluationReport(round=1, loss=4.5), mb.EvaluationReport(round=7, loss=2.25)],
+    uncounted=["cid has another text", "dan is joining"],
 )
 PLAN = plan_pb2.Plan(
     run_id="reef",
@@ -468,6 +469,7 @@ def test_every_program_has_a_version() -> None:
 def test_where_a_terminal_is_narrow_whole_columns_go_and_names_stay(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("LINES", "25")  # else a dumb terminal has 80 columns whatever it says
     columns = [Column("name"), Column("peer", goes=1), Column("run", goes=2), Column("state")]
     row = {"name": "a-name-of-some-length", "peer": "…6xy9abcd", "run": "reef", "state": "training"}
     widths = {80: {"NAME", "PEER", "RUN", "STATE"}, 40: {"NAME", "RUN", "STATE"}, 32: {"NAME", "STATE"}}

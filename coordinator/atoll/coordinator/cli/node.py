@@ -15,7 +15,7 @@ from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import ago, count, loss, moment, size
 from atoll.coordinator.text import clean, enum_word
 from atoll.core.errors import UsageError
-from atoll.core.output import Output, OutputOption, say
+from atoll.core.output import Output, OutputOption, asked, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -97,7 +97,7 @@ def ban(
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
         if not yes:
             say(f"this bans {clean(view.name)} ({clean(view.peer_id)}) for good; it cannot be undone")
-            if not typer.confirm("ban it?", err=True):
+            if not asked(lambda: typer.confirm("ban it?", err=True)):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
     show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from atoll.core.output import Output, OutputOption, asked, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
+_SHOWN = 8
 app = typer.Typer(help="Runs: create, list, show, rounds, start, pause, stop, recover.", no_args_is_help=True)
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not needed if one only is under way")]
 _COLUMNS = [
@@ -244,6 +246,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         ("tokens", f"{count(run.committed_tokens)} of {count(run.stop_tokens)}"),
         ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
         ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
+        *([("not counted", _some(run.uncounted))] if run.uncounted else []),
         ("plan", run.plan_version or "–"),
         *([("no plan is possible", run.missing)] if run.missing else []),
         ("validation loss", _losses(run)),
@@ -251,6 +254,12 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         ("spec", "\n" + run.spec_toml.rstrip()),
     ]
     return facts
+
+
+def _some(words: Sequence[str]) -> str:
+    """The first of them; hundreds of nodes may load at once."""
+    shown, more = [clean(text, 80) for text in words[:_SHOWN]], len(words) - _SHOWN
+    return "; ".join(shown) + (f"; {more} more" if more > 0 else "")
 
 
 def _layers(run: wire.RunView) -> str:

@@ -70,6 +70,21 @@ def ready_count(state: State, run_id: str) -> int:
     return len(ready_nodes(state, run_id, corpus_expected(state, run_id) or most_common_corpus(state, run_id)))
 
 
+def uncounted(state: State, run_id: str) -> list[str]:
+    """Connected nodes of the run that do not count as ready, and why, ordered by name."""
+    digest = corpus_expected(state, run_id) or most_common_corpus(state, run_id)
+    found = []
+    for node in state.members_of(run_id):
+        live = state.live.get(node.peer_id)
+        if "node" not in node.roles or live is None or not live.connected:
+            continue
+        if not _fit(state, node):
+            found.append(f"{node.name} {_why_gone(state, node.peer_id)}")
+        elif live.corpus_digest != digest:
+            found.append(f"{node.name} has another text")
+    return sorted(found)
+
+
 def ready_nodes(state: State, run_id: str, digest: str) -> list[str]:
     """Peer ids of the fit nodes with that text, ordered."""
     return [

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.state import checkpoints
-from atoll.coordinator.state.fitness import ready_count
+from atoll.coordinator.state.fitness import ready_count, uncounted
 from atoll.coordinator.state.paths import fresh
 from atoll.coordinator.state.plan_views import part_in_plan
 from atoll.coordinator.state.presence import availability, failures_per_hour
@@ -90,6 +90,7 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
             for item in evaluations
         ],
         missing=memory.missing,
+        uncounted=uncounted(state, run.run_id),
     )
 
 
