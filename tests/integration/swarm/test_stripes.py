@@ -122,7 +122,10 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
     await whole.close()
 
 
-async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(lab: Lab) -> None:
+async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stripes, "_ENDED_LOOKS", 2)
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
     await stream.send(FrameKind.PART, b"", b"a word")

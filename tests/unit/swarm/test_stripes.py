@@ -136,15 +136,34 @@ class SlowWriter(KeptWriter):
         return self.left
 
 
-async def test_who_waits_notices_that_another_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("waits_for", "looks"), [(16, 5), (2 * UNIT_BYTES, 5), (3 * UNIT_BYTES, 10**6)])
+async def test_who_waits_notices_that_another_stream_has_ended(
+    monkeypatch: pytest.MonkeyPatch, waits_for: int, looks: int
+) -> None:
+    """At once where its bytes are due, and after a while where it may only be ahead of others."""
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(stripes, "_ENDED_LOOKS", looks)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
-    waiting = asyncio.create_task(StripedReader(readers).readexactly(UNIT_BYTES))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    began = asyncio.get_running_loop().time()
     readers[2].feed_eof()
     with pytest.raises(asyncio.IncompleteReadError):
-        await asyncio.wait_for(waiting, SOON.total_seconds())
+        await asyncio.wait_for(StripedReader(readers).readexactly(waits_for), SOON.total_seconds())
+    assert looks > 5 or asyncio.get_running_loop().time() - began >= looks * 0.02
+
+
+async def test_bytes_that_come_after_the_end_of_another_stream_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends its last frame and closes: the end of one stream may overtake what is under way on another."""
+    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stripes, "_ENDED_LOOKS", 50)
+    data = bytes(range(256)) * (UNIT_BYTES * 5 // 256)
+    streams = dealt(STRIPES, [data])
+    readers = [reader_of(stream, ends=index > 0) for index, stream in enumerate([b"", *streams[1:]])]
+    reading = asyncio.create_task(StripedReader(readers).readexactly(len(data)))
+    await asyncio.sleep(0.05)
+    readers[0].feed_data(streams[0][:UNIT_BYTES])
+    await asyncio.sleep(0.05)
+    readers[0].feed_data(streams[0][UNIT_BYTES:])
+    assert await asyncio.wait_for(reading, SOON.total_seconds()) == data
 
 
 async def test_memory_grows_with_what_came_not_with_what_was_announced() -> None:

@@ -16,6 +16,7 @@ reads that word from members only, and begins to serve when the last of the stre
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -38,7 +39,8 @@ GATHER_TIMEOUT = timedelta(seconds=20)  # from the first stream of a conversatio
 MAX_GATHERING_PER_PEER = 18  # conversations of which some streams are missing
 MAX_STRIPE_BYTES = 256  # of a `Stripe`
 _NAME_BYTES = 16
-_LOOK_SECONDS = 1.0  # after which a stream that waits for bytes looks whether another one has ended
+_LOOK_SECONDS = 1.0  # after which who waits on one stream looks whether another one has ended
+_ENDED_LOOKS = 10  # at which it had, without a byte on the one
 
 Ends = tuple[ByteReader, ByteWriter]
 Stripe = tuple[Stream, Ends]  # one stream, for frames, and what it is made of
@@ -61,9 +63,8 @@ class StripedReader:
         if self._asked not in (None, n):
             raise RuntimeError("another read was given up before, and must be asked for again")
         self._asked = n
-        while len(self._found) < n:  # memory grows with what came, not with what was announced
-            turn, used = divmod(self._at, UNIT_BYTES)
-            piece = await self._next(turn % len(self._readers), min(n - len(self._found), UNIT_BYTES - used))
+        while (missing := n - len(self._found)) > 0:  # memory grows with what came, not with what was announced
+            piece = await self._next(missing)
             self._found += piece
             self._at += len(piece)
         found, self._found, self._asked = self._found, bytearray(), None
@@ -73,15 +74,24 @@ class StripedReader:
         """One that has ended is the end of all."""
         return any(reader.at_eof() for reader in self._readers)
 
-    async def _next(self, turn: int, count: int) -> Buffer:
-        """From the stream whose turn it is."""
-        while True:
+    async def _next(self, missing: int) -> Buffer:
+        """What the stream whose turn it is has of so many bytes.
+
+        The end of another stream that has some of them, too, is the end of all. That of one that has none may be ahead
+        of bytes that are still under way; but not for long without a byte of them.
+        """
+        turn, used = divmod(self._at, UNIT_BYTES)
+        ahead = -(-(used + missing) // UNIT_BYTES)  # turns in which they come
+        count, streams = min(missing, UNIT_BYTES - used), len(self._readers)
+        for looks in itertools.count(1):
             try:
                 async with asyncio.timeout(_LOOK_SECONDS):
-                    return await self._readers[turn].readexactly(count)
+                    return await self._readers[turn % streams].readexactly(count)
             except TimeoutError:
-                if self.at_eof():
+                needed = {self._readers[(turn + later) % streams] for later in range(min(ahead, streams))}
+                if any(reader.at_eof() for reader in needed) or (self.at_eof() and looks >= _ENDED_LOOKS):
                     raise asyncio.IncompleteReadError(b"", count) from None
+        raise AssertionError
 
 
 class StripedWriter:
