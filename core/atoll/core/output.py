@@ -12,6 +12,8 @@ from typing import Annotated, TextIO, TypeVar
 
 import typer
 
+from atoll.core.errors import UsageError
+
 JSON_VERSION = 1
 
 Answer = TypeVar("Answer")
@@ -49,11 +51,16 @@ def print_json_line(document: Mapping[str, object]) -> None:
 
 
 def asked(question: Callable[[], Answer]) -> Answer:
-    """What a person answers to one of typer's questions. Ctrl-C there ends a command as it does anywhere else."""
+    """What a person answers to one of typer's questions. Ctrl-C there ends a command as it does anywhere else.
+
+    Raises `UsageError` where there is nobody to ask.
+    """
     try:
         return question()
     except typer.Abort:
-        raise KeyboardInterrupt from None
+        if sys.stdin.isatty():
+            raise KeyboardInterrupt from None
+    raise UsageError("nothing was done: there is nobody here to ask", "--help says how to answer beforehand")
 
 
 def say(text: str) -> None:

@@ -25,7 +25,7 @@ from atoll.node.owner import Wish, save_wish
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.child import LOG_NAME, Child
 
-MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, in p2pd eight
+MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and four in p2pd
 
 
 async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from support.swarm_lab import SOON, Lab, echo
 
-from atoll.core.errors import Banned, DeadlineExceeded, PeerMisbehaved, Unreachable
+from atoll.core.errors import Banned, DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable
 from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.core.membership import Deny
 from atoll.node.direct.protocol import BULK
@@ -110,22 +110,44 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
     monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.5))
     stripe = wire.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
     for said in ([], [stripe]):
+        refused = seed.streams_refused
         stream = node._stream(seed.peer_id, AVERAGE, *await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON))
         for header in said:
             await stream.send(FrameKind.MESSAGE, header)
         with pytest.raises(DeadlineExceeded, match="1 of 4 streams" if said else "no whole frame"):
             await stream.receive(SOON)
         await stream.close()
+        assert seed.streams_refused == refused + 1
     assert seed.gate.open_streams(node.peer_id) == 1
     await whole.send(FrameKind.PART, b"", b"still here")
     assert bytes((await whole.receive(SOON)).body) == b"still here"
     await whole.close()
 
 
+async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab) -> None:
+    """Whichever of its streams came first: all are told."""
+    seed, node = await two(lab)
+    await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
+    opened = [await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON) for _ in range(STRIPES - 1)]
+    streams = [node._stream(seed.peer_id, AVERAGE, *ends) for ends in opened]
+    for index, stream in zip((2, 0, 1), streams, strict=True):
+        stripe = wire.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
+        await stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
+        async with asyncio.timeout(SOON.total_seconds()):
+            while not seed.gate.open_streams(node.peer_id):
+                await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # for the others' words
+    seed.gate.evict(node.peer_id)
+    for stream in streams:
+        with pytest.raises(NotIntroduced):
+            await stream.receive(SOON)
+    await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
+
+
 async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stripes, "_ENDED_LOOKS", 2)
+    monkeypatch.setattr(stripes, "_ENDED_SECONDS", 1.0)
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
     await stream.send(FrameKind.PART, b"", b"a word")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tracemalloc
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,8 @@ AVERAGE, STATE = "/atoll/average/1", "/atoll/state/1"
 NAME = bytes(range(16))
 SOON = timedelta(seconds=5)
 BODY = bytes(5 * UNIT_BYTES + 11)
+
+Joining = asyncio.Task[tuple[str, stripes.Whole] | None]
 
 cuts = st.lists(st.integers(0, 3 * UNIT_BYTES), min_size=1, max_size=12)
 
@@ -136,25 +139,52 @@ class SlowWriter(KeptWriter):
         return self.left
 
 
-@pytest.mark.parametrize(("waits_for", "looks"), [(16, 5), (2 * UNIT_BYTES, 5), (3 * UNIT_BYTES, 10**6)])
-async def test_who_waits_notices_that_another_stream_has_ended(
-    monkeypatch: pytest.MonkeyPatch, waits_for: int, looks: int
+@pytest.mark.parametrize("how", ["ends", "breaks"])
+@pytest.mark.parametrize(("waits_for", "seconds"), [(16, 0.1), (2 * UNIT_BYTES, 0.1), (3 * UNIT_BYTES, 1e6)])
+@pytest.mark.parametrize("asks_again", [0.01, 1e6])
+async def test_who_waits_notices_that_another_stream_is_over(
+    monkeypatch: pytest.MonkeyPatch, how: str, waits_for: int, seconds: float, asks_again: float
 ) -> None:
-    """At once where its bytes are due, and after a while where it may only be ahead of others."""
+    """At once where its bytes are due, else after so many seconds, however often a read is given up in between."""
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(stripes, "_ENDED_LOOKS", looks)
+    monkeypatch.setattr(stripes, "_ENDED_SECONDS", seconds)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
-    began = asyncio.get_running_loop().time()
-    readers[2].feed_eof()
+    clock = asyncio.get_running_loop().time
+    reader, began = StripedReader(readers), clock()
+    if how == "ends":
+        readers[2].feed_eof()
+    else:
+        readers[2].set_exception(ConnectionResetError())
     with pytest.raises(asyncio.IncompleteReadError):
-        await asyncio.wait_for(StripedReader(readers).readexactly(waits_for), SOON.total_seconds())
-    assert looks > 5 or asyncio.get_running_loop().time() - began >= looks * 0.02
+        await asyncio.wait_for(ask(reader, waits_for, asks_again), SOON.total_seconds())
+    assert seconds > 1 or clock() - began >= seconds
+
+
+async def ask(reader: StripedReader, count: int, again: float) -> None:
+    """As rounds do, who give a read up from time to time to look whether somebody is silent."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(reader.readexactly(count), again)
+            return
+
+
+async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stripes, "_ENDED_SECONDS", 1.0)
+    readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
+    readers[1].feed_eof()
+    reading = asyncio.create_task(StripedReader(readers).readexactly(15))
+    for number in range(15):  # longer than that in all
+        await asyncio.sleep(0.1)
+        readers[0].feed_data(bytes([number]))
+    assert await asyncio.wait_for(reading, SOON.total_seconds()) == bytes(range(15))
 
 
 async def test_bytes_that_come_after_the_end_of_another_stream_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends its last frame and closes: the end of one stream may overtake what is under way on another."""
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(stripes, "_ENDED_LOOKS", 50)
     data = bytes(range(256)) * (UNIT_BYTES * 5 // 256)
     streams = dealt(STRIPES, [data])
     readers = [reader_of(stream, ends=index > 0) for index, stream in enumerate([b"", *streams[1:]])]
@@ -200,25 +230,28 @@ def told(index: int, *, name: bytes = NAME, protocol: str = AVERAGE) -> Frame:
     return Frame(FrameKind.MESSAGE, stripe.SerializeToString())
 
 
-def ends(marked: bytes = b"") -> tuple[asyncio.StreamReader, KeptWriter]:
+def ends(marked: bytes = b"") -> Any:
     return reader_of(marked, ends=False), KeptWriter()
+
+
+def coming(gatherings: Gatherings, index: int, marked: bytes = b"", *, peer: str = "ann", **said: Any) -> Joining:
+    return asyncio.create_task(gatherings.add(peer, told(index, **said), ends(marked)))
 
 
 @given(order=st.permutations(range(STRIPES)))
 async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) -> None:
     gatherings = Gatherings(FakeGate(), {AVERAGE})
-    first, *rest = order
-    one = b"x" * UNIT_BYTES
     marked = [bytes([index]) * UNIT_BYTES for index in range(STRIPES)]
-    waiting = asyncio.create_task(gatherings.add("ann", told(first), ends(marked[first])))
-    await asyncio.sleep(0)
-    other = asyncio.create_task(gatherings.add("bob", told(first), ends(one)))  # another peer may choose the same name
-    for index in rest:
-        assert not waiting.done()
-        assert await gatherings.add("ann", told(index), ends(marked[index])) is None
-    found = await waiting
-    assert found is not None
-    protocol, (reader, _) = found
+    other = coming(gatherings, order[0], peer="bob")  # another peer may choose the same name
+    tasks = []
+    for index in order:
+        tasks.append(coming(gatherings, index, marked[index]))
+        await asyncio.sleep(0)
+        assert len(tasks) == STRIPES or not any(task.done() for task in tasks)
+    first, *rest = await asyncio.gather(*tasks)
+    assert rest == [None] * (STRIPES - 1)
+    assert first is not None
+    protocol, (reader, _) = first
     assert protocol == AVERAGE
     assert await reader.readexactly(STRIPES * UNIT_BYTES) == b"".join(marked)
     assert not other.done()
@@ -240,70 +273,74 @@ async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) ->
 )
 async def test_what_does_not_fit_is_refused_and_the_others_go_on(frame: Frame) -> None:
     gatherings = Gatherings(FakeGate(), {AVERAGE, STATE})
-    waiting = asyncio.create_task(gatherings.add("ann", told(0), ends()))
+    waiting = coming(gatherings, 0)
     await asyncio.sleep(0)
     with pytest.raises(PeerMisbehaved):
         await gatherings.add("ann", frame, ends())
-    for index in range(1, STRIPES):
-        await gatherings.add("ann", told(index), ends())
+    await asyncio.gather(*(coming(gatherings, index) for index in range(1, STRIPES)))
     assert await waiting is not None
 
 
-async def test_of_one_peer_only_so_many_wait_and_a_conversation_that_stays_incomplete_is_ended(
+async def test_of_one_peer_only_so_many_wait_and_all_are_told_that_some_did_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also the stream that its dialler reads, whichever came first."""
     monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.05))
+    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
     gatherings = Gatherings(FakeGate(), {AVERAGE})
     names = [bytes([number]) * 16 for number in range(stripes.MAX_GATHERING_PER_PEER)]
-    waiting = [asyncio.create_task(gatherings.add("ann", told(0, name=name), ends())) for name in names]
-    second = ends()
+    waiting = [coming(gatherings, index, name=name) for name in names for index in (2, 0)]
     await asyncio.sleep(0)
-    assert await gatherings.add("ann", told(1, name=names[0]), second) is None
     with pytest.raises(PeerMisbehaved, match="too many"):
         await gatherings.add("ann", told(0), ends())
     for task in waiting:
-        with pytest.raises(DeadlineExceeded, match=f"of {STRIPES} streams came"):
+        with pytest.raises(DeadlineExceeded, match=f"2 of {STRIPES} streams came"):
             await task
-    assert second[1].closed
-    late = asyncio.create_task(gatherings.add("ann", told(0), ends()))  # there is room again
+    late = coming(gatherings, 0)  # there is room again
     await asyncio.sleep(0)
     assert not late.done()
     late.cancel()
 
 
-async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["ends", "breaks"])
+async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
     gatherings = Gatherings(FakeGate(), {AVERAGE})
-    first, second = ends(), ends()
-    waiting = asyncio.create_task(gatherings.add("ann", told(0), first))
-    await asyncio.sleep(0)
-    await gatherings.add("ann", told(1), second)
+    waiting, second = coming(gatherings, 0), ends()
+    other = asyncio.create_task(gatherings.add("ann", told(1), second))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    second[0].feed_eof()
-    with pytest.raises(Unreachable, match="hung up"):
-        await asyncio.wait_for(waiting, SOON.total_seconds())
+    if how == "ends":
+        second[0].feed_eof()
+    else:
+        second[0].set_exception(ConnectionResetError())
+    for task in (waiting, other):
+        with pytest.raises(Unreachable, match="hung up"):
+            await asyncio.wait_for(task, SOON.total_seconds())
 
 
-async def test_who_is_evicted_has_nothing_left_here() -> None:
+async def test_who_is_evicted_or_ended_has_nothing_left_here() -> None:
     gate = FakeGate()
     gatherings = Gatherings(gate, {AVERAGE})
-    waiting = asyncio.create_task(gatherings.add("ann", told(0), ends()))
-    await asyncio.sleep(0)
-    second = ends()
-    assert await gatherings.add("ann", told(1), second) is None
-    (held,) = gate.held
-    held.abort()
-    with pytest.raises(NotIntroduced):
-        await waiting
-    assert second[1].closed
-    assert not gate.held
+    for end in ("evicted", "cancelled"):
+        waiting, other = coming(gatherings, 0), coming(gatherings, 1)
+        await asyncio.sleep(0)
+        (held,) = gate.held
+        if end == "evicted":
+            held.abort()
+        else:
+            waiting.cancel()
+        with pytest.raises(NotIntroduced if end == "evicted" else asyncio.CancelledError):
+            await waiting
+        with pytest.raises(NotIntroduced if end == "evicted" else Unreachable):
+            await other
+        assert not gate.held
 
 
 async def test_where_one_stream_cannot_be_opened_the_others_are_closed() -> None:
     opened: list[KeptWriter] = []
 
-    async def open_one() -> stripes.Stripe:
+    async def open_one() -> Any:
         if len(opened) == STRIPES - 1:
             raise Unreachable("nobody is there")
         reader, writer = ends()

@@ -81,7 +81,8 @@ def uncounted(state: State, run_id: str) -> list[str]:
         if not _fit(state, node):
             found.append(f"{node.name} {_why_gone(state, node.peer_id)}")
         elif live.corpus_digest != digest:
-            found.append(f"{node.name} has another text")
+            said = "has another text" if live.corpus_digest else "has told nothing of its text yet"
+            found.append(f"{node.name} {said}")
     return sorted(found)
 
 

@@ -42,8 +42,8 @@ REQUEST_BYTES = {
 }
 MAX_STREAMS_PER_PEER = 64  # connections of the direct path count as one each
 MAX_STREAMS_PER_PROTOCOL = 6  # of one peer: unfinished frames on all of them stay below 64 MiB
-MAX_GATHERED_PER_PEER = stripes.MAX_GATHERING_PER_PEER * stripes.STRIPES  # nothing but a few words is read on them
-MAX_LINGERING = 64  # of all peers and strangers together
+MAX_OPENING_PER_PEER = stripes.MAX_GATHERING_PER_PEER * stripes.STRIPES  # nothing but a few words is read on them
+MAX_LINGERING, MAX_LINGERING_PER_PEER = 256, 8  # refused streams that are read a moment longer
 
 _log = log.get("swarm")
 
@@ -65,8 +65,8 @@ class Door:
         self._handlers: dict[str, Handler] = {}
         self._served: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
         self._gatherings = stripes.Gatherings(gate, direct.BULK)
-        self._gathered: Counter[str] = Counter()  # streams of conversations of which some are missing, by peer
-        self._lingering = 0  # streams that were refused and are read a moment longer
+        self._opening: Counter[str] = Counter()  # streams of conversations of which some are missing, by peer
+        self._lingering: Counter[str] = Counter()  # streams that were refused and are read a moment longer, by peer
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -135,20 +135,12 @@ class Door:
         Whether it is at its end; else it is part of a conversation that is served already.
         """
         stream = self._stream(peer_id, stripes.PROTOCOL, reader, writer)
-        self._gathered[peer_id] += 1
         try:
-            self._gate.require(peer_id)
-            if self._gathered[peer_id] > MAX_GATHERED_PER_PEER:
-                raise PeerMisbehaved(f"a peer opens at most {MAX_GATHERED_PER_PEER} streams of conversations at once")
-            first = await stream.receive(stripes.GATHER_TIMEOUT)
-            whole = await self._gatherings.add(peer_id, first, (reader, writer))
+            whole = await self._gathered(stream, (reader, writer))
         except AtollError as error:
             if isinstance(error, DeadlineExceeded) or not isinstance(error, Unreachable):  # it did not just hang up
                 await self._turn_away_late(stream, error)
             return True
-        finally:
-            self._gathered[peer_id] -= 1
-            self._gathered += Counter()  # drops what is not positive
         if whole is None:
             return False
         protocol, ends = whole
@@ -158,6 +150,21 @@ class Door:
         finally:
             conversation.abort()
         return True
+
+    async def _gathered(self, stream: SocketStream, ends: stripes.Ends) -> tuple[str, stripes.Whole] | None:
+        """As `Gatherings.add`, once it passed the gate and said what it belongs to."""
+        peer_id = stream.peer_id
+        self._opening[peer_id] += 1
+        try:
+            self._gate.require(peer_id)
+            if self._opening[peer_id] > MAX_OPENING_PER_PEER:
+                raise PeerMisbehaved(f"a peer opens at most {MAX_OPENING_PER_PEER} streams of conversations at once")
+            first = await stream.receive(stripes.GATHER_TIMEOUT)
+            self._gate.require(peer_id)
+            return await self._gatherings.add(peer_id, first, ends)
+        finally:
+            self._opening[peer_id] -= 1
+            self._opening += Counter()  # drops what is not positive
 
     def keep(self, stream: SocketStream) -> None:
         """Have the gate close `stream` when its peer is evicted."""
@@ -179,15 +186,17 @@ class Door:
 
     async def _turn_away_late(self, stream: SocketStream, error: AtollError) -> None:
         """As `_turn_away`, somebody who has sent a word by now."""
-        if self._lingering >= MAX_LINGERING:
+        peer_id = stream.peer_id
+        if self._lingering.total() >= MAX_LINGERING or self._lingering[peer_id] >= MAX_LINGERING_PER_PEER:
             await self._turn_away(stream, error)
             return
         self._count_refusal(stream, error)
-        self._lingering += 1
+        self._lingering[peer_id] += 1
         try:
             await stream.turn_away_late(refusal_header(error))
         finally:
-            self._lingering -= 1
+            self._lingering[peer_id] -= 1
+            self._lingering += Counter()  # drops what is not positive
 
     def _count_refusal(self, stream: SocketStream, error: AtollError) -> None:
         self.refused[error.reason] += 1

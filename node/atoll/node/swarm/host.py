@@ -308,10 +308,10 @@ class SwarmHost:
 
     async def _enter_by_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         if protocol in direct.BULK:
-            ends = await stripes.open_stripes(lambda: self._open_stripe(peer_id, timeout), protocol)
+            several = await stripes.open_stripes(lambda: self._open_stripe(peer_id, timeout), protocol)
+            stream = self._stream(peer_id, protocol, *several)
         else:
-            ends = await self._p2p.open_socket(peer_id, protocol, timeout)
-        stream = self._stream(peer_id, protocol, *ends)
+            stream = self._stream(peer_id, protocol, *await self._p2p.open_socket(peer_id, protocol, timeout))
         self._door.keep(stream)
         try:
             answer = await stream.receive(timeout)
@@ -322,7 +322,7 @@ class SwarmHost:
             raise
         return stream
 
-    async def _open_stripe(self, peer_id: str, timeout: timedelta) -> stripes.Stripe:
+    async def _open_stripe(self, peer_id: str, timeout: timedelta) -> tuple[SocketStream, stripes.Ends]:
         ends = await self._p2p.open_socket(peer_id, stripes.PROTOCOL, timeout)
         return self._stream(peer_id, stripes.PROTOCOL, *ends), ends
 

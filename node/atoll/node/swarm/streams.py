@@ -37,7 +37,7 @@ from atoll.node.swarm.traffic import SMALL_FRAME_BYTES, Traffic
 
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
 CLOSE_TIMEOUT = timedelta(seconds=5)
-_THROWN_AWAY_BYTES = 16 * 1024  # at once
+_FEW_WORDS_BYTES = 1024
 _JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies go out with their prefix in one write
 
 
@@ -45,8 +45,6 @@ class ByteReader(Protocol):
     """What a stream needs of asyncio's reader."""
 
     async def readexactly(self, n: int, /) -> Buffer: ...
-
-    def at_eof(self) -> bool: ...
 
 
 class ByteTransport(Protocol):
@@ -141,15 +139,14 @@ class SocketStream:
         await self.close()
 
     async def turn_away_late(self, header: Buffer) -> None:
-        """As `turn_away`, somebody who may be sending already: p2pd loses our word if we close on unread bytes.
+        """As `turn_away`, somebody who has said a few words already: p2pd loses ours if we close on unread bytes.
 
-        They are thrown away as they come, for a moment.
+        For a moment, so many are thrown away.
         """
         with suppress(AtollError, EOFError, OSError, TimeoutError):
             async with asyncio.timeout(LINGER.total_seconds()):
                 await self.refuse(header)
-                while True:
-                    await self._reader.readexactly(_THROWN_AWAY_BYTES)
+                await self._reader.readexactly(_FEW_WORDS_BYTES)
         await self.close()
 
     async def receive(self, timeout: timedelta) -> Frame:

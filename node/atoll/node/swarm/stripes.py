@@ -7,7 +7,7 @@ All streams between two peers share one connection, and each has a window of its
 it doubles, the sender is told of half of what the receiver grants (go-yamux 4.0.1, `sendWindowUpdate`: what the first
 `GrowTo` adds is in no message), so that from then on it may send hardly more than one update's worth, and has nothing
 to send until the next: a stream stands still for about a round trip in five. Several wait one after another, and the
-connection is busy all the time (EVIDENCE §7: 0.76 of a link with one, 0.95 with four).
+connection is busy all the time (docs/adr/0010-several-streams-for-bulk.md).
 
 The dialler opens all of them, says on each what it belongs to, and waits to be let in, as on any stream. The acceptor
 reads that word from members only, and begins to serve when the last of the streams is there.
@@ -16,16 +16,16 @@ reads that word from members only, and begins to serve when the last of the stre
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable, first_error
+from atoll.core.errors import AtollError, DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable, first_error
 from atoll.core.frames import Buffer, Frame, FrameKind
 from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.streams import ByteReader, ByteTransport, ByteWriter
@@ -40,20 +40,21 @@ MAX_GATHERING_PER_PEER = 18  # conversations of which some streams are missing
 MAX_STRIPE_BYTES = 256  # of a `Stripe`
 _NAME_BYTES = 16
 _LOOK_SECONDS = 1.0  # after which who waits on one stream looks whether another one has ended
-_ENDED_LOOKS = 10  # at which it had, without a byte on the one
+_ENDED_SECONDS = 10.0  # without a byte on the one
 
-Ends = tuple[ByteReader, ByteWriter]
-Stripe = tuple[Stream, Ends]  # one stream, for frames, and what it is made of
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of one stream
+Whole = tuple[ByteReader, ByteWriter]  # of a conversation
 
 
 class StripedReader:
     """The bytes of several readers in the order in which the other side dealt them."""
 
-    def __init__(self, readers: Sequence[ByteReader]) -> None:
+    def __init__(self, readers: Sequence[asyncio.StreamReader]) -> None:
         self._readers = readers
         self._at = 0  # bytes read
         self._asked: int | None = None  # by a read under way
         self._found = bytearray()  # of it
+        self._ended_at: float | None = None  # when one of them was seen to have ended, and nothing came since
 
     async def readexactly(self, n: int, /) -> Buffer:
         """The next `n` bytes. Raises `IncompleteReadError` at the end, and whatever a stream broke with.
@@ -70,34 +71,47 @@ class StripedReader:
         found, self._found, self._asked = self._found, bytearray(), None
         return found
 
-    def at_eof(self) -> bool:
-        """One that has ended is the end of all."""
-        return any(reader.at_eof() for reader in self._readers)
-
-    async def _next(self, missing: int) -> Buffer:
-        """What the stream whose turn it is has of so many bytes.
-
-        The end of another stream that has some of them, too, is the end of all. That of one that has none may be ahead
-        of bytes that are still under way; but not for long without a byte of them.
-        """
+    async def _next(self, missing: int) -> bytes:
+        """Some of so many bytes, from the stream whose turn it is."""
         turn, used = divmod(self._at, UNIT_BYTES)
         ahead = -(-(used + missing) // UNIT_BYTES)  # turns in which they come
-        count, streams = min(missing, UNIT_BYTES - used), len(self._readers)
-        for looks in itertools.count(1):
+        streams = len(self._readers)
+        needed = [self._readers[(turn + later) % streams] for later in range(min(ahead, streams))]
+        while True:
+            self._check(needed)
             try:
                 async with asyncio.timeout(_LOOK_SECONDS):
-                    return await self._readers[turn % streams].readexactly(count)
+                    piece = await needed[0].read(min(missing, UNIT_BYTES - used))
             except TimeoutError:
-                needed = {self._readers[(turn + later) % streams] for later in range(min(ahead, streams))}
-                if any(reader.at_eof() for reader in needed) or (self.at_eof() and looks >= _ENDED_LOOKS):
-                    raise asyncio.IncompleteReadError(b"", count) from None
-        raise AssertionError
+                continue
+            self._ended_at = None
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", missing)
+            return piece
+
+    def _check(self, needed: Sequence[asyncio.StreamReader]) -> None:
+        """Raises `IncompleteReadError` when one that has some of the bytes has ended.
+
+        The end of another one may be ahead of bytes that are still under way, but not for long without any of them.
+        """
+        if not any(_is_over(reader) for reader in self._readers):
+            return
+        now = asyncio.get_running_loop().time()
+        if self._ended_at is None:
+            self._ended_at = now
+        if any(_is_over(reader) for reader in needed) or now - self._ended_at >= _ENDED_SECONDS:
+            raise asyncio.IncompleteReadError(b"", 1)
+
+
+def _is_over(reader: asyncio.StreamReader) -> bool:
+    """Whether nothing more can be read."""
+    return reader.at_eof() or reader.exception() is not None
 
 
 class StripedWriter:
     """Deals bytes to several writers; its own transport, too."""
 
-    def __init__(self, writers: Sequence[ByteWriter]) -> None:
+    def __init__(self, writers: Sequence[asyncio.StreamWriter]) -> None:
         self._writers = writers
         self._at = 0  # bytes written
 
@@ -146,7 +160,7 @@ class StripedWriter:
         return sum(writer.transport.get_write_buffer_size() for writer in self._writers)
 
 
-def together(ends: Sequence[Ends]) -> Ends:
+def together(ends: Sequence[Ends]) -> Whole:
     """One reader and one writer of the streams of a conversation, in their order."""
     return StripedReader([reader for reader, _ in ends]), StripedWriter([writer for _, writer in ends])
 
@@ -154,7 +168,7 @@ def together(ends: Sequence[Ends]) -> Ends:
 # --- the dialler's side ----------------------------------------------------------------------------------
 
 
-async def open_stripes(open_one: Callable[[], Awaitable[Stripe]], protocol: str) -> Ends:
+async def open_stripes(open_one: Callable[[], Awaitable[tuple[Stream, Ends]]], protocol: str) -> Whole:
     """Open several streams and say on each what it is part of. Raises what the first of them fails with."""
     conversation = secrets.token_bytes(_NAME_BYTES)
     opened: dict[int, Ends] = {}
@@ -187,27 +201,37 @@ class _Gathering:
     def __init__(self, protocol: str) -> None:
         self.protocol = protocol
         self.ends: dict[int, Ends] = {}  # by index
-        self.whole: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
+        self.complete = asyncio.Event()  # all are here, or it failed
+        self.error: AtollError | None = None
 
     def join(self, stripe: wire.Stripe, ends: Ends) -> None:
         """Raises `PeerMisbehaved`."""
         if stripe.protocol != self.protocol or stripe.index >= STRIPES or stripe.index in self.ends:
             raise PeerMisbehaved("a stream does not fit into its conversation")
         self.ends[stripe.index] = ends
-        if len(self.ends) == STRIPES and not self.whole.done():
-            self.whole.set_result(together([self.ends[index] for index in range(STRIPES)]))
+        if len(self.ends) == STRIPES:
+            self.complete.set()
 
-    async def complete(self) -> Ends:
-        """Wait for the rest. Raises `Unreachable` when one that came hangs up."""
-        while not self.whole.done():
-            await asyncio.wait({self.whole}, timeout=_LOOK_SECONDS)
-            if not self.whole.done() and any(reader.at_eof() for reader, _ in self.ends.values()):
-                raise Unreachable("it hung up before all streams came")
-        return self.whole.result()
+    async def wait(self) -> None:
+        """For the rest, and for whoever among those that came hangs up."""
+        last = asyncio.get_running_loop().time() + GATHER_TIMEOUT.total_seconds()
+        while not self.complete.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self.complete.wait()
+            if any(_is_over(reader) for reader, _ in self.ends.values()):
+                self.fail(Unreachable("it hung up before all streams came"))
+            elif asyncio.get_running_loop().time() >= last:
+                self.fail(DeadlineExceeded(f"{len(self.ends)} of {STRIPES} streams came"))
+
+    def fail(self, error: AtollError) -> None:
+        """Once it is complete, nothing can."""
+        if not self.complete.is_set():
+            self.error = error
+            self.complete.set()
 
     def abort(self) -> None:
-        if not self.whole.done():
-            self.whole.set_exception(NotIntroduced("its peer is no member any more"))
+        self.fail(NotIntroduced("this peer is no member any more"))
 
 
 class Gatherings:
@@ -220,17 +244,20 @@ class Gatherings:
         self._open: dict[tuple[str, bytes], _Gathering] = {}  # by peer and conversation
         self._count: Counter[str] = Counter()  # of them, by peer
 
-    async def add(self, peer_id: str, frame: Frame, ends: Ends) -> tuple[str, Ends] | None:
-        """With the first stream of a conversation: its protocol and all of it, once the last came; else None.
+    async def add(self, peer_id: str, frame: Frame, ends: Ends) -> tuple[str, Whole] | None:
+        """Wait until all are here. With the first that came, the conversation's protocol and all of it; else None.
 
-        `frame` is the first on that stream. Raises `PeerMisbehaved`; for the first stream `NotIntroduced` when the peer
-        is evicted, `DeadlineExceeded` when others do not come, `Unreachable` when one hangs up: all are closed then.
+        `frame` is the first on that stream. Raises `PeerMisbehaved`; on all that came `NotIntroduced` when the peer is
+        evicted, `DeadlineExceeded` when others do not come, `Unreachable` when one hangs up.
         """
         stripe = self._checked(frame)
         key = peer_id, stripe.conversation
         found = self._open.get(key)
         if found is not None:
             found.join(stripe, ends)
+            await found.complete.wait()  # within the time that the first has
+            if found.error is not None:
+                raise found.error
             return None
         if self._count[peer_id] >= MAX_GATHERING_PER_PEER:
             raise PeerMisbehaved("too many conversations wait for the rest of their streams")
@@ -240,20 +267,16 @@ class Gatherings:
         self._count[peer_id] += 1
         self._gate.opened(peer_id, gathering)
         try:
-            async with asyncio.timeout(GATHER_TIMEOUT.total_seconds()):
-                return gathering.protocol, await gathering.complete()
-        except BaseException as error:
-            for _, writer in gathering.ends.values():
-                if writer is not ends[1]:
-                    writer.transport.abort()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"{len(gathering.ends)} of {STRIPES} streams came") from error
-            raise
+            await gathering.wait()
         finally:
+            gathering.fail(Unreachable("this node ends"))  # unless it is complete
             self._gate.closed(peer_id, gathering)
             del self._open[key]
             self._count[peer_id] -= 1
             self._count += Counter()  # drops what is not positive
+        if gathering.error is not None:
+            raise gathering.error
+        return gathering.protocol, together([gathering.ends[index] for index in range(STRIPES)])
 
     def _checked(self, frame: Frame) -> wire.Stripe:
         try:
