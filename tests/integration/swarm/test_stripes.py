@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -30,6 +31,12 @@ async def two(lab: Lab) -> tuple[SwarmHost, SwarmHost]:
     return seed, await lab.start("node", seeds=seed.multiaddrs(), direct=None)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON.total_seconds()):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
 async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> None:
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
@@ -44,9 +51,7 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
     assert node.bytes_sent(PROTOCOL) > 0
     assert seed.gate.open_streams(node.peer_id) == node.gate.open_streams(seed.peer_id) == 1
     await stream.close()
-    async with asyncio.timeout(SOON.total_seconds()):
-        while seed.gate.open_streams(node.peer_id):
-            await asyncio.sleep(0.01)
+    await until(lambda: not seed.gate.open_streams(node.peer_id))
     assert node.gate.open_streams(seed.peer_id) == 0
 
 
@@ -128,15 +133,13 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
     """Whichever of its streams came first: all are told."""
     seed, node = await two(lab)
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
+    waiting = seed._door._gatherings._open
     opened = [await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON) for _ in range(STRIPES - 1)]
     streams = [node._stream(seed.peer_id, AVERAGE, *ends) for ends in opened]
     for index, stream in zip((2, 0, 1), streams, strict=True):
         stripe = wire.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
         await stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
-        async with asyncio.timeout(SOON.total_seconds()):
-            while not seed.gate.open_streams(node.peer_id):
-                await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)  # for the others' words
+        await until(lambda index=index: index in {it for one in waiting.values() for it in one.ends})
     seed.gate.evict(node.peer_id)
     for stream in streams:
         with pytest.raises(NotIntroduced):
@@ -155,7 +158,5 @@ async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(
     stream._writer._writers[2].transport.abort()  # type: ignore[attr-defined]
     with pytest.raises(Unreachable, match="ended the stream"):
         await stream.receive(SOON)
-    async with asyncio.timeout(SOON.total_seconds()):
-        while seed.gate.open_streams(node.peer_id):
-            await asyncio.sleep(0.01)
+    await until(lambda: not seed.gate.open_streams(node.peer_id))
     await stream.close()

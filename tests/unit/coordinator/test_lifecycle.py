@@ -221,17 +221,23 @@ def test_the_corpus_most_nodes_have_is_the_runs() -> None:
 def test_who_is_here_and_does_not_count_is_told_with_the_reason() -> None:
     world = World()
     world.create_run(min_nodes=5)
-    for name in ("ann", "bob", "cid", "dan", "eve", "fay"):
+    for name in ("ann", "bob", "cid", "dan", "eve", "fay", "gus"):
         world.enrol(name)
     for name in ("ann", "bob"):
         world.connect(name)
     world.connect("cid", corpus="cd" * 32)
     world.connect("dan", mb.NODE_STATE_JOINING)
     world.connect("eve")
+    world.connect("gus", corpus="")
     world.take(admission.drain(world.state, world.now, "eve"))
     view = views.run_view(world.state, world.run)  # fay never came: nobody is told of those
     assert view.nodes_ready == 2
-    assert list(view.uncounted) == ["cid has another text", "dan is joining", "eve drains"]
+    assert list(view.uncounted) == [
+        "cid has another text",
+        "dan is joining",
+        "eve drains",
+        "gus has told nothing of its text yet",
+    ]
 
 
 def test_different_corpora_never_add_up_to_genesis() -> None:

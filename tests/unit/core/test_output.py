@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.output import fitted
+from atoll.core.errors import UsageError
+from atoll.core.output import asked, fitted
 
 WORDS = st.lists(st.text("ab-/`", min_size=1, max_size=30), min_size=1, max_size=30)
 
@@ -41,3 +43,16 @@ def test_what_programs_read_stays_as_it_is(words: list[str]) -> None:
 def test_lines_that_fit_and_their_indents_stay_as_they_are() -> None:
     text = "error: no\n  do this\n\n  or   that"
     assert fitted(text, Terminal()) == text
+
+
+@pytest.mark.parametrize(("stdin", "error"), [(Terminal(), KeyboardInterrupt), (io.StringIO(), UsageError)])
+def test_a_question_that_nobody_answers_is_an_interrupt_or_says_that_nobody_is_there(
+    monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, error: type[BaseException]
+) -> None:
+    def question() -> bool:
+        raise typer.Abort
+
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(error):
+        asked(question)
+    assert asked(lambda: True)
