@@ -72,6 +72,7 @@ class Reef(LocalSwarm):
         round_tokens: int = 3000,
         codec: str = "int4",
         fragments: int = 1,
+        round_growth: float = 0.1,
         model: str = MODEL,
         **flags: str,
     ) -> None:
@@ -82,7 +83,7 @@ class Reef(LocalSwarm):
         )
         rounds = {"round_tokens": round_tokens, "codec": codec}
         spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, model=model, **rounds)
-        await self.create_run(f"{spec}fragments = {fragments}\n")
+        await self.create_run(f"{spec}fragments = {fragments}\nround_growth = {round_growth}\n")
         await self.start_member("seed", "seed")
         await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)
 

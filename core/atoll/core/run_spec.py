@@ -77,6 +77,7 @@ class PipelineSection(Section):
         None  # of a flush, which is a route's inner step; default: accumulate
     )
     ahead: Annotated[int, Field(ge=0, le=64)] = 5  # micro-batches that each link keeps on their way
+    second_copies: bool = True  # stages with room have the layers of a neighbour on their disk, too
 
 
 CodecName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]

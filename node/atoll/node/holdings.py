@@ -57,7 +57,7 @@ class Holdings:
         self._facts: TrainerFacts | None = None
         self._it = rooms
         self._server = StateServer(
-            rooms.network, rooms.run_id, rooms.manifests, self._current, self._staged, lambda: self._formers.held
+            rooms.network, rooms.run_id, rooms.manifests, self._current, self._staged, self._beside
         )
         self.preparing = Preparing(
             rooms.network,
@@ -218,6 +218,10 @@ class Holdings:
         if self.state is None or self._missing or self.engine is None:
             return Present(offsets)  # nothing here follows the rounds
         return Present(offsets, self.state.layers, self.engine.head)
+
+    def _beside(self) -> tuple[tuple[Head, AnchorState], ...]:
+        """What is not the present state, and nobody changes: held before, or fetched for a plan to come."""
+        return (*self._formers.held, *self.preparing.held)
 
     def _whole(self) -> tuple[tuple[Head, AnchorState], ...]:
         """What stands still here."""

@@ -292,20 +292,22 @@ class PlanWishes(_message.Message):
     def __init__(self, goal: _Optional[str] = ..., hysteresis: _Optional[float] = ..., horizon_seconds: _Optional[float] = ..., rtt_cap_seconds: _Optional[float] = ...) -> None: ...
 
 class PlacedNode(_message.Message):
-    __slots__ = ("peer_id", "name", "route", "span", "memory_bytes", "memory_lent_bytes")
+    __slots__ = ("peer_id", "name", "route", "span", "memory_bytes", "memory_lent_bytes", "copies")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     route: int
     span: _plan_pb2.Span
     memory_bytes: float
     memory_lent_bytes: float
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., route: _Optional[int] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., memory_bytes: _Optional[float] = ..., memory_lent_bytes: _Optional[float] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[_plan_pb2.Span]
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., route: _Optional[int] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., memory_bytes: _Optional[float] = ..., memory_lent_bytes: _Optional[float] = ..., copies: _Optional[_Iterable[_Union[_plan_pb2.Span, _Mapping]]] = ...) -> None: ...
 
 class LeftOutNode(_message.Message):
     __slots__ = ("peer_id", "name", "reason")

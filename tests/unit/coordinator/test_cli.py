@@ -176,6 +176,7 @@ ANSWERS = {
                 route=1,
                 span=plan_pb2.Span(last=3),
                 memory_bytes=9.5 * 2**30,
+                copies=[plan_pb2.Span(first=4, last=7)],
                 memory_lent_bytes=24 * 2**30,
             ),
             wire.PlacedNode(peer_id=SPARE, name="cellar", span=plan_pb2.Span(last=3), memory_bytes=9.5 * 2**30),

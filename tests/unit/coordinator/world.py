@@ -29,13 +29,20 @@ FIT = mb.NODE_STATE_READY
 
 
 def spec_toml(
-    *, min_nodes: int = 2, stop_tokens: int = 10_000, round_tokens: int = 1000, name: str = RUN, fragments: int = 1
+    *,
+    min_nodes: int = 2,
+    stop_tokens: int = 10_000,
+    round_tokens: int = 1000,
+    name: str = RUN,
+    fragments: int = 1,
+    micro_batches: int = 1,
 ) -> str:
     """A run spec as an operator would write it."""
+    pipeline = f"[pipeline]\nmicro_batches = {micro_batches}\n" if micro_batches > 1 else ""
     return (
         f'version = 1\n[run]\nname = "{name}"\nmin_nodes = {min_nodes}\nstop_tokens = {stop_tokens}\n'
-        f'[data]\npath = "corpus"\nsequence_length = 64\n[sync]\nround_tokens = {round_tokens}\n'
-        f"fragments = {fragments}\n"
+        f'[data]\npath = "corpus"\nsequence_length = 64\n'
+        f"{pipeline}[sync]\nround_tokens = {round_tokens}\nfragments = {fragments}\n"
     )
 
 

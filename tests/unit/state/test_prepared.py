@@ -1,6 +1,7 @@
 """Layers of a plan to come are fetched beside what a node holds, followed round by round, and handed over."""
 
 import asyncio
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -18,6 +19,13 @@ DONORS = (ANN, BOB, DAN)
 STATE = state_of(3.0)
 HEAD = commit(STATE, 1, list(DONORS), after=GENESIS)
 PLAN = plan_of(*DONORS, CLEO, voters=DONORS)
+
+
+def plan_with(layers, version):
+    """The same, but for what we hold."""
+    mine = {"first_layer": layers.start, "last_layer": layers.stop - 1}
+    assignments = (replace(item, **mine) if item.peer_id == CLEO.peer_id else item for item in PLAN.assignments)
+    return replace(PLAN, version=version, assignments=tuple(assignments))
 
 
 class Node:
@@ -158,6 +166,64 @@ async def test_another_span_takes_the_place_of_the_first(node):
     assert [state.layers for _, state in node.preparing.held] == [range(2, 4)]
 
 
+async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_is_wanted(node):
+    """As when a stage takes over its neighbour's layers, and is to have others of the next one at once."""
+    node.directives.plan = plan_with(range(1), version=1)
+    node.present = Present(OFFSETS, range(1), HEAD)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    node.directives.plan = plan_with(range(4), version=2)  # all layers are ours
+    node.wants(range(4))
+    await asyncio.sleep(0.05)
+    ((_, state),) = node.preparing.take()
+    assert state.layers == range(1, 2)
+    await node.until(lambda: node.preparing.span == range(4))
+
+
+async def test_what_nobody_takes_gives_way_in_the_end(node, monkeypatch):
+    monkeypatch.setattr(prepared, "_OWED", prepared._OWED / 600)
+    node.directives.plan = plan_with(range(1), version=1)
+    node.present = Present(OFFSETS, range(1), HEAD)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    node.directives.plan = plan_with(range(4), version=2)
+    node.wants(range(2, 4))
+    await node.until(lambda: node.preparing.span == range(2, 4))
+
+
+async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_went(node):
+    node.present = Present(OFFSETS, range(1), HEAD)
+    node.directives.plan = plan_with(range(1), version=1)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    node.directives.plan = plan_with(range(1), version=2)
+    node.wants(range(0))
+    async with asyncio.timeout(10):
+        while node.preparing.held:
+            await asyncio.sleep(0.01)
+
+
+async def test_rounds_of_other_layers_copy_nothing(node):
+    """A second copy is followed for as long as a run: only what was averaged is written anew."""
+    node.present = Present(OFFSETS, range(1), HEAD)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    ((_, before),) = node.preparing.held
+    fetched = dict(node.reef.bodies)
+    later = commit(STATE, 2, list(DONORS), after=HEAD, layers=HEAD.manifest.layers)
+    for holding in node.holdings:
+        holding.hold(later, STATE)
+    node.present = Present(OFFSETS, range(1), later)
+    node.directives.wake()
+    async with asyncio.timeout(10):
+        while node.preparing.round < 2:
+            await asyncio.sleep(0.01)
+    ((head, state),) = node.preparing.held
+    assert head.hash == later.hash
+    assert state is before
+    assert node.reef.bodies == fetched
+
+
 async def test_layers_that_the_model_has_not_are_ignored(node):
     node.wants(range(2, 9))
     await asyncio.sleep(0.05)
@@ -253,7 +319,7 @@ async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
         holding.moving = True
     node.wants(range(4))
     await asyncio.sleep(0.05)
-    node.directives.plan = plan_of(*DONORS, CLEO, version=2, voters=DONORS)
+    node.directives.plan = replace(PLAN, version=2)
     node.wants(range(0))
     assert node.preparing.take() == ()
     for holding in node.holdings:

@@ -20,11 +20,13 @@ from atoll.v1 import admin_pb2 as wire
 app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
 VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_NUMBER)]
 SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="draw the plan into this file, too")]
+_COPIES = Column("copy of", "copies")
 _COLUMNS = [
     Column("route", right=True),
     Column("node"),
     Column("peer", goes=1),
     Column("layers"),
+    _COPIES,
     Column("memory", right=True),
     Column("first samples", "samples", right=True, goes=3),
     Column("token cap", "cap", right=True, goes=2),
@@ -64,7 +66,8 @@ def show_plan(
     with connect(credentials) as client:
         view = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run, version=version))
     document = {key: value for key, value in plain(view).items() if key != "plan"}
-    show(output, {"plan": plain(view.plan), **document}, _COLUMNS, list(_rows(view)))
+    columns = [item for item in _COLUMNS if item is not _COPIES or any(node.copies for node in view.nodes)]
+    show(output, {"plan": plain(view.plan), **document}, columns, list(_rows(view)))
     if output is Output.TEXT:
         plan = view.plan
         say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}")
@@ -208,6 +211,7 @@ def _rows(view: wire.PlanView) -> Iterator[Plain]:
             "node": node.name or "–",
             "peer": f"…{peer[-8:]}",
             "layers": f"{item.span.first}–{item.span.last}",
+            "copies": ", ".join(f"{span.first}–{span.last}" for span in node.copies) or "–",
             "memory": f"{size(node.memory_bytes)} of {size(node.memory_lent_bytes)}",
             "samples": samples or ("from manifests" if peer in drivers else "none"),
             "cap": count(item.max_round_tokens),

@@ -28,7 +28,7 @@ def move(draft: Draft, run_id: str, target: str, why: str) -> None:
             f"from here it can become: {possible}" if possible else "that is its end; create another run",
         )
     draft.put(replace(run, state=target))
-    draft.remember(run_id, standbys={})
+    draft.remember(run_id, standbys={}, copies={})
     if draft.state.memory[run_id].preparation is not None:  # it is asked for anew
         draft.remember(run_id, preparation=None, considered=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)

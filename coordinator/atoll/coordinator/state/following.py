@@ -47,8 +47,8 @@ def follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
 def _follow_replicas(draft: Draft, run_id: str, policy: Policy, here: Present, plan: Plan) -> None:
     if draft.state.memory[run_id].preparation is not None:
         draft.remember(run_id, preparation=None)
-    if draft.state.memory[run_id].standbys:
-        draft.remember(run_id, standbys={})
+    if draft.state.memory[run_id].standbys or draft.state.memory[run_id].copies:
+        draft.remember(run_id, standbys={}, copies={})
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     members = here.members
     forgotten = draft.state.runs[run_id].plan_floor >= plan.version  # by a restore: nodes may follow a newer plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +12,7 @@ from atoll.coordinator.planner.replicas import replicate
 from atoll.coordinator.planner.shares import MAX_UPLINK, Link, best_shares, needs_relay, span_rates
 from atoll.coordinator.state.fitness import joined
 from atoll.coordinator.state.records import PlanFigures, Run
-from atoll.coordinator.state.snapshot import Draft, State
+from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -104,6 +105,13 @@ def spans_of(plan: Plan) -> dict[str, range]:
 def layer_weights(run: Run) -> list[float]:
     """The layers' sizes, in parameters."""
     return [float(row.parameters) for row in plan_pb2.LayerTable.FromString(run.layers).layers]
+
+
+def round_seconds(memory: RunMemory) -> float:
+    """Between two rounds at the pace that the plan has, or should have; infinite where neither is known."""
+    figures = memory.figures
+    rate = max(figures.measured_tokens_per_second, figures.predicted_tokens_per_second) if figures else 0.0
+    return memory.spec.sync.round_tokens / rate if rate else math.inf
 
 
 def _base(state: State, run_id: str, members: Iterable[str]) -> Base:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
+from atoll.coordinator.state import second_copies
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.state.records import Node, PlanFigures
 from atoll.coordinator.state.rooms import room_of
@@ -26,7 +27,7 @@ def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None, wish
     return admin.PlanView(
         plan=message,
         signed=sealed,
-        nodes=_placed(state, plan),
+        nodes=_placed(state, plan, dict(_copies(state, plan)) if newest else {}),
         left_out=[
             admin.LeftOutNode(peer_id=peer, name=_name(state, peer), reason=reason)
             for peer, reason in sorted(left_out.items(), key=lambda it: _name(state, it[0]))
@@ -87,7 +88,13 @@ def part_in_plan(state: State, node: Node) -> admin.NodeView:
     return view
 
 
-def _placed(state: State, plan: Plan) -> Iterator[admin.PlacedNode]:
+def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
+    """By peer id: the layers of a neighbour that it has, too."""
+    for pair in second_copies.kept(state, plan):
+        yield pair.keeper, plan_pb2.Span(first=pair.other.start, last=pair.other.stop - 1)
+
+
+def _placed(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span]) -> Iterator[admin.PlacedNode]:
     model = room_of(state, plan.run_id)
     routes = {peer: number for number, route in enumerate(plan.routes, 1) for peer in route}
     along = [*(peer for route in plan.routes for peer in route), *plan.standbys]
@@ -101,6 +108,7 @@ def _placed(state: State, plan: Plan) -> Iterator[admin.PlacedNode]:
             span=plan_pb2.Span(first=span.start, last=span.stop - 1),
             memory_bytes=model.device_bytes(span.start, span.stop - 1) if fits and model else 0.0,
             memory_lent_bytes=float(live.profile.device_memory_bytes) if live else 0.0,
+            copies=[copies[peer]] if peer in copies else [],
         )
 
 

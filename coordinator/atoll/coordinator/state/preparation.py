@@ -35,7 +35,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Coming:
-    """A node that fetches the layers with which it shall stand by."""
+    """A node that fetches layers which no plan gives it yet: to stand by with them, or as a second copy."""
 
     span: range
     since: float  # monotonic
@@ -64,9 +64,9 @@ def told(state: State, peer_id: str) -> range:
     memory = state.memory.get(node.run_id)
     if memory is None:
         return range(0)
-    coming = memory.standbys.get(peer_id)
-    to_stand_by = coming.span if coming is not None else range(0)
-    return memory.preparation.spans.get(peer_id, to_stand_by) if memory.preparation is not None else to_stand_by
+    coming = memory.standbys.get(peer_id) or memory.copies.get(peer_id)
+    beside = coming.span if coming is not None else range(0)
+    return memory.preparation.spans.get(peer_id, beside) if memory.preparation is not None else beside
 
 
 def holds(state: State, peer: str, span: range) -> bool:

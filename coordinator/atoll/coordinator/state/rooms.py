@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.state.snapshot import State
+from atoll.coordinator.state.snapshot import Live, State
 
 if TYPE_CHECKING:
     from atoll.coordinator.planner.capacity import Room
@@ -18,3 +18,9 @@ def room_of(state: State, run_id: str, table: bytes = b"") -> Room | None:
     from atoll.coordinator.planner.capacity import room
 
     return room(rows, state.memory[run_id].spec)
+
+
+def has_room(state: State, run_id: str, peer: str, span: range) -> bool:
+    """Whether these layers fit the memory that a node told, if it did, and the run has layers to go by."""
+    model, live = room_of(state, run_id), state.live.get(peer) or Live(session=0, seen=0.0)
+    return model is not None and model.fits(live.profile, span.start, span.stop - 1)

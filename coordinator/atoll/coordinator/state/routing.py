@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.shares import WORTH, span_gain, span_rates
-from atoll.coordinator.state import answering, asking, issuing, standbys
+from atoll.coordinator.state import answering, asking, issuing, second_copies, standbys
 from atoll.coordinator.state.fitness import Present
 from atoll.coordinator.state.issuing import Notes, issue_routes
 from atoll.coordinator.state.pinning import span_of
@@ -41,8 +41,9 @@ def needs_routes(state: State, run_id: str, here: Present) -> bool:
 
 def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     """Ask when what is known differs from what was asked about last and stays so for the debounce."""
-    if standbys.take_over(draft, run_id, here):
+    if standbys.take_over(draft, run_id, here) or second_copies.take_over(draft, run_id, policy, here):
         return
+    second_copies.let_go(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.preparation is not None:
         answering.go_on(draft, run_id, policy, memory.preparation, here)
@@ -56,6 +57,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
         standbys.follow(draft, run_id, policy, here)
+        second_copies.follow(draft, run_id, policy, here)
     elif memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since < _patience(why, policy):

@@ -168,9 +168,10 @@ class RunMemory:
     considered: Considered | None = None
     preparation: Preparation | None = None  # of the next plan
     standbys: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: who fetches layers to stand by with
+    copies: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: stages with a copy of a neighbour's layers
     slow_standbys: Mapping[str, float] = field(
         default_factory=dict
-    )  # by peer id: who did not fetch those in time, when
+    )  # by peer id: who did not fetch any of those in time, when
     unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, until when
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it

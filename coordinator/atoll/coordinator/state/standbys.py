@@ -17,19 +17,18 @@ from dataclasses import replace
 
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
-from atoll.coordinator.state import asking, issuing, preparation
+from atoll.coordinator.state import asking, gone, issuing, preparation
 from atoll.coordinator.state.fitness import JOINS_FORGOTTEN_SECONDS, Present
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
 from atoll.coordinator.state.pinning import span_of
 from atoll.coordinator.state.preparation import Coming
-from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.rooms import has_room, room_of
 from atoll.coordinator.state.snapshot import Draft, Joins, Policy, RunMemory, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
 _TOGETHER_SECONDS = 30.0  # for others to have their layers, too: each plan is a change for everybody
 _LONGEST_WAIT = 600.0  # of who comes and goes, before it stands by again
-_BLINK_SECONDS = 1.0  # of a broken line to the coordinator that say nothing
 _CURRENT = (mb.NODE_STATE_READY, mb.NODE_STATE_TRAINING)
 
 
@@ -45,7 +44,7 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
         for part in route:
             span = range(part.first, part.last + 1)
             other = next((peer for peer, held in sorted(free.items()) if held == span), None)
-            if other is not None and _is_gone(state, plan, part.peer_id, here, now):
+            if other is not None and gone.has_no_part(state, plan, part.peer_id, here, now):
                 del free[other]
                 told.append(f"{state.nodes[other].name} takes the place of {state.nodes[part.peer_id].name}")
                 parts.append(replace(part, peer_id=other))
@@ -71,7 +70,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
         for peer, span in new.items()
     }
     ready = {peer for peer, it in coming.items() if preparation.holds(state, peer, it.span)}
-    late = {peer for peer, it in coming.items() if now - it.since >= _patience(state, run_id, it, policy)} - ready
+    late = {peer for peer, it in coming.items() if now - it.since >= patience(state, run_id, it, policy)} - ready
     late |= {peer for peer, it in coming.items() if preparation.refuses(state, peer, it.span)}
     if late:
         draft.remember(run_id, slow_standbys={**memory.slow_standbys, **dict.fromkeys(late, now)})
@@ -93,6 +92,13 @@ def kept(state: State, run_id: str, routes: Sequence[Route], there: Collection[s
     plan = state.memory[run_id].plan
     standing = _standing(plan) if plan is not None else {}
     return _able(state, run_id, routes, there, standing)
+
+
+def patience(state: State, run_id: str, coming: Coming, policy: Policy) -> float:
+    """Seconds that a node may take to fetch its layers."""
+    weights = issuing.layer_weights(state.runs[run_id])
+    fetched = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in coming.span)
+    return policy.prepare_seconds + fetched / preparation.SLOWEST_BYTES_PER_SECOND
 
 
 # --- who stands by -----------------------------------------------------------------------------------
@@ -152,9 +158,8 @@ def _may(state: State, run_id: str, peer: str, now: float) -> bool:
 
 def _fits(state: State, run_id: str, peer: str, span: range) -> bool:
     """Whether a node has room for the span, as far as it told, and is not pinned to another."""
-    model, pin = room_of(state, run_id), span_of(state.nodes[peer])
-    fits = model is not None and model.fits(asking.live_of(state, peer).profile, span.start, span.stop - 1)
-    return fits and pin in (None, (span.start, span.stop - 1))
+    pinned = span_of(state.nodes[peer])
+    return has_room(state, run_id, peer, span) and pinned in (None, (span.start, span.stop - 1))
 
 
 def _keeps_up(state: State, run_id: str, peer: str, parameters: float) -> bool:
@@ -162,12 +167,11 @@ def _keeps_up(state: State, run_id: str, peer: str, parameters: float) -> bool:
 
     Only what it sends was ever measured; homes receive faster.
     """
-    model, figures = room_of(state, run_id), state.memory[run_id].figures
-    uplink = issuing.links(state, [peer])[peer].uplink
-    rate = max(figures.measured_tokens_per_second, figures.predicted_tokens_per_second) if figures else 0.0
-    if not uplink or not rate or model is None:
+    model, uplink = room_of(state, run_id), issuing.links(state, [peer])[peer].uplink
+    if not uplink or model is None:
         return True
-    return parameters * model.training.outer_bytes_per_parameter / uplink <= model.training.round_tokens / rate
+    sent = parameters * model.training.outer_bytes_per_parameter
+    return sent / uplink <= issuing.round_seconds(state.memory[run_id])
 
 
 def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
@@ -176,34 +180,11 @@ def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
     return not saved, asking.live_of(state, peer).profile.device_memory_bytes, peer
 
 
-def _patience(state: State, run_id: str, coming: Coming, policy: Policy) -> float:
-    weights = issuing.layer_weights(state.runs[run_id])
-    fetched = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in coming.span)
-    return policy.prepare_seconds + fetched / preparation.SLOWEST_BYTES_PER_SECOND
-
-
 def _wait(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
     """Seconds without a place before a node stands by: longer the more often it came into plans lately."""
     joins = memory.joins.get(peer, Joins())
     lately = joins.count if now - joins.at < JOINS_FORGOTTEN_SECONDS else 0
     return min(_LONGEST_WAIT, policy.standby_seconds * 2.0 ** max(0, lately - 1))
-
-
-# --- who is gone -------------------------------------------------------------------------------------
-
-
-def _is_gone(state: State, plan: Plan, peer: str, here: Present, now: float) -> bool:
-    if peer not in here.members:
-        return True
-    live = state.live.get(peer)
-    if peer not in here.silent or live is None:
-        return False
-    if live.connected or not live.profile.device:  # the latter: it was not heard of since the coordinator began
-        return live.status.state == mb.NODE_STATE_JOINING
-    route = next(route for route in plan.routes if peer in route)
-    others = [state.live[other] for other in route if other != peer and other in state.live]
-    missed = any(other.connected and other.seen > live.seen and other.status.missing_stage == peer for other in others)
-    return missed and now - live.seen >= _BLINK_SECONDS
 
 
 def _is_current(state: State, run_id: str, peer: str) -> bool:

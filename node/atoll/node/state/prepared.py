@@ -1,7 +1,8 @@
 """Layers that a plan to come may give this node: fetched while the present plan is followed, and kept at its head.
 
-They lie on disk, because memory may be needed for what the node holds now. Once the plan is there they are taken over
-from here; what was averaged since, and nothing else, is fetched then.
+That plan may be minutes away, as when a node shall stand by, or never come: a stage has a second copy of a neighbour's
+layers in case that one is gone. They lie on disk, because memory may be needed for what the node holds now. Once the
+plan is there they are taken over from here; what was averaged since, and nothing else, is fetched then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from atoll.node.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
 _RETRY = timedelta(seconds=2)
+_OWED = timedelta(seconds=60)  # for who loads what a plan gave us to take it, before something else is fetched
 
 _log = log.get("prepare")
 
@@ -62,6 +64,7 @@ class Preparing:
         self._span = range(0)  # all of its layers are here: some are followed anyway, the others in `held`
         self._round = 0  # of which they are
         self._of = range(0)  # what `held` was fetched for
+        self._since = 0  # the plan under which that began
         self._generation = 0  # of `held`: grows when it is taken or dropped
         self._network = network
         self._directives = directives
@@ -97,14 +100,17 @@ class Preparing:
             await self._directives.until(self._is_wanted)
             span, version = self._wanted, self._plan().version
             if span != self._of:
+                if self._is_owed():
+                    await self._until_taken()
+                    continue
                 self.take()
-                self._of = span
+                self._of, self._since = span, version
             try:
                 await self._follow(span)
             except AtollError as error:  # what is here stays
                 _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
                 await asyncio.sleep(_RETRY.total_seconds())
-            if not self._wanted and not self._came(version):
+            if not self._wanted and not self._is_owed():
                 self.take()
 
     def take(self) -> tuple[Held, ...]:
@@ -112,12 +118,21 @@ class Preparing:
         held, self.held = self.held, ()
         self._span = self._of = range(0)
         self._generation += 1
+        self._directives.wake()
         return held
 
-    def _came(self, version: int) -> bool:
-        """Whether a later plan than that has a place for us: its layers are taken over by who loads them."""
+    def _is_owed(self) -> bool:
+        """Whether a later plan gave us some of what is here, and who loads it has not taken it yet."""
         plan = self._plan()
-        return plan.version > version and bool(plan.span(self._network.peer_id))
+        mine = plan.span(self._network.peer_id) if plan.version > self._since else range(0)
+        return any(range(max(it.layers.start, mine.start), min(it.layers.stop, mine.stop)) for _, it in self.held)
+
+    async def _until_taken(self) -> None:
+        try:
+            async with asyncio.timeout(_OWED.total_seconds()):
+                await self._directives.until(lambda: not self._is_owed())
+        except TimeoutError:  # it cannot be loaded
+            self.take()
 
     async def _follow(self, span: range) -> None:
         """Fetch what is lacking of `span`, then what changed of it, until something else is wanted.
@@ -127,7 +142,7 @@ class Preparing:
         while self._wanted == span:
             present, generation = self._present(), self._generation
             gaps = lacking(span, present.layers)
-            held = tuple([await self._fetch(gap, present.offsets) for gap in gaps])
+            held = tuple([await self._fetch(gap, present) for gap in gaps])
             if generation != self._generation:
                 return  # the plan came, and did not wait for this
             self.held = held
@@ -138,8 +153,10 @@ class Preparing:
                 _log.info("the layers of the next plan are here", first=span.start, last=span.stop - 1)
             await self._change(span, present)
 
-    async def _fetch(self, layers: range, offsets: Sequence[int]) -> Held:
-        before = next((item for item in self.held if item[1].layers == layers), None)
+    async def _fetch(self, layers: range, present: Present) -> Held:
+        before, offsets = next((item for item in self.held if item[1].layers == layers), None), present.offsets
+        if before is not None and present.head is not None and _goes_on(before[0], present.head, layers):
+            return present.head, before[1]  # that round was of other layers
         head, state = before if before is not None else (None, _nothing(offsets, layers))
         fetched = await catch_up(
             self._network,
@@ -186,6 +203,12 @@ class Preparing:
 
 def _hash(head: Head | None) -> bytes:
     return head.hash if head is not None else b""
+
+
+def _goes_on(then: Head, now: Head, layers: range) -> bool:
+    """Whether these layers are at `now` as they were at an earlier head."""
+    before, after = then.manifest.layers, now.manifest.layers
+    return then.round <= now.round and all(before[layer] == after[layer] for layer in layers)
 
 
 def _nothing(offsets: Sequence[int], layers: range) -> AnchorState:

@@ -1,0 +1,182 @@
+"""A stage that is gone, whose layers a neighbour on its route has, too: how long the route stands still.
+
+    python -m benchmarks.second_copies
+
+The shipped programs on this machine: a coordinator, a seed, and three nodes that make one route, whose memory is
+limited so that each has room for the layers of two, and none for all. When a neighbour has a second copy of a stage's
+layers, that stage gets SIGKILL (its trainer dies with it) and stays away for `AWAY_SECONDS`; then it is started again,
+and the next one is killed when the planner has given all three a place again and there are copies.
+
+`pause_s` is the longest time between two flushes that the other stages were seen to step, from the signal to the end
+of the victim's absence. Part of it is the time from the signal to the plan (`plan_s`), which waits a second for a line
+that may only have blinked; in the rest the neighbour loads a trainer with both spans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from atoll.node.lab import demo
+from atoll.node.lab.corpus import write_python_corpus
+from atoll.node.lab.demo import RUN
+from atoll.node.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
+from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.lab.trouble import kill
+from benchmarks.common import Report
+from benchmarks.pipeline_faults import MICRO_BATCHES, PACE_SECONDS, Watched
+from benchmarks.swarm_lab import reported
+
+SPANS = {"node-1": "0-2", "node-2": "3-5", "node-3": "6-9"}
+MEGABYTES = "203"
+AWAY_SECONDS = 30.0
+_READY = timedelta(seconds=300)
+_TARGET_SECONDS = 5.0
+_NOTES = (
+    f"three nodes on this machine, {PACE_SECONDS:g} s a flush of {MICRO_BATCHES} × {SEQUENCE_LENGTH} tokens, "
+    f"a stage whose layers a neighbour has, too, gets SIGKILL and is away for {AWAY_SECONDS:g} s"
+)
+
+SPEC = """version = 1
+[run]
+name = "{name}"
+min_nodes = 3
+stop_tokens = 1000000000
+[model]
+preset = "nano"
+dimension = 256
+layers = 8
+heads = 4
+kv_heads = 4
+hidden_dimension = 768
+[data]
+path = {corpus}
+sequence_length = {sequence_length}
+validation_samples = 4
+[optimizer]
+micro_batch_samples = 1
+[pipeline]
+micro_batches = {micro_batches}
+[sync]
+round_tokens = {round_tokens}
+round_growth = 1000000.0
+round_max_seconds = 60
+codec = "int8"
+outer_warmup_tokens = 1000000000
+"""
+
+
+async def copied(swarm: LocalSwarm) -> list[str]:
+    """Stages whose layers a neighbour has, too, by name."""
+    nodes = json.loads(await swarm.ctl("plan", "show", "--output", "json"))["nodes"]
+    spans = [span for node in nodes for span in node["copies"]]
+    return sorted(node["name"] for node in nodes if node["route"] and node["span"] in spans)
+
+
+async def begin(swarm: LocalSwarm, root: Path) -> None:
+    """The route, pinned until it trains. Raises what the launcher raises."""
+    corpus = root / "corpus.txt"
+    write_python_corpus(corpus, 1 << 20)
+    view = demo.DemoView(title="second_copies", started=time.monotonic(), stop_tokens=10**9)
+    text = SPEC.format(
+        name=RUN,
+        corpus=json.dumps(str(corpus)),
+        sequence_length=SEQUENCE_LENGTH,
+        micro_batches=MICRO_BATCHES,
+        round_tokens=8 * MICRO_BATCHES * SEQUENCE_LENGTH,
+    )
+    flags = ("--minimum-step-seconds", str(PACE_SECONDS), "--memory-megabytes", MEGABYTES)
+    await demo.start(swarm, text, dict.fromkeys(SPANS, flags), view, lambda _: None)
+    for name, span in SPANS.items():
+        async with asyncio.timeout(_READY.total_seconds()):
+            while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it
+                await asyncio.sleep(0.5)
+        await swarm.ctl("plan", "pin", name, "--layers", span)
+
+
+async def measure(kills: int, root: Path, report: Report) -> None:
+    """One swarm. Raises what the launcher raises."""
+    swarm, rng = LocalSwarm(root), random.Random(7)
+    try:
+        await begin(swarm, root)
+        watched = Watched(swarm, list(SPANS))
+        watching = asyncio.create_task(watched.run())
+        try:
+            await swarm.until(lambda: watched.ready(len(SPANS), 0), "the route does not train", _READY)
+            for name in SPANS:
+                await swarm.ctl("plan", "unpin", name)
+            for _ in range(kills):
+                await one(watched, rng, report)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        events = await swarm.ctl("events")
+    finally:
+        await swarm.close()
+    chains = [demo.chain_of(root / name / "runs" / RUN / "manifests") for name in SPANS]
+    twice = counted_twice({number: head for chain in chains for number, head in chain.items()})
+    recovered = events.count("run.recovered")
+    report.accept("rounds that were gone back behind", target="0", value=recovered, holds=recovered == 0)
+    report.accept(
+        "histories that differ", target="0", value=int(not demo.chains_agree(chains)), holds=demo.chains_agree(chains)
+    )
+    report.accept("micro-batches counted twice", target="0", value=twice, holds=twice == 0)
+
+
+async def one(watched: Watched, rng: random.Random, report: Report) -> None:
+    """A stage that has a copy dies, and comes back later."""
+    swarm = watched.swarm
+    async with asyncio.timeout(_READY.total_seconds()):
+        while not (watched.ready(len(SPANS), 0) and await copied(swarm)):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+    await asyncio.sleep(rng.uniform(0, 8 * PACE_SECONDS))  # somewhere between two rounds
+    victim = rng.choice(await copied(swarm))
+    others = [name for name in SPANS if name != victim]
+    version = watched.now[others[0]]["plan_version"]
+    began = time.monotonic()
+    await kill(swarm, victim)
+    async with asyncio.timeout(AWAY_SECONDS):
+        while min(watched.now[name]["plan_version"] for name in others) == version:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    planned = time.monotonic()
+    await asyncio.sleep(began + AWAY_SECONDS - time.monotonic())
+    pause = watched.pause(others, began, time.monotonic())
+    report.cell(victim=victim, pause_s=pause, plan_s=planned - began, took=_keeper(watched, victim))
+    print(json.dumps(report.cells[-1]), flush=True)
+    await swarm.restart_member(victim)
+
+
+def _keeper(watched: Watched, victim: str) -> str:
+    """Who has the most layers now."""
+    there = {name: status["layers"] for name, status in watched.now.items() if name != victim and status["layers"]}
+    return max(there, key=lambda name: there[name][1] - there[name][0], default="")
+
+
+def main() -> None:
+    """Run, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=6)
+    chosen = parser.parse_args()
+    report = Report("second_copies")
+    with reported(report, _NOTES):
+        with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
+            asyncio.run(measure(chosen.kills, Path(scratch), report))
+        pauses = [cell["pause_s"] for cell in report.cells]
+        for name, value in (("median", statistics.median(pauses)), ("worst", max(pauses))):
+            report.accept(
+                f"longest pause of a route whose stage a neighbour had a copy of, {name}",
+                target=f"≤ {_TARGET_SECONDS:g}",
+                value=value,
+                holds=value <= _TARGET_SECONDS,
+            )
+
+
+if __name__ == "__main__":
+    main()

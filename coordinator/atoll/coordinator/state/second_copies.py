@@ -1,0 +1,193 @@
+"""Second copies: a stage with room has the layers of a neighbour, too, and takes both when that one is gone. Pure.
+
+Where nobody stands by with a stage's layers, the stage before or behind it on the route fetches them, if both spans
+together fit it: to its disk, where they follow the rounds (the node's `state/prepared`). It trains its own alone, and
+no plan says more. A node has one such copy; stages with the fewest holders come first, and who has a copy keeps it
+while the route stays. It is sent these layers anew each time that they are averaged; a pair whose links would take over
+a quarter of the time between two rounds for that has none.
+
+When the stage is gone, the plan that is issued at once gives both spans to who has the copy: the route is shorter by
+one. The planner looks for better ones when it works again. A stage that was started again is waited for: it is there as
+soon as another had loaded its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from atoll.coordinator.planner.drafting import Route, routes_of
+from atoll.coordinator.planner.question import is_known
+from atoll.coordinator.state import asking, gone, issuing, preparation, standbys
+from atoll.coordinator.state.fitness import Present, present
+from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
+from atoll.coordinator.state.pinning import span_of
+from atoll.coordinator.state.preparation import Coming
+from atoll.coordinator.state.rooms import has_room
+from atoll.coordinator.state.snapshot import Considered, Draft, Policy, State
+from atoll.core.plan import Plan
+from atoll.v1 import membership_pb2 as mb
+
+_UNDISTURBED_SECONDS = 20.0  # that a route which became shorter has to work again, before the planner is asked
+_MOST_OF_A_LINK = 0.25  # of the time between two rounds, to send or fetch what a copy needs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two stages that follow each other on a route: `keeper` may have the layers of `of`, too."""
+
+    keeper: str  # peer id
+    of: str  # peer id
+    own: range
+    other: range
+
+    @property
+    def both(self) -> range:
+        """The layers of both."""
+        return range(min(self.own.start, self.other.start), max(self.own.stop, self.other.stop))
+
+
+def take_over(draft: Draft, run_id: str, policy: Policy, here: Present) -> bool:
+    """Give the layers of stages that are gone to who has a copy. Whether any were given."""
+    state, plan, now = draft.state, draft.state.memory[run_id].plan, draft.now.monotonic
+    if plan is None:
+        return False
+    spans: dict[str, range] = {}  # of keepers: both
+    without: dict[str, str] = {}  # who is gone → who has its layers
+    for pair in kept(state, plan):
+        free = pair.of not in without and pair.keeper not in spans and pair.keeper not in without
+        able = pair.keeper in here.fit and _trains(state, pair.keeper) and _may(state, run_id, pair)
+        if free and able and gone.is_gone(state, plan, pair.of, here, now):
+            spans[pair.keeper], without[pair.of] = pair.both, pair.keeper
+    if not without:
+        return False
+    routes: list[Route] = []
+    for route in routes_of(plan):
+        parts = [part for part in route if part.peer_id not in without]
+        routes.append(
+            tuple(
+                replace(part, first=span.start, last=span.stop - 1) if (span := spans.get(part.peer_id)) else part
+                for part in parts
+            )
+        )
+    names = {peer: state.nodes[peer].name for peer in (*without, *spans)}
+    told = "; ".join(f"{names[keeper]} takes the layers of {names[of]}, too" for of, keeper in sorted(without.items()))
+    memory = state.memory[run_id]
+    standing = standbys.kept(state, run_id, routes, [*here.fit, *here.silent])
+    draft.remember(run_id, copies={peer: it for peer, it in memory.copies.items() if peer not in spans})
+    issue_routes(draft, run_id, routes, told, Notes(left_out=memory.left_out), standbys=standing)
+    about = asking.about(draft.state, run_id, present(draft.state, run_id, now))
+    draft.remember(run_id, considered=Considered(about, now - policy.replan_seconds + _UNDISTURBED_SECONDS))
+    return True
+
+
+def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
+    """Who should have a copy of which layers; each is told to fetch them (`preparation.told`)."""
+    state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
+    plan = memory.plan
+    if plan is None:
+        return
+    settled = draft.now.unix_ms - plan.issued_unix_ms >= 1000 * policy.standby_seconds
+    wanted = _wanted(state, plan, here, now, settled=settled)
+    copies = {
+        peer: before if (before := memory.copies.get(peer)) and before.span == pair.both else Coming(pair.both, now)
+        for peer, pair in wanted.items()
+    }
+    lacking = {peer: it for peer, it in copies.items() if not preparation.holds(state, peer, it.span)}
+    late = {peer for peer, it in lacking.items() if now - it.since >= standbys.patience(state, run_id, it, policy)}
+    late |= {peer for peer, it in copies.items() if preparation.refuses(state, peer, it.span)}
+    if late:
+        draft.remember(run_id, slow_standbys={**memory.slow_standbys, **dict.fromkeys(late, now)})
+    copies = {peer: it for peer, it in copies.items() if peer not in late}
+    if copies == memory.copies:
+        return
+    for peer in sorted(copies.keys() - memory.copies.keys()):
+        other = wanted[peer].other
+        told = f"layers {other.start}–{other.stop - 1} of {state.nodes[wanted[peer].of].name}"
+        draft.event("copy.wanted", run_id, peer, f"{state.nodes[peer].name} fetches a second copy of {told}")
+    draft.remember(run_id, copies=copies)
+
+
+def let_go(draft: Draft, run_id: str) -> None:
+    """Of copies that another plan made useless."""
+    memory = draft.state.memory[run_id]
+    if memory.copies and memory.plan is not None:
+        useful = {(pair.keeper, pair.both) for pair in pairs(memory.plan)}
+        copies = {peer: it for peer, it in memory.copies.items() if (peer, it.span) in useful}
+        if copies != memory.copies:
+            draft.remember(run_id, copies=copies)
+
+
+def kept(state: State, plan: Plan) -> Iterator[Pair]:
+    """Copies that are there, as of the newest round or nearly."""
+    copies = state.memory[plan.run_id].copies
+    for pair in pairs(plan):
+        coming = copies.get(pair.keeper)
+        if coming is not None and coming.span == pair.both and preparation.holds(state, pair.keeper, pair.both):
+            yield pair
+
+
+def pairs(plan: Plan) -> Iterator[Pair]:
+    """Neighbours on routes, along each, the stage before first."""
+    for route in routes_of(plan):
+        spans = [(part.peer_id, range(part.first, part.last + 1)) for part in route]
+        for place, (peer, span) in enumerate(spans):
+            for keeper, own in (*spans[max(0, place - 1) : place], *spans[place + 1 : place + 2]):
+                yield Pair(keeper, peer, own, span)
+
+
+def chosen(able: Iterable[Pair]) -> dict[str, Pair]:
+    """By who has it: one copy each, and one of each stage; earlier pairs first."""
+    found: dict[str, Pair] = {}
+    for pair in able:
+        if pair.keeper not in found and all(pair.of != other.of for other in found.values()):
+            found[pair.keeper] = pair
+    return found
+
+
+# --- who should have one -----------------------------------------------------------------------------
+
+
+def _wanted(state: State, plan: Plan, here: Present, now: float, *, settled: bool) -> dict[str, Pair]:
+    """By peer id of who has it, or should: new ones under a plan that is `settled`.
+
+    Who stands by makes a copy of the same layers needless.
+    """
+    run_id, memory = plan.run_id, state.memory[plan.run_id]
+    if not memory.spec.pipeline.second_copies:
+        return {}
+    standing = {plan.span(peer) for peer in plan.standbys} | {it.span for it in memory.standbys.values()}
+    there = {*here.fit, *here.silent}
+    open_pairs = [pair for pair in pairs(plan) if pair.other not in standing and pair.keeper in there]
+    possible = [pair for pair in open_pairs if _may(state, run_id, pair)]
+    held = [pair for pair in possible if (it := memory.copies.get(pair.keeper)) is not None and it.span == pair.both]
+    able = [pair for pair in possible if settled and _can_fetch(state, run_id, pair, here, now)]
+    return chosen([*held, *sorted(able, key=lambda it: len(plan.holders(it.other)))])  # of equals along the route
+
+
+def _may(state: State, run_id: str, pair: Pair) -> bool:
+    """Whether who keeps it has room for both spans and is not pinned to its own."""
+    pinned = span_of(state.nodes[pair.keeper])
+    both = pair.both.start, pair.both.stop - 1
+    return pinned in (None, both) and has_room(state, run_id, pair.keeper, pair.both)
+
+
+def _can_fetch(state: State, run_id: str, pair: Pair, here: Present, now: float) -> bool:
+    """Whether this node trains, was not too slow lately, and both links carry what a copy takes."""
+    slow = asking.lately(state.memory[run_id].slow_standbys, pair.keeper, now)
+    known = is_known(asking.live_of(state, pair.keeper).profile)
+    trains = pair.keeper in here.fit and _trains(state, pair.keeper)
+    return trains and known and not slow and _links_carry(state, run_id, pair)
+
+
+def _links_carry(state: State, run_id: str, pair: Pair) -> bool:
+    """Only what nodes send was ever measured; homes receive faster."""
+    weights = issuing.layer_weights(state.runs[run_id])
+    sent = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in pair.other)
+    uplinks = [it.uplink for it in issuing.links(state, (pair.keeper, pair.of)).values() if it.uplink]
+    seconds = _MOST_OF_A_LINK * issuing.round_seconds(state.memory[run_id])
+    return all(sent / uplink <= seconds for uplink in uplinks)
+
+
+def _trains(state: State, peer: str) -> bool:
+    return asking.live_of(state, peer).status.state == mb.NODE_STATE_TRAINING

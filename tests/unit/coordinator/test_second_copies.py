@@ -1,0 +1,302 @@
+"""Stages with room have a neighbour's layers, too: they take both when that one is gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.coordinator.routed import LAYERS, RoutedWorld, card
+from unit.coordinator.test_preparing import told
+from unit.coordinator.world import FIT, RUN
+
+from atoll.coordinator.state import admission, lifecycle, pinning, plan_views, second_copies
+from atoll.coordinator.state.issuing import round_seconds
+from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.second_copies import Pair
+from atoll.core.plan import sign_plan
+from atoll.v1 import membership_pb2 as mb
+
+TRAINING = mb.NODE_STATE_TRAINING
+THREE = ("ann", "bob", "cid")
+MICRO_BATCHES = 16  # of a flush: with few of them, more stages are of little use
+
+
+def train(world: RoutedWorld) -> None:
+    """Stages say that they train, as they do when they stand on their route."""
+    for peer in world.plan.stages:
+        if peer in world.sessions:
+            world.say(world.name_of(peer), TRAINING)
+
+
+def thirds(*, fetches: bool = True, room: int = 8, round_tokens: int = 10**8) -> RoutedWorld:
+    """One route of three equal stages; each has room for the layers of two."""
+    world = RoutedWorld(fetches=fetches)
+    for name in THREE:
+        world.profiles[name] = card(room, slower=1000)
+    world.create_run(min_nodes=3, micro_batches=MICRO_BATCHES, round_tokens=round_tokens, stop_tokens=10**12)
+    world.join(*THREE)
+    for place, name in enumerate(THREE):
+        world.take(pinning.pin(world.state, world.now, name, (4 * place, 4 * place + 3)))
+    world.wait(0.4)
+    world.say(world.name_of(world.state.memory[RUN].writer), FIT, genesis=world.genesis())
+    world.wait(1)
+    assert world.routes() == [list(THREE)]
+    for name in THREE:
+        world.take(pinning.unpin(world.state, world.now, name))
+    train(world)
+    return world
+
+
+@pytest.fixture
+def swarm() -> RoutedWorld:
+    world = thirds()
+    settle(world)
+    return world
+
+
+def settle(world: RoutedWorld) -> None:
+    world.wait(world.policy.standby_seconds + 4)
+    train(world)
+    world.wait(1)
+
+
+def copies(world: RoutedWorld) -> dict[str, str]:
+    """Who has whose layers, by name."""
+    return {world.name_of(pair.keeper): world.name_of(pair.of) for pair in second_copies.kept(world.state, world.plan)}
+
+
+def lose(world: RoutedWorld, name: str, seconds: float = 2.0) -> None:
+    """Its line breaks, and a neighbour misses it."""
+    route = next(route for route in world.routes() if name in route)
+    world.hang_up(name)
+    world.wait(0.4)
+    other = next(it for it in reversed(route) if it != name and world.identities[it].peer_id in world.sessions)
+    world.missing[other] = name
+    world.say(other, TRAINING)
+    world.wait(seconds)
+
+
+# --- who has a copy -----------------------------------------------------------------------------------
+
+
+def test_stages_with_room_come_to_have_their_neighbours_layers(swarm: RoutedWorld) -> None:
+    assert swarm.plan.version == 1  # no plan says so
+    assert copies(swarm) == {"bob": "ann", "ann": "bob"}
+    assert told(swarm) == {"ann": range(8), "bob": range(8)}
+    assert sorted(swarm.told("copy.wanted")) == [
+        "ann fetches a second copy of layers 4–7 of bob",
+        "bob fetches a second copy of layers 0–3 of ann",
+    ]
+    sealed = swarm.state.live[swarm.identities["ann"].peer_id]
+    assert sealed.status.prepared.last == 7
+
+
+def test_a_plan_shows_them(swarm: RoutedWorld) -> None:
+    sealed = sign_plan(swarm.operator, swarm.plan)
+    view = plan_views.plan_view(swarm.state, sealed, None, swarm.policy.preferences)
+    shown = {node.name: (span.first, span.last) for node in view.nodes for span in node.copies}
+    assert shown == {"ann": (4, 7), "bob": (0, 3)}
+
+
+def test_a_copy_counts_once_it_is_there() -> None:
+    world = thirds(fetches=False)
+    settle(world)
+    assert told(world).keys() == {"ann", "bob"}
+    assert copies(world) == {}
+    lose(world, "ann", seconds=5)
+    assert "ann" in world.spans()  # else its layers were lost, which it may bring back
+    world.fetch_told()
+    world.wait(0.4)
+    assert world.spans()["bob"] == (0, 7)
+
+
+@given(st.lists(st.integers(2, 9), max_size=4), st.data())
+def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
+    """Each stage has one at most, and is copied once at most; no pair that could have one is left without."""
+    routes = [[f"{number}-{place}" for place in range(length)] for number, length in enumerate(lengths)]
+    every = [pair for route in routes for pair in pairs_along(route)]
+    able = [pair for pair in every if data.draw(st.booleans())]
+    found = second_copies.chosen(able)
+    assert all(pair.keeper == keeper for keeper, pair in found.items())
+    copied = [pair.of for pair in found.values()]
+    assert len(set(copied)) == len(copied)
+    assert all(pair.keeper in found or pair.of in copied for pair in able)
+
+
+@given(st.integers(1, 12))
+def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
+    route = [str(place) for place in range(2 * half)]
+    assert {pair.of for pair in second_copies.chosen(pairs_along(route)).values()} == set(route)
+
+
+def pairs_along(route: list[str]) -> list[Pair]:
+    """Of stages with a layer each."""
+    spans = {peer: range(place, place + 1) for place, peer in enumerate(route)}
+    places = [(place, near) for place in range(len(route)) for near in (place - 1, place + 1) if 0 <= near < len(route)]
+    return [Pair(route[near], route[place], spans[route[near]], spans[route[place]]) for place, near in places]
+
+
+def test_without_room_for_both_there_is_none() -> None:
+    world = thirds(room=7)
+    settle(world)
+    assert told(world) == {}
+
+
+def test_nor_where_the_run_wants_none() -> None:
+    world = thirds()
+    memory = world.state.memory[RUN]
+    spec = memory.spec.model_copy(update={"pipeline": memory.spec.pipeline.model_copy(update={"second_copies": False})})
+    world.state = replace(world.state, memory={RUN: replace(memory, spec=spec)})
+    settle(world)
+    assert told(world) == {}
+
+
+def test_who_is_pinned_to_its_layers_has_none() -> None:
+    world = thirds()
+    for name in ("ann", "bob"):
+        world.take(pinning.pin(world.state, world.now, name, world.spans()[name]))
+    settle(world)
+    assert told(world) == {"cid": range(4, 12)}  # bob's are the only ones that another may take
+
+
+@pytest.mark.parametrize(("uplink", "has"), [(1.1, True), (0.9, False)])  # of what a copy needs
+@pytest.mark.parametrize("whose", ["ann", "bob"])
+def test_nobody_whose_link_would_carry_little_else_has_one(whose: str, uplink: float, has: bool) -> None:
+    world = thirds(round_tokens=5000)
+    seconds = round_seconds(world.state.memory[RUN])
+    assert 10 < seconds < 1000
+    for name in THREE:
+        world.uplinks[name] = 1e8
+    world.uplinks[whose] = uplink * 8 * 4e6 / (0.25 * seconds)
+    train(world)
+    settle(world)
+    assert (copies(world).get("ann") == "bob") is has
+
+
+def test_who_has_no_room_after_all_is_not_asked_again_soon() -> None:
+    world = thirds(fetches=False)
+    settle(world)
+    assert told(world).keys() == {"ann", "bob"}
+    world.refusing |= {"ann": told(world)["ann"]}
+    world.say("ann", TRAINING)
+    world.wait(30)
+    assert "ann" not in told(world)
+    assert told(world)["cid"] == range(4, 12)  # for bob's layers
+
+
+def test_who_fetches_for_too_long_is_not_asked_again_soon() -> None:
+    world = thirds(fetches=False)
+    settle(world)
+    world.wait(world.policy.prepare_seconds + 200)
+    train(world)
+    world.wait(20)
+    assert told(world) == {}
+
+
+def test_who_stands_by_makes_a_copy_needless(swarm: RoutedWorld) -> None:
+    swarm.profiles["dan"] = card(5, slower=10**6)  # so that it gets nobody's place
+    swarm.join("dan")
+    settle(swarm)
+    settle(swarm)
+    (standby,) = swarm.plan.standbys
+    assert swarm.name_of(standby) == "dan"
+    same = next(name for name in THREE if swarm.spans()[name] == swarm.spans()["dan"])
+    assert copies(swarm)
+    assert same not in copies(swarm).values()
+
+
+def test_they_end_with_the_run_or_a_pause(swarm: RoutedWorld) -> None:
+    swarm.take(lifecycle.pause(swarm.state, swarm.now, RUN))
+    assert told(swarm) == {}
+
+
+# --- a stage is gone ----------------------------------------------------------------------------------
+
+
+def test_who_has_the_copy_takes_both(swarm: RoutedWorld) -> None:
+    swarm.answers = False  # nobody has to be asked
+    lose(swarm, "ann", seconds=1.2)
+    assert swarm.routes() == [["bob", "cid"]]
+    assert swarm.spans() == {"bob": (0, 7), "cid": (8, 11)}
+    assert swarm.plan.reason == "bob takes the layers of ann, too"
+    assert swarm.plan.drivers == (swarm.identities["bob"].peer_id,)
+    assert swarm.plan.former == (swarm.identities["ann"].peer_id,)
+    assert told(swarm) == {}  # and what they had fetched is not dropped for other layers
+
+
+def test_a_banned_stage_is_replaced_at_once(swarm: RoutedWorld) -> None:
+    swarm.answers = False
+    swarm.take(admission.ban(swarm.state, swarm.now, "bob", "lies"))
+    swarm.wait(0.4)
+    assert swarm.spans() == {"ann": (0, 7), "cid": (8, 11)}
+
+
+def test_a_line_that_broke_says_nothing_yet(swarm: RoutedWorld) -> None:
+    swarm.hang_up("ann")
+    swarm.wait(5)
+    assert swarm.plan.version == 1
+
+
+def test_a_stage_that_was_started_again_is_waited_for(swarm: RoutedWorld) -> None:
+    swarm.hang_up("ann")
+    swarm.connect("ann", mb.NODE_STATE_JOINING)
+    swarm.wait(10)
+    assert swarm.plan.version == 1
+
+
+def test_whose_copy_nobody_has_is_lost_as_ever(swarm: RoutedWorld) -> None:
+    lose(swarm, "cid", seconds=5)
+    assert swarm.plan.version == 1
+    swarm.wait(swarm.policy.lost_after_seconds)
+    assert "cid" not in swarm.spans()
+
+
+def test_both_of_a_pair_cannot_take_one_another(swarm: RoutedWorld) -> None:
+    swarm.answers = False
+    swarm.take(admission.ban(swarm.state, swarm.now, "ann", "lies"))
+    swarm.take(admission.ban(swarm.state, swarm.now, "bob", "lies"))
+    swarm.wait(5)
+    for plan in swarm.plans:
+        for route in plan.routes:
+            assert {layer for peer in route for layer in plan.span(peer)} == set(range(LAYERS))
+
+
+def test_a_copy_of_long_ago_is_none(swarm: RoutedWorld) -> None:
+    run = swarm.state.runs[RUN]
+    swarm.state = replace(swarm.state, runs={RUN: replace(run, head_round=12)})
+    assert copies(swarm) == {}
+    lose(swarm, "ann", seconds=5)
+    assert "ann" in swarm.spans()
+
+
+@pytest.mark.parametrize("change", ["pinned", "smaller"])
+def test_who_may_not_hold_both_any_more_takes_nothing(swarm: RoutedWorld, change: str) -> None:
+    swarm.answers = False
+    if change == "pinned":
+        swarm.take(pinning.pin(swarm.state, swarm.now, "bob", (4, 7)))
+    else:
+        swarm.profiles["bob"] = card(4)
+        swarm.say("bob", TRAINING)
+    lose(swarm, "ann", seconds=5)
+    assert swarm.plan.version == 1
+
+
+def test_afterwards_there_are_copies_again(swarm: RoutedWorld) -> None:
+    lose(swarm, "ann", seconds=1.2)
+    settle(swarm)
+    assert len(swarm.routes()[0]) == 2
+    model = room_of(swarm.state, RUN)
+    assert model is not None
+    assert not model.holds_all(swarm.profiles["bob"])
+    assert told(swarm) == {}  # two stages that have room for all layers were no two stages
+
+
+def test_the_route_works_again_before_a_better_one_is_looked_for(swarm: RoutedWorld) -> None:
+    lose(swarm, "ann", seconds=1.2)
+    asked = len(swarm.asked)
+    swarm.wait(16)
+    assert len(swarm.asked) == asked
+    swarm.wait(8)
+    assert len(swarm.asked) > asked
