@@ -1,15 +1,18 @@
-"""A stage that is gone, whose layers a neighbour on its route has, too: how long the route stands still.
+"""A stage that is gone, whose layers a neighbour on its route has, too, or has not: how long the route stands still.
 
     python -m benchmarks.second_copies
+    python -m benchmarks.second_copies --away 0 --without
 
 The shipped programs on this machine: a coordinator, a seed, and three nodes that make one route, whose memory is
 limited so that each has room for the layers of two, and none for all. When a neighbour has a second copy of a stage's
-layers, that stage gets SIGKILL (its trainer dies with it) and stays away for `AWAY_SECONDS`; then it is started again,
-and the next one is killed when the planner has given all three a place again and there are copies.
+layers, that stage gets SIGKILL (its trainer dies with it) and is started again after a while (`--away`). The next one
+is killed when the planner has given all three a place again and there are copies. Then the same, less often, in a run
+that wants no second copies (with `--without` only that).
 
 `pause_s` is the longest time between two flushes that the other stages were seen to step, from the signal to the end
 of the victim's absence. Part of it is the time from the signal to the plan (`plan_s`), which waits a second for a line
-that may only have blinked; in the rest the neighbour loads a trainer with both spans.
+that may only have blinked; in the rest the neighbour loads a trainer with both spans. All is over `WATCHED_SECONDS`
+from the signal.
 """
 
 from __future__ import annotations
@@ -35,13 +38,14 @@ from benchmarks.pipeline_faults import MICRO_BATCHES, PACE_SECONDS, Watched
 from benchmarks.swarm_lab import reported
 
 SPANS = {"node-1": "0-2", "node-2": "3-5", "node-3": "6-9"}
-MEGABYTES = "203"
-AWAY_SECONDS = 30.0
+MEGABYTES = "211"
+WATCHED_SECONDS = 60.0
+_FEWER = 3  # times as many kills with copies as without
 _READY = timedelta(seconds=300)
 _TARGET_SECONDS = 5.0
 _NOTES = (
     f"three nodes on this machine, {PACE_SECONDS:g} s a flush of {MICRO_BATCHES} × {SEQUENCE_LENGTH} tokens, "
-    f"a stage whose layers a neighbour has, too, gets SIGKILL and is away for {AWAY_SECONDS:g} s"
+    "a stage gets SIGKILL and is started again after `away` seconds"
 )
 
 SPEC = """version = 1
@@ -64,6 +68,7 @@ validation_samples = 4
 micro_batch_samples = 1
 [pipeline]
 micro_batches = {micro_batches}
+second_copies = {second_copies}
 [sync]
 round_tokens = {round_tokens}
 round_growth = 1000000.0
@@ -80,7 +85,7 @@ async def copied(swarm: LocalSwarm) -> list[str]:
     return sorted(node["name"] for node in nodes if node["route"] and node["span"] in spans)
 
 
-async def begin(swarm: LocalSwarm, root: Path) -> None:
+async def begin(swarm: LocalSwarm, root: Path, *, copies: bool) -> None:
     """The route, pinned until it trains. Raises what the launcher raises."""
     corpus = root / "corpus.txt"
     write_python_corpus(corpus, 1 << 20)
@@ -90,6 +95,7 @@ async def begin(swarm: LocalSwarm, root: Path) -> None:
         corpus=json.dumps(str(corpus)),
         sequence_length=SEQUENCE_LENGTH,
         micro_batches=MICRO_BATCHES,
+        second_copies=str(copies).lower(),
         round_tokens=8 * MICRO_BATCHES * SEQUENCE_LENGTH,
     )
     flags = ("--minimum-step-seconds", str(PACE_SECONDS), "--memory-megabytes", MEGABYTES)
@@ -101,11 +107,11 @@ async def begin(swarm: LocalSwarm, root: Path) -> None:
         await swarm.ctl("plan", "pin", name, "--layers", span)
 
 
-async def measure(kills: int, root: Path, report: Report) -> None:
+async def measure(kills: int, away: float, root: Path, report: Report, *, copies: bool) -> None:
     """One swarm. Raises what the launcher raises."""
     swarm, rng = LocalSwarm(root), random.Random(7)
     try:
-        await begin(swarm, root)
+        await begin(swarm, root, copies=copies)
         watched = Watched(swarm, list(SPANS))
         watching = asyncio.create_task(watched.run())
         try:
@@ -113,7 +119,7 @@ async def measure(kills: int, root: Path, report: Report) -> None:
             for name in SPANS:
                 await swarm.ctl("plan", "unpin", name)
             for _ in range(kills):
-                await one(watched, rng, report)
+                await one(watched, rng, away, report, copies=copies)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -123,34 +129,50 @@ async def measure(kills: int, root: Path, report: Report) -> None:
     chains = [demo.chain_of(root / name / "runs" / RUN / "manifests") for name in SPANS]
     twice = counted_twice({number: head for chain in chains for number, head in chain.items()})
     recovered = events.count("run.recovered")
-    report.accept("rounds that were gone back behind", target="0", value=recovered, holds=recovered == 0)
+    name = "with copies" if copies else "without"
+    report.accept(f"rounds that were gone back behind, {name}", target="0", value=recovered, holds=recovered == 0)
     report.accept(
-        "histories that differ", target="0", value=int(not demo.chains_agree(chains)), holds=demo.chains_agree(chains)
+        f"histories that differ, {name}",
+        target="0",
+        value=int(not demo.chains_agree(chains)),
+        holds=demo.chains_agree(chains),
     )
-    report.accept("micro-batches counted twice", target="0", value=twice, holds=twice == 0)
+    report.accept(f"micro-batches counted twice, {name}", target="0", value=twice, holds=twice == 0)
 
 
-async def one(watched: Watched, rng: random.Random, report: Report) -> None:
-    """A stage that has a copy dies, and comes back later."""
+async def one(watched: Watched, rng: random.Random, away: float, report: Report, *, copies: bool) -> None:
+    """A stage (one that has a copy) dies, and comes back later."""
     swarm = watched.swarm
     async with asyncio.timeout(_READY.total_seconds()):
-        while not (watched.ready(len(SPANS), 0) and await copied(swarm)):  # noqa: ASYNC110
+        while not (watched.ready(len(SPANS), 0) and (await copied(swarm) or not copies)):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
     await asyncio.sleep(rng.uniform(0, 8 * PACE_SECONDS))  # somewhere between two rounds
-    victim = rng.choice(await copied(swarm))
+    victim = rng.choice(await copied(swarm) if copies else sorted(SPANS))
     others = [name for name in SPANS if name != victim]
     version = watched.now[others[0]]["plan_version"]
     began = time.monotonic()
     await kill(swarm, victim)
-    async with asyncio.timeout(AWAY_SECONDS):
-        while min(watched.now[name]["plan_version"] for name in others) == version:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    planned = time.monotonic()
-    await asyncio.sleep(began + AWAY_SECONDS - time.monotonic())
-    pause = watched.pause(others, began, time.monotonic())
-    report.cell(victim=victim, pause_s=pause, plan_s=planned - began, took=_keeper(watched, victim))
+    returning = asyncio.create_task(_return(swarm, victim, away))
+    planned = 0.0
+    while time.monotonic() < began + WATCHED_SECONDS:
+        if not planned and any(watched.now[name]["plan_version"] > version for name in others):
+            planned = time.monotonic()
+        await asyncio.sleep(0.05)
+    await returning
+    report.cell(
+        copies=copies,
+        away_s=away,
+        victim=victim,
+        pause_s=watched.pause(others, began, time.monotonic()),
+        plan_s=planned - began if planned else None,
+        took=_keeper(watched, victim),
+    )
     print(json.dumps(report.cells[-1]), flush=True)
-    await swarm.restart_member(victim)
+
+
+async def _return(swarm: LocalSwarm, name: str, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    await swarm.restart_member(name)
 
 
 def _keeper(watched: Watched, victim: str) -> str:
@@ -163,13 +185,18 @@ def main() -> None:
     """Run, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--away", type=float, default=30.0, help="seconds until who was killed is started again")
+    parser.add_argument("--without", action="store_true", help="only the run that wants no second copies")
+    parser.add_argument("--name", default="second_copies", help="of the result's file")
     chosen = parser.parse_args()
-    report = Report("second_copies")
+    report = Report(chosen.name)
     with reported(report, _NOTES):
-        with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
-            asyncio.run(measure(chosen.kills, Path(scratch), report))
-        pauses = [cell["pause_s"] for cell in report.cells]
-        for name, value in (("median", statistics.median(pauses)), ("worst", max(pauses))):
+        for copies in (False,) if chosen.without else (True, False):
+            kills = chosen.kills if copies else -(-chosen.kills // _FEWER)
+            with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
+                asyncio.run(measure(kills, chosen.away, Path(scratch), report, copies=copies))
+        pauses = [cell["pause_s"] for cell in report.cells if cell["copies"]]
+        for name, value in (("median", statistics.median(pauses)), ("worst", max(pauses))) if pauses else ():
             report.accept(
                 f"longest pause of a route whose stage a neighbour had a copy of, {name}",
                 target=f"≤ {_TARGET_SECONDS:g}",

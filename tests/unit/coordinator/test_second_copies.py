@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
-from unit.coordinator.test_preparing import told
+from unit.coordinator.test_preparing import order, told
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.state import admission, lifecycle, pinning, plan_views, second_copies
 from atoll.coordinator.state.issuing import round_seconds
-from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.preparation import Coming
 from atoll.coordinator.state.second_copies import Pair
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb
@@ -67,12 +67,13 @@ def copies(world: RoutedWorld) -> dict[str, str]:
     return {world.name_of(pair.keeper): world.name_of(pair.of) for pair in second_copies.kept(world.state, world.plan)}
 
 
-def lose(world: RoutedWorld, name: str, seconds: float = 2.0) -> None:
-    """Its line breaks, and a neighbour misses it."""
+def lose(world: RoutedWorld, name: str, seconds: float = 2.0, says: str = "") -> None:
+    """Its line breaks, and another stage misses it."""
     route = next(route for route in world.routes() if name in route)
     world.hang_up(name)
     world.wait(0.4)
-    other = next(it for it in reversed(route) if it != name and world.identities[it].peer_id in world.sessions)
+    there = [it for it in reversed(route) if it != name and world.identities[it].peer_id in world.sessions]
+    other = says or there[0]
     world.missing[other] = name
     world.say(other, TRAINING)
     world.wait(seconds)
@@ -263,12 +264,96 @@ def test_both_of_a_pair_cannot_take_one_another(swarm: RoutedWorld) -> None:
             assert {layer for peer in route for layer in plan.span(peer)} == set(range(LAYERS))
 
 
-def test_a_copy_of_long_ago_is_none(swarm: RoutedWorld) -> None:
+@pytest.mark.parametrize(("round_now", "shown"), [(1, True), (2, True), (3, False)])
+def test_a_copy_that_is_behind_waits_for_its_stage(swarm: RoutedWorld, round_now: int, shown: bool) -> None:
+    """It has what nobody else has; once it counts as lost, what is nearly the newest is the best that there is."""
+    swarm.answers = False
     run = swarm.state.runs[RUN]
-    swarm.state = replace(swarm.state, runs={RUN: replace(run, head_round=12)})
-    assert copies(swarm) == {}
+    swarm.state = replace(swarm.state, runs={RUN: replace(run, head_round=round_now)})
+    assert ("bob" in copies(swarm)) is shown
     lose(swarm, "ann", seconds=5)
     assert "ann" in swarm.spans()
+    swarm.wait(swarm.policy.lost_after_seconds)
+    assert ("ann" not in swarm.spans()) is shown
+
+
+def test_a_keeper_whose_line_blinks_keeps_its_copy(swarm: RoutedWorld) -> None:
+    swarm.wait(300)  # longer than it may take to fetch
+    swarm.hang_up("bob")
+    swarm.wait(1.5)
+    swarm.connect("bob", TRAINING)
+    swarm.wait(3)
+    assert copies(swarm)["bob"] == "ann"
+    assert swarm.state.memory[RUN].slow_to_fetch == {}
+
+
+def test_a_stage_that_drains_still_hands_its_layers_over_when_another_is_gone() -> None:
+    world = thirds(fetches=False)
+    settle(world)
+    world.fetch_told()
+    assert copies(world)["bob"] == "ann"
+    world.take(admission.drain(world.state, world.now, "cid"))
+    world.wait(4)
+    assert world.state.memory[RUN].preparation is not None
+    world.answers = False
+    lose(world, "ann", seconds=1.5, says="bob")
+    assert "ann" not in world.spans()
+    assert order(world, "cid") != mb.ORDER_DRAIN  # nobody has its layers yet
+    world.wait(5)
+    assert order(world, "cid") != mb.ORDER_DRAIN
+
+
+def test_another_stage_that_is_gone_is_not_waited_for(swarm: RoutedWorld) -> None:
+    swarm.answers = False
+    lose(swarm, "ann", seconds=1.2)
+    swarm.take(admission.ban(swarm.state, swarm.now, "cid", "lies"))
+    swarm.wait(swarm.policy.debounce_seconds + 1)
+    assert swarm.state.memory[RUN].question is not None
+
+
+def test_who_only_fetches_to_stand_by_takes_no_copy_away(swarm: RoutedWorld) -> None:
+    swarm.fetches = False
+    swarm.profiles["dan"] = card(5, slower=10**6)
+    swarm.join("dan")
+    swarm.wait(swarm.policy.standby_seconds + 5)
+    assert "dan" in told(swarm)
+    assert copies(swarm) == {"ann": "bob", "bob": "ann"}
+
+
+def test_a_copy_whose_link_turns_out_slow_is_given_up() -> None:
+    world = thirds(round_tokens=5000)
+    settle(world)
+    assert copies(world)["ann"] == "bob"
+    world.answers = False  # who cares for routes now
+    seconds = round_seconds(world.state.memory[RUN])
+    world.uplinks["bob"] = 8 * 4e6 / (0.5 * seconds)
+    train(world)
+    world.wait(5)
+    assert "ann" not in copies(world)
+
+
+def test_a_keeper_is_believed_alone_once_in_ten_minutes(swarm: RoutedWorld) -> None:
+    """It may have fetched nothing, and say both: that it has the layers, and that it cannot reach their stage."""
+    swarm.answers = False
+    lose(swarm, "ann", seconds=1.5, says="bob")
+    assert "ann" not in swarm.spans()
+    memory = swarm.state.memory[RUN]
+    bob = swarm.identities["bob"].peer_id
+    swarm.state = replace(
+        swarm.state, memory={RUN: replace(memory, plan=swarm.plans[0], copies={bob: Coming(range(8), 0.0)})}
+    )
+    swarm.connect("ann", TRAINING)
+    swarm.wait(1)
+    version = swarm.state.memory[RUN].plan.version  # type: ignore[union-attr]
+    lose_again(swarm)
+    assert swarm.state.memory[RUN].plan.version == version  # type: ignore[union-attr]
+
+
+def lose_again(world: RoutedWorld) -> None:
+    world.hang_up("ann")
+    world.wait(0.4)
+    world.say("bob", TRAINING)
+    world.wait(5)
 
 
 @pytest.mark.parametrize("change", ["pinned", "smaller"])
@@ -283,14 +368,11 @@ def test_who_may_not_hold_both_any_more_takes_nothing(swarm: RoutedWorld, change
     assert swarm.plan.version == 1
 
 
-def test_afterwards_there_are_copies_again(swarm: RoutedWorld) -> None:
+def test_two_stages_without_room_for_all_layers_have_no_copies(swarm: RoutedWorld) -> None:
     lose(swarm, "ann", seconds=1.2)
     settle(swarm)
     assert len(swarm.routes()[0]) == 2
-    model = room_of(swarm.state, RUN)
-    assert model is not None
-    assert not model.holds_all(swarm.profiles["bob"])
-    assert told(swarm) == {}  # two stages that have room for all layers were no two stages
+    assert told(swarm) == {}
 
 
 def test_the_route_works_again_before_a_better_one_is_looked_for(swarm: RoutedWorld) -> None:

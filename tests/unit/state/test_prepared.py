@@ -113,6 +113,7 @@ async def test_what_is_held_already_needs_nothing(node):
 
 
 async def test_it_follows_the_rounds_until_the_plan_is_there(node):
+    node.directives.plan = plan_with(range(3, 4), version=1)
     node.present = Present(OFFSETS, range(3, 4), HEAD)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
@@ -147,15 +148,15 @@ async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
             await asyncio.sleep(0.01)
 
 
-async def test_a_plan_that_is_given_up_leaves_nothing(node):
+async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
+    monkeypatch.setattr(prepared, "_ASIDE", prepared._ASIDE / 3000)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while node.preparing.held:
+        while list(node.folder.iterdir()) or node.preparing.held or node.preparing._aside:
             await asyncio.sleep(0.01)
     assert not node.preparing.span
-    assert list(node.folder.iterdir()) == []
 
 
 async def test_another_span_takes_the_place_of_the_first(node):
@@ -180,15 +181,69 @@ async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_
     await node.until(lambda: node.preparing.span == range(4))
 
 
-async def test_what_nobody_takes_gives_way_in_the_end(node, monkeypatch):
-    monkeypatch.setattr(prepared, "_OWED", prepared._OWED / 600)
+async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, monkeypatch):
+    """Nobody else may have it."""
+    monkeypatch.setattr(prepared, "_OWED", prepared._OWED / 6_000)
     node.directives.plan = plan_with(range(1), version=1)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.preparing.span == range(2))
     node.directives.plan = plan_with(range(4), version=2)
     node.wants(range(2, 4))
+    await asyncio.sleep(0.3)  # three times as long as it waits at once
+    assert [state.layers for _, state in node.preparing.held] == [range(1, 2)]
+    node.directives.plan = plan_with(range(1), version=3)
+    node.directives.wake()
     await node.until(lambda: node.preparing.span == range(2, 4))
+
+
+async def test_layers_of_ones_own_that_were_fetched_too_are_owed_to_nobody(node):
+    """As while the engine is away: nothing here follows the rounds then."""
+    node.directives.plan = plan_with(range(1), version=1)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    assert [state.layers for _, state in node.preparing.held] == [range(2)]
+    node.directives.plan = plan_with(range(1), version=2)
+    node.wants(range(0))
+    async with asyncio.timeout(10):
+        while node.preparing.held:
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
+    """A pause, another plan that is prepared and given up, a coordinator that was started again."""
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    fetched = sum(node.reef.bodies.values())
+    node.wants(range(0))
+    async with asyncio.timeout(10):
+        while node.preparing.held:
+            await asyncio.sleep(0.01)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    assert sum(node.reef.bodies.values()) == fetched
+    node.wants(range(3))
+    await node.until(lambda: node.preparing.span == range(3))
+    assert [state.layers for _, state in node.preparing.held] == [range(3)]
+    assert sum(node.reef.bodies.values()) == fetched  # the third has no parameters
+
+
+async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(node, monkeypatch):
+    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 20)
+    node.present = Present(OFFSETS, range(1), HEAD)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    later = state_of(5.0)
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    node.present = Present(OFFSETS, range(1), head)
+    node.directives.wake()
+    await asyncio.sleep(0.1)
+    assert node.preparing.round == 1
+    for holding in node.holdings:
+        holding.hold(head, later)
+    async with asyncio.timeout(10):
+        while node.preparing.round < 2:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_went(node):

@@ -91,7 +91,7 @@ def part_in_plan(state: State, node: Node) -> admin.NodeView:
 def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
     """By peer id: the layers of a neighbour that it has, too."""
     for pair in second_copies.kept(state, plan):
-        yield pair.keeper, plan_pb2.Span(first=pair.other.start, last=pair.other.stop - 1)
+        yield pair.keeper, plan_pb2.Span(first=pair.of_span.start, last=pair.of_span.stop - 1)
 
 
 def _placed(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span]) -> Iterator[admin.PlacedNode]:

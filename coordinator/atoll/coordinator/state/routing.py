@@ -4,7 +4,8 @@ Where some node cannot hold the whole model, or the operator pinned layers, who 
 the machine only writes down a *question* (`RunMemory.question`); whoever runs the machine has it answered elsewhere and
 brings the answer back (`answering.take`). An answer that uses a node that is gone, shrank or was pinned meanwhile is
 dropped, and the question asked anew; nodes that came meanwhile wait for the next one. One question, or one preparation
-of a plan, at a time.
+of a plan, at a time. Stages that are gone are not waited for where somebody has their layers (`standbys`,
+`second_copies`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def needs_routes(state: State, run_id: str, here: Present) -> bool:
 
 def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     """Ask when what is known differs from what was asked about last and stays so for the debounce."""
-    if standbys.take_over(draft, run_id, here) or second_copies.take_over(draft, run_id, policy, here):
+    if standbys.take_over(draft, run_id, here) or second_copies.take_over(draft, run_id, here):
         return
     second_copies.let_go(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
@@ -58,6 +59,8 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
             draft.remember(run_id, changed_since=None)
         standbys.follow(draft, run_id, policy, here)
         second_copies.follow(draft, run_id, policy, here)
+    elif now < memory.undisturbed_until and _is_whole(memory.plan, here):
+        return
     elif memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since < _patience(why, policy):
@@ -86,6 +89,11 @@ def _why(state: State, run_id: str, policy: Policy, here: Present, now: float) -
     if now - considered.at >= policy.replan_seconds:
         return "drift"
     return "links" if memory.links_pay and not memory.missing else ""
+
+
+def _is_whole(plan: Plan | None, here: Present) -> bool:
+    """Whether all stages are there, and nobody is about to go."""
+    return plan is not None and plan.stages <= set(here.members) and not here.finishing
 
 
 def _unsettled(state: State, run_id: str, here: Present) -> bool:

@@ -19,17 +19,19 @@ from dataclasses import dataclass, replace
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
 from atoll.coordinator.state import asking, gone, issuing, preparation, standbys
-from atoll.coordinator.state.fitness import Present, present
+from atoll.coordinator.state.fitness import Present
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
 from atoll.coordinator.state.pinning import span_of
 from atoll.coordinator.state.preparation import Coming
 from atoll.coordinator.state.rooms import has_room
-from atoll.coordinator.state.snapshot import Considered, Draft, Policy, State
+from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
 _UNDISTURBED_SECONDS = 20.0  # that a route which became shorter has to work again, before the planner is asked
 _MOST_OF_A_LINK = 0.25  # of the time between two rounds, to send or fetch what a copy needs
+_TOO_MUCH_OF_A_LINK = 0.4  # one that is there is given up
+_FRESH_SECONDS = 10.0  # no more often is it written down that a copy is there
 
 
 @dataclass(frozen=True)
@@ -38,26 +40,32 @@ class Pair:
 
     keeper: str  # peer id
     of: str  # peer id
-    own: range
-    other: range
+    keeper_span: range
+    of_span: range
 
     @property
     def both(self) -> range:
         """The layers of both."""
-        return range(min(self.own.start, self.other.start), max(self.own.stop, self.other.stop))
+        first, last = sorted((self.keeper_span, self.of_span), key=lambda span: span.start)
+        return range(first.start, last.stop)
 
 
-def take_over(draft: Draft, run_id: str, policy: Policy, here: Present) -> bool:
+def take_over(draft: Draft, run_id: str, here: Present) -> bool:
     """Give the layers of stages that are gone to who has a copy. Whether any were given."""
     state, plan, now = draft.state, draft.state.memory[run_id].plan, draft.now.monotonic
     if plan is None:
         return False
     spans: dict[str, range] = {}  # of keepers: both
     without: dict[str, str] = {}  # who is gone → who has its layers
+    alone = {}  # by peer id: keepers whose word alone it is
     for pair in kept(state, plan):
         free = pair.of not in without and pair.keeper not in spans and pair.keeper not in without
         able = pair.keeper in here.fit and _trains(state, pair.keeper) and _may(state, run_id, pair)
-        if free and able and gone.is_gone(state, plan, pair.of, here, now):
+        if free and able and _is_newest(state, pair, here) and gone.is_gone(state, plan, pair.of, here, now):
+            if not gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper):
+                if asking.lately(state.memory[run_id].took_over, pair.keeper, now):
+                    continue
+                alone[pair.keeper] = now
             spans[pair.keeper], without[pair.of] = pair.both, pair.keeper
     if not without:
         return False
@@ -74,10 +82,13 @@ def take_over(draft: Draft, run_id: str, policy: Policy, here: Present) -> bool:
     told = "; ".join(f"{names[keeper]} takes the layers of {names[of]}, too" for of, keeper in sorted(without.items()))
     memory = state.memory[run_id]
     standing = standbys.kept(state, run_id, routes, [*here.fit, *here.silent])
-    draft.remember(run_id, copies={peer: it for peer, it in memory.copies.items() if peer not in spans})
+    draft.remember(
+        run_id,
+        copies={peer: it for peer, it in memory.copies.items() if peer not in spans},
+        took_over={**memory.took_over, **alone},
+        undisturbed_until=now + _UNDISTURBED_SECONDS,
+    )
     issue_routes(draft, run_id, routes, told, Notes(left_out=memory.left_out), standbys=standing)
-    about = asking.about(draft.state, run_id, present(draft.state, run_id, now))
-    draft.remember(run_id, considered=Considered(about, now - policy.replan_seconds + _UNDISTURBED_SECONDS))
     return True
 
 
@@ -89,21 +100,18 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
         return
     settled = draft.now.unix_ms - plan.issued_unix_ms >= 1000 * policy.standby_seconds
     wanted = _wanted(state, plan, here, now, settled=settled)
-    copies = {
-        peer: before if (before := memory.copies.get(peer)) and before.span == pair.both else Coming(pair.both, now)
-        for peer, pair in wanted.items()
-    }
+    copies = {peer: _since(state, peer, pair, memory.copies.get(peer), now) for peer, pair in wanted.items()}
     lacking = {peer: it for peer, it in copies.items() if not preparation.holds(state, peer, it.span)}
     late = {peer for peer, it in lacking.items() if now - it.since >= standbys.patience(state, run_id, it, policy)}
     late |= {peer for peer, it in copies.items() if preparation.refuses(state, peer, it.span)}
     if late:
-        draft.remember(run_id, slow_standbys={**memory.slow_standbys, **dict.fromkeys(late, now)})
+        draft.remember(run_id, slow_to_fetch={**memory.slow_to_fetch, **dict.fromkeys(late, now)})
     copies = {peer: it for peer, it in copies.items() if peer not in late}
     if copies == memory.copies:
         return
     for peer in sorted(copies.keys() - memory.copies.keys()):
-        other = wanted[peer].other
-        told = f"layers {other.start}–{other.stop - 1} of {state.nodes[wanted[peer].of].name}"
+        pair = wanted[peer]
+        told = f"layers {pair.of_span.start}–{pair.of_span.stop - 1} of {state.nodes[pair.of].name}"
         draft.event("copy.wanted", run_id, peer, f"{state.nodes[peer].name} fetches a second copy of {told}")
     draft.remember(run_id, copies=copies)
 
@@ -156,13 +164,40 @@ def _wanted(state: State, plan: Plan, here: Present, now: float, *, settled: boo
     run_id, memory = plan.run_id, state.memory[plan.run_id]
     if not memory.spec.pipeline.second_copies:
         return {}
-    standing = {plan.span(peer) for peer in plan.standbys} | {it.span for it in memory.standbys.values()}
+    standing = {plan.span(peer) for peer in plan.standbys}
+    coming = {it.span for it in memory.standbys.values()}
     there = {*here.fit, *here.silent}
-    open_pairs = [pair for pair in pairs(plan) if pair.other not in standing and pair.keeper in there]
+    open_pairs = [
+        pair for pair in pairs(plan) if pair.of_span not in standing and there.issuperset((pair.keeper, pair.of))
+    ]
     possible = [pair for pair in open_pairs if _may(state, run_id, pair)]
-    held = [pair for pair in possible if (it := memory.copies.get(pair.keeper)) is not None and it.span == pair.both]
-    able = [pair for pair in possible if settled and _can_fetch(state, run_id, pair, here, now)]
-    return chosen([*held, *sorted(able, key=lambda it: len(plan.holders(it.other)))])  # of equals along the route
+    held = [
+        pair
+        for pair in possible
+        if (it := memory.copies.get(pair.keeper)) is not None
+        and it.span == pair.both
+        and _links_carry(state, run_id, pair, _TOO_MUCH_OF_A_LINK)
+    ]
+    able = [
+        pair
+        for pair in possible
+        if settled and pair.of_span not in coming and _can_fetch(state, run_id, pair, here, now)
+    ]
+    return chosen([*held, *sorted(able, key=lambda it: len(plan.holders(it.of_span)))])  # of equals along the route
+
+
+def _since(state: State, peer: str, pair: Pair, before: Coming | None, now: float) -> Coming:
+    """A copy that is there is not late: its time begins anew."""
+    if before is None or before.span != pair.both:
+        return Coming(pair.both, now)
+    fresh = now - before.since < _FRESH_SECONDS or not preparation.holds(state, peer, pair.both)
+    return before if fresh else Coming(pair.both, now)
+
+
+def _is_newest(state: State, pair: Pair, here: Present) -> bool:
+    """Whether a copy is of the newest round. One that is nearly is enough once its stage cannot bring its own back."""
+    newest = state.runs[state.nodes[pair.keeper].run_id].head_round
+    return pair.of not in here.members or asking.live_of(state, pair.keeper).status.prepared_round >= newest
 
 
 def _may(state: State, run_id: str, pair: Pair) -> bool:
@@ -174,18 +209,21 @@ def _may(state: State, run_id: str, pair: Pair) -> bool:
 
 def _can_fetch(state: State, run_id: str, pair: Pair, here: Present, now: float) -> bool:
     """Whether this node trains, was not too slow lately, and both links carry what a copy takes."""
-    slow = asking.lately(state.memory[run_id].slow_standbys, pair.keeper, now)
+    slow = asking.lately(state.memory[run_id].slow_to_fetch, pair.keeper, now)
     known = is_known(asking.live_of(state, pair.keeper).profile)
     trains = pair.keeper in here.fit and _trains(state, pair.keeper)
-    return trains and known and not slow and _links_carry(state, run_id, pair)
+    return trains and known and not slow and _links_carry(state, run_id, pair, _MOST_OF_A_LINK)
 
 
-def _links_carry(state: State, run_id: str, pair: Pair) -> bool:
-    """Only what nodes send was ever measured; homes receive faster."""
+def _links_carry(state: State, run_id: str, pair: Pair, share: float) -> bool:
+    """Whether a copy takes no more than that share of the time between two rounds of both links, where it is known.
+
+    Only what nodes send was ever measured; homes receive faster.
+    """
     weights = issuing.layer_weights(state.runs[run_id])
-    sent = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in pair.other)
+    sent = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in pair.of_span)
     uplinks = [it.uplink for it in issuing.links(state, (pair.keeper, pair.of)).values() if it.uplink]
-    seconds = _MOST_OF_A_LINK * issuing.round_seconds(state.memory[run_id])
+    seconds = share * issuing.round_seconds(state.memory[run_id])
     return all(sent / uplink <= seconds for uplink in uplinks)
 
 

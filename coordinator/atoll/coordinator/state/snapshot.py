@@ -169,9 +169,11 @@ class RunMemory:
     preparation: Preparation | None = None  # of the next plan
     standbys: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: who fetches layers to stand by with
     copies: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: stages with a copy of a neighbour's layers
-    slow_standbys: Mapping[str, float] = field(
+    slow_to_fetch: Mapping[str, float] = field(
         default_factory=dict
     )  # by peer id: who did not fetch any of those in time, when
+    took_over: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did on its own word alone, when
+    undisturbed_until: float = 0.0  # a route became shorter, and is to work again before the planner is asked
     unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, until when
     links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
     links_pay: bool = False  # what came of it

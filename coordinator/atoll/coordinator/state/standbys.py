@@ -73,7 +73,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     late = {peer for peer, it in coming.items() if now - it.since >= patience(state, run_id, it, policy)} - ready
     late |= {peer for peer, it in coming.items() if preparation.refuses(state, peer, it.span)}
     if late:
-        draft.remember(run_id, slow_standbys={**memory.slow_standbys, **dict.fromkeys(late, now)})
+        draft.remember(run_id, slow_to_fetch={**memory.slow_to_fetch, **dict.fromkeys(late, now)})
     coming = {peer: it for peer, it in coming.items() if peer not in late}
     waited = {peer for peer in ready if now - coming[peer].since >= _wait(memory, peer, policy, now)}
     longest = max((now - coming[peer].since for peer in waited), default=0.0)
@@ -114,7 +114,7 @@ def _wanted(state: State, run_id: str, plan: Plan, here: Present, now: float) ->
     there = [*here.fit, *here.silent]
     found = {span: peer for peer, span in sorted(kept(state, run_id, routes, there).items(), reverse=True)}
     fetching = {
-        peer: it.span for peer, it in memory.standbys.items() if not asking.lately(memory.slow_standbys, peer, now)
+        peer: it.span for peer, it in memory.standbys.items() if not asking.lately(memory.slow_to_fetch, peer, now)
     }
     for peer, span in sorted(_able(state, run_id, routes, here.fit, fetching).items()):
         found.setdefault(span, peer)
@@ -152,7 +152,7 @@ def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
 
 
 def _may(state: State, run_id: str, peer: str, now: float) -> bool:
-    slow = asking.lately(state.memory[run_id].slow_standbys, peer, now)
+    slow = asking.lately(state.memory[run_id].slow_to_fetch, peer, now)
     return is_known(asking.live_of(state, peer).profile) and not slow
 
 

@@ -28,7 +28,8 @@ from atoll.node.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
 _RETRY = timedelta(seconds=2)
-_OWED = timedelta(seconds=60)  # for who loads what a plan gave us to take it, before something else is fetched
+_OWED = timedelta(minutes=10)  # for who loads what a plan gave us to take it: as long as a trainer may load
+_ASIDE = timedelta(minutes=5)  # that what is wanted no more is kept, as it may be wanted again
 
 _log = log.get("prepare")
 
@@ -64,7 +65,9 @@ class Preparing:
         self._span = range(0)  # all of its layers are here: some are followed anyway, the others in `held`
         self._round = 0  # of which they are
         self._of = range(0)  # what `held` was fetched for
-        self._since = 0  # the plan under which that began
+        self._began: Plan | None = None  # the plan under which that began
+        self._aside: tuple[Held, ...] = ()  # what was wanted before: some of it may be wanted again
+        self._aside_until = 0.0  # of the event loop
         self._generation = 0  # of `held`: grows when it is taken or dropped
         self._network = network
         self._directives = directives
@@ -98,23 +101,28 @@ class Preparing:
         """Until it is cancelled."""
         while True:
             await self._directives.until(self._is_wanted)
-            span, version = self._wanted, self._plan().version
+            span = self._wanted
             if span != self._of:
                 if self._is_owed():
                     await self._until_taken()
                     continue
-                self.take()
-                self._of, self._since = span, version
+                self._put_aside()
+                self._of, self._began = span, self._plan()
             try:
                 await self._follow(span)
             except AtollError as error:  # what is here stays
                 _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
                 await asyncio.sleep(_RETRY.total_seconds())
             if not self._wanted and not self._is_owed():
-                self.take()
+                self._put_aside()
+                await self._until_wanted_or_forgotten()
 
     def take(self) -> tuple[Held, ...]:
         """What was fetched, for whoever has a use for it now; it is not followed any more."""
+        held, self._aside = (*self._drop(), *self._aside), ()
+        return held
+
+    def _drop(self) -> tuple[Held, ...]:
         held, self.held = self.held, ()
         self._span = self._of = range(0)
         self._generation += 1
@@ -123,16 +131,34 @@ class Preparing:
 
     def _is_owed(self) -> bool:
         """Whether a later plan gave us some of what is here, and who loads it has not taken it yet."""
-        plan = self._plan()
-        mine = plan.span(self._network.peer_id) if plan.version > self._since else range(0)
-        return any(range(max(it.layers.start, mine.start), min(it.layers.stop, mine.stop)) for _, it in self.held)
+        plan, me = self._plan(), self._network.peer_id
+        if self._began is None or plan.version <= self._began.version:
+            return False
+        given = set(plan.span(me)) - set(self._began.span(me))
+        return any(given.intersection(state.layers) for _, state in self.held)
 
     async def _until_taken(self) -> None:
+        """Nobody else may have what is here, so that it stays until then."""
         try:
             async with asyncio.timeout(_OWED.total_seconds()):
                 await self._directives.until(lambda: not self._is_owed())
-        except TimeoutError:  # it cannot be loaded
-            self.take()
+        except TimeoutError:
+            _log.warning("layers that the plan gives this node wait to be loaded", seconds=_OWED.total_seconds())
+
+    def _put_aside(self) -> None:
+        """What is here is wanted no more, for now."""
+        held = self._drop()
+        if held:
+            self._aside = held
+            self._aside_until = asyncio.get_running_loop().time() + _ASIDE.total_seconds()
+
+    async def _until_wanted_or_forgotten(self) -> None:
+        rest = self._aside_until - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(max(0.0, rest) if self._aside else None):
+                await self._directives.until(self._is_wanted)
+        except TimeoutError:
+            self._aside = ()
 
     async def _follow(self, span: range) -> None:
         """Fetch what is lacking of `span`, then what changed of it, until something else is wanted.
@@ -145,7 +171,7 @@ class Preparing:
             held = tuple([await self._fetch(gap, present) for gap in gaps])
             if generation != self._generation:
                 return  # the plan came, and did not wait for this
-            self.held = held
+            self.held, self._aside = held, ()
             self._round = min([head.round for head, _ in held] or [present.head.round if present.head else 0])
             if self._span != span:
                 self._span = span
@@ -166,7 +192,7 @@ class Preparing:
             operator_key=self._operator_key,
             believed=self._believed,
             allocate=partial(mapped_vector, self._folder),
-            others=lambda: (*self.held, *self._others()),
+            others=lambda: (*self.held, *self._aside, *self._others()),
         )
         if fetched is None:
             assert before is not None
@@ -181,8 +207,9 @@ class Preparing:
             moved = now.layers != then.layers or _hash(now.head) != _hash(then.head)
             return self._wanted != span or moved
 
+        behind = then.head is None or any(head.round < then.head.round for head, _ in self.held)
         try:
-            async with asyncio.timeout(POLL.total_seconds() if then.head is None else None):
+            async with asyncio.timeout(POLL.total_seconds() if behind else None):
                 await self._directives.until(changed)
         except TimeoutError:
             return
