@@ -6,8 +6,8 @@
 The shipped programs on this machine: a coordinator, a seed, and three nodes that make one route, whose memory is
 limited so that each has room for the layers of two, and none for all. When a neighbour has a second copy of a stage's
 layers, that stage gets SIGKILL (its trainer dies with it) and is started again after a while (`--away`). The next one
-is killed when the planner has given all three a place again and there are copies. Then the same, less often, in a run
-that wants no second copies (with `--without` only that).
+is killed when all three are back in their places, where pins put them for a moment, and there are copies. Then the
+same, less often, in a run that wants no second copies (with `--without` only that).
 
 `pause_s` is the longest time between two flushes that the other stages were seen to step, from the signal to the end
 of the victim's absence. Part of it is the time from the signal to the plan (`plan_s`), which waits a second for a line
@@ -39,7 +39,7 @@ from benchmarks.swarm_lab import reported
 
 SPANS = {"node-1": "0-2", "node-2": "3-5", "node-3": "6-9"}
 MEGABYTES = "211"
-WATCHED_SECONDS = 60.0
+WATCHED_SECONDS = 45.0
 _FEWER = 3  # times as many kills with copies as without
 _READY = timedelta(seconds=300)
 _TARGET_SECONDS = 5.0
@@ -107,6 +107,19 @@ async def begin(swarm: LocalSwarm, root: Path, *, copies: bool) -> None:
         await swarm.ctl("plan", "pin", name, "--layers", span)
 
 
+async def settle(watched: Watched, *, copies: bool) -> None:
+    """All three in their places, and free to have others."""
+    swarm = watched.swarm
+    for name, span in SPANS.items():
+        await swarm.ctl("plan", "pin", name, "--layers", span)
+    await swarm.until(lambda: watched.ready(len(SPANS), 0), "the route does not train", _READY)
+    for name in SPANS:
+        await swarm.ctl("plan", "unpin", name)
+    async with asyncio.timeout(_READY.total_seconds()):
+        while copies and not await copied(swarm):
+            await asyncio.sleep(0.5)
+
+
 async def measure(kills: int, away: float, root: Path, report: Report, *, copies: bool) -> None:
     """One swarm. Raises what the launcher raises."""
     swarm, rng = LocalSwarm(root), random.Random(7)
@@ -115,9 +128,6 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
         watched = Watched(swarm, list(SPANS))
         watching = asyncio.create_task(watched.run())
         try:
-            await swarm.until(lambda: watched.ready(len(SPANS), 0), "the route does not train", _READY)
-            for name in SPANS:
-                await swarm.ctl("plan", "unpin", name)
             for _ in range(kills):
                 await one(watched, rng, away, report, copies=copies)
         finally:
@@ -143,9 +153,7 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
 async def one(watched: Watched, rng: random.Random, away: float, report: Report, *, copies: bool) -> None:
     """A stage (one that has a copy) dies, and comes back later."""
     swarm = watched.swarm
-    async with asyncio.timeout(_READY.total_seconds()):
-        while not (watched.ready(len(SPANS), 0) and (await copied(swarm) or not copies)):  # noqa: ASYNC110
-            await asyncio.sleep(0.5)
+    await settle(watched, copies=copies)
     await asyncio.sleep(rng.uniform(0, 8 * PACE_SECONDS))  # somewhere between two rounds
     victim = rng.choice(await copied(swarm) if copies else sorted(SPANS))
     others = [name for name in SPANS if name != victim]
@@ -185,7 +193,7 @@ def main() -> None:
     """Run, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--away", type=float, default=30.0, help="seconds until who was killed is started again")
+    parser.add_argument("--away", type=float, default=20.0, help="seconds until who was killed is started again")
     parser.add_argument("--without", action="store_true", help="only the run that wants no second copies")
     parser.add_argument("--name", default="second_copies", help="of the result's file")
     chosen = parser.parse_args()
