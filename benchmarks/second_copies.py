@@ -116,7 +116,7 @@ async def settle(watched: Watched, *, copies: bool) -> None:
     for name in SPANS:
         await swarm.ctl("plan", "unpin", name)
     async with asyncio.timeout(_READY.total_seconds()):
-        while copies and not await copied(swarm):
+        while copies and not await copied(swarm):  # noqa: ASYNC110 - other processes decide it
             await asyncio.sleep(0.5)
 
 
