@@ -128,8 +128,8 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
         watched = Watched(swarm, list(SPANS))
         watching = asyncio.create_task(watched.run())
         try:
-            for _ in range(kills):
-                await one(watched, rng, away, report, copies=copies)
+            for number in range(kills):
+                await one(watched, number, rng, away, report, copies=copies)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -150,12 +150,13 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
     report.accept(f"micro-batches counted twice, {name}", target="0", value=twice, holds=twice == 0)
 
 
-async def one(watched: Watched, rng: random.Random, away: float, report: Report, *, copies: bool) -> None:
-    """A stage (one that has a copy) dies, and comes back later."""
+async def one(watched: Watched, number: int, rng: random.Random, away: float, report: Report, *, copies: bool) -> None:
+    """A stage (one that has a copy) dies, and comes back later. They take turns."""
     swarm = watched.swarm
     await settle(watched, copies=copies)
     await asyncio.sleep(rng.uniform(0, 8 * PACE_SECONDS))  # somewhere between two rounds
-    victim = rng.choice(await copied(swarm) if copies else sorted(SPANS))
+    able = await copied(swarm) if copies else sorted(SPANS)
+    victim = able[number % len(able)]
     others = [name for name in SPANS if name != victim]
     version = watched.now[others[0]]["plan_version"]
     began = time.monotonic()

@@ -332,7 +332,7 @@ def test_a_copy_whose_link_turns_out_slow_is_given_up() -> None:
     assert "ann" not in copies(world)
 
 
-def test_a_keeper_is_believed_alone_once_in_ten_minutes(swarm: RoutedWorld) -> None:
+def test_a_keeper_is_believed_alone_once_a_minute(swarm: RoutedWorld) -> None:
     """It may have fetched nothing, and say both: that it has the layers, and that it cannot reach their stage."""
     swarm.answers = False
     lose(swarm, "ann", seconds=1.5, says="bob")

@@ -28,6 +28,7 @@ from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
+_ALONE_SECONDS = 60.0  # between take-overs on the word of nobody but who takes over
 _UNDISTURBED_SECONDS = 20.0  # that a route which became shorter has to work again, before the planner is asked
 _MOST_OF_A_LINK = 0.25  # of the time between two rounds, to send or fetch what a copy needs
 _TOO_MUCH_OF_A_LINK = 0.4  # one that is there is given up
@@ -63,7 +64,8 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
         able = pair.keeper in here.fit and _trains(state, pair.keeper) and _may(state, run_id, pair)
         if free and able and _is_newest(state, pair, here) and gone.is_gone(state, plan, pair.of, here, now):
             if not gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper):
-                if asking.lately(state.memory[run_id].took_over, pair.keeper, now):
+                before = state.memory[run_id].took_over.get(pair.keeper)
+                if before is not None and now - before < _ALONE_SECONDS:
                     continue
                 alone[pair.keeper] = now
             spans[pair.keeper], without[pair.of] = pair.both, pair.keeper
