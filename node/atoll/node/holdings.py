@@ -22,7 +22,7 @@ from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.formers import Formers
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.prepared import Preparing, Present
+from atoll.node.state.prepared import Preparing, Present, is_true_of
 from atoll.node.state.serve import StateServer
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training.trainer import Trainer, TrainerFacts
@@ -220,8 +220,13 @@ class Holdings:
         return Present(offsets, self.state.layers, self.engine.head)
 
     def _beside(self) -> tuple[tuple[Head, AnchorState], ...]:
-        """What is not the present state, and nobody changes: held before, or fetched for a plan to come."""
-        return (*self._formers.held, *self.preparing.held)
+        """What is not the present state, and nobody changes: held before, or fetched for a plan to come.
+
+        Of the latter what is true now: that we have an older one would hide that layers are lost.
+        """
+        head = self.engine.head if self.engine is not None else self.head
+        fetched = (*self.preparing.held, *self.preparing.aside)
+        return (*self._formers.held, *(item for item in fetched if head is None or is_true_of(item, head)))
 
     def _whole(self) -> tuple[tuple[Head, AnchorState], ...]:
         """What stands still here."""

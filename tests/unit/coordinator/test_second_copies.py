@@ -12,9 +12,11 @@ from unit.coordinator.test_preparing import order, told
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.state import admission, lifecycle, pinning, plan_views, second_copies
+from atoll.coordinator.state.fitness import Present
 from atoll.coordinator.state.issuing import round_seconds
 from atoll.coordinator.state.preparation import Coming
 from atoll.coordinator.state.second_copies import Pair
+from atoll.coordinator.state.snapshot import Draft
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -301,6 +303,59 @@ def test_a_stage_that_drains_still_hands_its_layers_over_when_another_is_gone() 
     assert order(world, "cid") != mb.ORDER_DRAIN  # nobody has its layers yet
     world.wait(5)
     assert order(world, "cid") != mb.ORDER_DRAIN
+
+
+def test_a_stage_that_is_gone_ends_the_preparation_that_its_keeper_is_busy_with() -> None:
+    """What it put aside for that is wanted again, and is there."""
+    world = thirds(fetches=False)
+    settle(world)
+    world.fetch_told()
+    world.wait(1)
+    assert copies(world)["bob"] == "ann"
+    world.take(admission.drain(world.state, world.now, "cid"))
+    world.wait(4)
+    memory = world.state.memory[RUN]
+    assert memory.preparation is not None
+    assert world.identities["bob"].peer_id in memory.preparation.spans
+    world.fetch_told()
+    assert "bob" not in copies(world)
+    world.answers = False
+    lose(world, "ann", seconds=1.5, says="bob")
+    assert world.state.memory[RUN].preparation is None
+    assert told(world)["bob"] == range(8)
+    world.fetch_told()
+    world.wait(0.4)
+    assert world.spans()["bob"] == (0, 7)
+
+
+def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
+    """It may be the last, where no plan is possible at once."""
+    bob, cid = (swarm.identities[name].peer_id for name in ("bob", "cid"))
+    swarm.wait(5)
+    draft = Draft(swarm.state, swarm.now)
+    draft.remember(RUN, copies_looked_at=None)
+    second_copies.follow(draft, RUN, swarm.policy, Present(fit=tuple(sorted((bob, cid))), silent=(), finishing=()))
+    assert draft.state.memory[RUN].copies[bob].span == range(8)
+
+
+def test_long_preparations_make_no_copy_late() -> None:
+    world = thirds(fetches=False)
+    settle(world)
+    world.fetch_told()
+    world.wait(1)
+    world.take(admission.drain(world.state, world.now, "cid"))
+    world.wait(4)
+    world.answers = False
+    for _ in range(10):
+        memory = world.state.memory[RUN]
+        assert memory.preparation is not None
+        held = replace(memory.preparation, since=world.now.monotonic)  # as if another began
+        world.state = replace(world.state, memory={RUN: replace(memory, preparation=held)})
+        world.wait(20)
+    memory = world.state.memory[RUN]
+    world.state = replace(world.state, memory={RUN: replace(memory, preparation=None)})
+    world.wait(3)
+    assert world.state.memory[RUN].slow_to_fetch == {}
 
 
 def test_another_stage_that_is_gone_is_not_waited_for(swarm: RoutedWorld) -> None:

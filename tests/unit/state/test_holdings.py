@@ -216,3 +216,18 @@ async def test_a_former_member_is_asked_for_bytes_and_not_for_its_word(make):
     assert (await node.holdings.synchronise(replace(plan, former=(BOB.peer_id,)))).round == 2
     assert node.holds(2)
     assert not node.holdings.lost
+
+
+async def test_a_copy_is_given_out_for_as_long_as_it_is_true(make):
+    """Also while it is not wanted; an older one would hide that layers are lost."""
+    node = make(2)
+    await node.load()
+    holdings = node.holdings
+    assert holdings.head is not None
+    assert holdings.head.round == 2
+    for where in ("held", "aside"):
+        setattr(holdings.preparing, where, ((HEADS[1], part(1, THEIRS)),))
+        assert THEIRS not in [state.layers for _, state in holdings._beside()]
+        setattr(holdings.preparing, where, ((HEADS[2], part(2, THEIRS)),))
+        assert THEIRS in [state.layers for _, state in holdings._beside()]
+        setattr(holdings.preparing, where, ())

@@ -18,14 +18,15 @@ from atoll.node.state.prepared import Preparing, Present, lacking
 DONORS = (ANN, BOB, DAN)
 STATE = state_of(3.0)
 HEAD = commit(STATE, 1, list(DONORS), after=GENESIS)
-PLAN = plan_of(*DONORS, CLEO, voters=DONORS)
+PLAN = plan_of(*DONORS, voters=DONORS)
+WITH_US = plan_of(*DONORS, CLEO, voters=DONORS)
 
 
 def plan_with(layers, version):
     """The same, but for what we hold."""
     mine = {"first_layer": layers.start, "last_layer": layers.stop - 1}
-    assignments = (replace(item, **mine) if item.peer_id == CLEO.peer_id else item for item in PLAN.assignments)
-    return replace(PLAN, version=version, assignments=tuple(assignments))
+    assignments = (replace(item, **mine) if item.peer_id == CLEO.peer_id else item for item in WITH_US.assignments)
+    return replace(WITH_US, version=version, assignments=tuple(assignments))
 
 
 class Node:
@@ -154,7 +155,7 @@ async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
     await node.until(lambda: node.preparing.span == range(4))
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while list(node.folder.iterdir()) or node.preparing.held or node.preparing._aside:
+        while list(node.folder.iterdir()) or node.preparing.held or node.preparing.aside:
             await asyncio.sleep(0.01)
     assert not node.preparing.span
 
@@ -173,7 +174,7 @@ async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.preparing.span == range(2))
-    node.directives.plan = plan_with(range(4), version=2)  # all layers are ours
+    node.directives.plan = plan_with(range(3), version=2)
     node.wants(range(4))
     await asyncio.sleep(0.05)
     ((_, state),) = node.preparing.take()
@@ -197,17 +198,48 @@ async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, mon
     await node.until(lambda: node.preparing.span == range(2, 4))
 
 
-async def test_layers_of_ones_own_that_were_fetched_too_are_owed_to_nobody(node):
-    """As while the engine is away: nothing here follows the rounds then."""
+async def test_while_a_trainer_loads_its_layers_are_not_fetched_beside_it(node):
+    """Nothing here follows the rounds then."""
     node.directives.plan = plan_with(range(1), version=1)
     node.wants(range(2))
     await node.until(lambda: node.preparing.span == range(2))
-    assert [state.layers for _, state in node.preparing.held] == [range(2)]
+    assert [state.layers for _, state in node.preparing.held] == [range(1, 2)]
     node.directives.plan = plan_with(range(1), version=2)
     node.wants(range(0))
     async with asyncio.timeout(10):
         while node.preparing.held:
             await asyncio.sleep(0.01)
+
+
+async def test_what_the_plan_gives_anyway_is_nothing_to_prepare(node):
+    """As when the plan comes from a member, before the coordinator's word that this is not wanted any more."""
+    node.directives.plan = plan_with(range(1), version=1)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    node.directives.plan = plan_with(range(2), version=2)
+    node.directives.wake()
+    await asyncio.sleep(0.05)
+    assert [state.layers for _, state in node.preparing.take()] == [range(1, 2)]
+    await asyncio.sleep(0.05)
+    assert node.preparing.held == ()
+    node.directives.plan = plan_with(range(2), version=3)
+    node.wants(range(3))
+    await node.until(lambda: node.preparing.span == range(3))
+    assert [state.layers for _, state in node.preparing.held] == [range(2, 3)]
+
+
+async def test_another_plan_that_is_prepared_in_between_makes_nobody_fetch_twice(node):
+    node.directives.plan = plan_with(range(1), version=1)
+    node.present = Present(OFFSETS, range(1), HEAD)
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    node.wants(range(3, 4))
+    await node.until(lambda: node.preparing.span == range(3, 4))
+    fetched = sum(node.reef.bodies.values())
+    assert [state.layers for _, state in node.preparing.aside] == [range(1, 2)]
+    node.wants(range(2))
+    await node.until(lambda: node.preparing.span == range(2))
+    assert sum(node.reef.bodies.values()) == fetched
 
 
 async def test_what_is_wanted_again_soon_is_not_fetched_again(node):

@@ -85,7 +85,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
         _remember_unprepared(
             draft, run_id, [it for it in changed if memory.plan and it not in memory.plan.stages], waited
         )
-        _abandon(draft, run_id, "somebody whom it needs is gone or changed")
+        abandon(draft, run_id, "somebody whom it needs is gone or changed")
         return
     unready = preparation.unready(state, coming)
     assert memory.plan is not None
@@ -101,7 +101,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
 def _give_up_on(draft: Draft, run_id: str, peers: Sequence[str], waited: float, why: str) -> None:
     names = ", ".join(draft.state.nodes[peer].name for peer in peers)
     _remember_unprepared(draft, run_id, peers, waited)
-    _abandon(draft, run_id, f"{names} {why}")
+    abandon(draft, run_id, f"{names} {why}")
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
@@ -126,7 +126,8 @@ def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited
     draft.remember(run_id, unprepared={**known, **dict.fromkeys(peers, until)})
 
 
-def _abandon(draft: Draft, run_id: str, why: str) -> None:
+def abandon(draft: Draft, run_id: str, why: str) -> None:
+    """Give up the plan that is prepared."""
     draft.event("plan.abandoned", run_id, run_id, f"the plan that was being prepared is given up: {why}")
     draft.remember(run_id, preparation=None, considered=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from atoll.coordinator.state.records import Node
 from atoll.coordinator.state.snapshot import Joins, Live, RunMemory, State
@@ -32,10 +33,15 @@ class Present:
     silent: tuple[str, ...]  # planned
     finishing: tuple[str, ...]  # planned; a new plan should not count on them
 
-    @property
+    @cached_property
     def members(self) -> tuple[str, ...]:
         """All of them, ordered."""
-        return tuple(sorted({*self.fit, *self.silent, *self.finishing}))
+        return tuple(sorted(self.there))
+
+    @cached_property
+    def there(self) -> frozenset[str]:
+        """The same, to look for one."""
+        return frozenset((*self.fit, *self.silent, *self.finishing))
 
 
 def present(state: State, run_id: str, now: float) -> Present:

@@ -20,7 +20,7 @@ def is_gone(state: State, plan: Plan, peer: str, here: Present, now: float, *, b
 
     The word of `but`, a peer id, does not count.
     """
-    if peer not in here.members:
+    if peer not in here.there:
         return True
     live = state.live.get(peer)
     if peer not in here.silent or live is None or live.connected or not live.profile.device:

@@ -47,7 +47,10 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     second_copies.let_go(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.preparation is not None:
-        answering.go_on(draft, run_id, policy, memory.preparation, here)
+        if second_copies.are_needed(draft.state, run_id, here, now):
+            answering.abandon(draft, run_id, "a stage is gone whose layers somebody has who prepares for it")
+        else:
+            answering.go_on(draft, run_id, policy, memory.preparation, here)
         return
     if memory.question is not None or _unsettled(draft.state, run_id, here):
         return

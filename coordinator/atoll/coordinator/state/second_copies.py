@@ -13,7 +13,7 @@ soon as another had loaded its layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.planner.drafting import Route, routes_of
@@ -32,6 +32,7 @@ _ALONE_SECONDS = 60.0  # between take-overs on the word of nobody but who takes 
 _UNDISTURBED_SECONDS = 20.0  # that a route which became shorter has to work again, before the planner is asked
 _MOST_OF_A_LINK = 0.25  # of the time between two rounds, to send or fetch what a copy needs
 _TOO_MUCH_OF_A_LINK = 0.4  # one that is there is given up
+_LOOK_SECONDS = 2.0  # between looks at who should have one
 _FRESH_SECONDS = 10.0  # no more often is it written down that a copy is there
 
 
@@ -61,8 +62,10 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
     alone = {}  # by peer id: keepers whose word alone it is
     for pair in kept(state, plan):
         free = pair.of not in without and pair.keeper not in spans and pair.keeper not in without
+        if not free or not gone.is_gone(state, plan, pair.of, here, now):
+            continue
         able = pair.keeper in here.fit and _trains(state, pair.keeper) and _may(state, run_id, pair)
-        if free and able and _is_newest(state, pair, here) and gone.is_gone(state, plan, pair.of, here, now):
+        if able and _is_newest(state, pair, here):
             if not gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper):
                 before = state.memory[run_id].took_over.get(pair.keeper)
                 if before is not None and now - before < _ALONE_SECONDS:
@@ -94,12 +97,27 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
     return True
 
 
+def are_needed(state: State, run_id: str, here: Present, now: float) -> bool:
+    """Whether a stage is gone whose copy its keeper put aside, to fetch what a plan to come may give it."""
+    memory = state.memory[run_id]
+    if memory.plan is None or memory.preparation is None or not memory.copies:
+        return False
+    aside = memory.preparation.spans.keys() & memory.copies.keys()
+    return any(
+        pair.keeper in aside
+        and memory.copies[pair.keeper].span == pair.both
+        and gone.is_gone(state, memory.plan, pair.of, here, now)
+        for pair in pairs(memory.plan)
+    )
+
+
 def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     """Who should have a copy of which layers; each is told to fetch them (`preparation.told`)."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
-    plan = memory.plan
-    if plan is None:
+    plan, looked = memory.plan, memory.copies_looked_at
+    if plan is None or memory.missing or (looked is not None and now - looked < _LOOK_SECONDS):
         return
+    draft.remember(run_id, copies_looked_at=now)
     settled = draft.now.unix_ms - plan.issued_unix_ms >= 1000 * policy.standby_seconds
     wanted = _wanted(state, plan, here, now, settled=settled)
     copies = {peer: _since(state, peer, pair, memory.copies.get(peer), now) for peer, pair in wanted.items()}
@@ -119,11 +137,16 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
 
 
 def let_go(draft: Draft, run_id: str) -> None:
-    """Of copies that another plan made useless."""
-    memory = draft.state.memory[run_id]
+    """Of copies that another plan made useless. Who fetches what a plan to come may give it is not late meanwhile."""
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.copies and memory.plan is not None:
         useful = {(pair.keeper, pair.both) for pair in pairs(memory.plan)}
-        copies = {peer: it for peer, it in memory.copies.items() if (peer, it.span) in useful}
+        busy = memory.preparation.spans if memory.preparation is not None else {}
+        copies = {
+            peer: Coming(it.span, now) if peer in busy and now - it.since >= _FRESH_SECONDS else it
+            for peer, it in memory.copies.items()
+            if (peer, it.span) in useful
+        }
         if copies != memory.copies:
             draft.remember(run_id, copies=copies)
 
@@ -149,9 +172,11 @@ def pairs(plan: Plan) -> Iterator[Pair]:
 def chosen(able: Iterable[Pair]) -> dict[str, Pair]:
     """By who has it: one copy each, and one of each stage; earlier pairs first."""
     found: dict[str, Pair] = {}
+    copied = set()
     for pair in able:
-        if pair.keeper not in found and all(pair.of != other.of for other in found.values()):
+        if pair.keeper not in found and pair.of not in copied:
             found[pair.keeper] = pair
+            copied.add(pair.of)
     return found
 
 
@@ -168,24 +193,27 @@ def _wanted(state: State, plan: Plan, here: Present, now: float, *, settled: boo
         return {}
     standing = {plan.span(peer) for peer in plan.standbys}
     coming = {it.span for it in memory.standbys.values()}
-    there = {*here.fit, *here.silent}
-    open_pairs = [
-        pair for pair in pairs(plan) if pair.of_span not in standing and there.issuperset((pair.keeper, pair.of))
-    ]
+    there, weights = {*here.fit, *here.silent}, issuing.layer_weights(state.runs[run_id])
+    open_pairs = [pair for pair in pairs(plan) if pair.of_span not in standing and pair.keeper in there]
     possible = [pair for pair in open_pairs if _may(state, run_id, pair)]
     held = [
         pair
         for pair in possible
         if (it := memory.copies.get(pair.keeper)) is not None
         and it.span == pair.both
-        and _links_carry(state, run_id, pair, _TOO_MUCH_OF_A_LINK)
+        and _links_carry(state, pair, weights, _TOO_MUCH_OF_A_LINK * issuing.round_seconds(memory))
     ]
     able = [
         pair
         for pair in possible
-        if settled and pair.of_span not in coming and _can_fetch(state, run_id, pair, here, now)
+        if settled
+        and pair.of in there
+        and pair.of_span not in coming
+        and _can_fetch(state, run_id, pair, here, now)
+        and _links_carry(state, pair, weights, _MOST_OF_A_LINK * issuing.round_seconds(memory))
     ]
-    return chosen([*held, *sorted(able, key=lambda it: len(plan.holders(it.of_span)))])  # of equals along the route
+    holders = {span: len(plan.holders(span)) for span in {pair.of_span for pair in able}}
+    return chosen([*held, *sorted(able, key=lambda it: holders[it.of_span])])  # of equals along the route
 
 
 def _since(state: State, peer: str, pair: Pair, before: Coming | None, now: float) -> Coming:
@@ -199,7 +227,7 @@ def _since(state: State, peer: str, pair: Pair, before: Coming | None, now: floa
 def _is_newest(state: State, pair: Pair, here: Present) -> bool:
     """Whether a copy is of the newest round. One that is nearly is enough once its stage cannot bring its own back."""
     newest = state.runs[state.nodes[pair.keeper].run_id].head_round
-    return pair.of not in here.members or asking.live_of(state, pair.keeper).status.prepared_round >= newest
+    return pair.of not in here.there or asking.live_of(state, pair.keeper).status.prepared_round >= newest
 
 
 def _may(state: State, run_id: str, pair: Pair) -> bool:
@@ -210,22 +238,20 @@ def _may(state: State, run_id: str, pair: Pair) -> bool:
 
 
 def _can_fetch(state: State, run_id: str, pair: Pair, here: Present, now: float) -> bool:
-    """Whether this node trains, was not too slow lately, and both links carry what a copy takes."""
+    """Whether this node trains, told what it computes with, and was not too slow lately."""
     slow = asking.lately(state.memory[run_id].slow_to_fetch, pair.keeper, now)
     known = is_known(asking.live_of(state, pair.keeper).profile)
     trains = pair.keeper in here.fit and _trains(state, pair.keeper)
-    return trains and known and not slow and _links_carry(state, run_id, pair, _MOST_OF_A_LINK)
+    return trains and known and not slow
 
 
-def _links_carry(state: State, run_id: str, pair: Pair, share: float) -> bool:
-    """Whether a copy takes no more than that share of the time between two rounds of both links, where it is known.
+def _links_carry(state: State, pair: Pair, weights: Sequence[float], seconds: float) -> bool:
+    """Whether both links, where they are known, carry what a copy takes in that time.
 
     Only what nodes send was ever measured; homes receive faster.
     """
-    weights = issuing.layer_weights(state.runs[run_id])
     sent = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in pair.of_span)
     uplinks = [it.uplink for it in issuing.links(state, (pair.keeper, pair.of)).values() if it.uplink]
-    seconds = share * issuing.round_seconds(state.memory[run_id])
     return all(sent / uplink <= seconds for uplink in uplinks)
 
 

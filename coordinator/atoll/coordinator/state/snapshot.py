@@ -172,6 +172,7 @@ class RunMemory:
     slow_to_fetch: Mapping[str, float] = field(
         default_factory=dict
     )  # by peer id: who did not fetch any of those in time, when
+    copies_looked_at: float | None = None  # monotonic: when it was last asked who should have one
     took_over: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did on its own word alone, when
     undisturbed_until: float = 0.0  # a route became shorter, and is to work again before the planner is asked
     unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, until when

@@ -23,7 +23,7 @@ class Formers:
         """Copy what is true of `head` into a state that still lacks all its layers; the layers that it lacks then."""
         missing = set(state.layers)
         for then, former in reversed(self.held if head is not None else ()):
-            true = _unchanged(then, head, missing & set(former.layers))
+            true = unchanged(then, head, missing & set(former.layers))
             state.take_over(former, sorted(true))
             missing -= true
         return frozenset(missing)
@@ -31,11 +31,12 @@ class Formers:
     def let_go(self, head: Head, held: range) -> None:
         """We hold these layers of `head`. What was averaged since by those who hold it now, nobody needs from us."""
         self.held = tuple(
-            (then, former) for then, former in self.held if _unchanged(then, head, set(former.layers) - set(held))
+            (then, former) for then, former in self.held if unchanged(then, head, set(former.layers) - set(held))
         )
 
 
-def _unchanged(then: Head, now: Head | None, layers: set[int]) -> set[int]:
+def unchanged(then: Head, now: Head | None, layers: set[int]) -> set[int]:
+    """Of these layers, those that are at `now` as they were at `then`."""
     if now is None:
         return set()
     return {layer for layer in layers if then.manifest.layers[layer] == now.manifest.layers[layer]}

@@ -23,12 +23,14 @@ from atoll.core.plan import Plan
 from atoll.node.control.directives import Directives
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
+from atoll.node.state.formers import unchanged
 from atoll.node.state.mapped import mapped_vector
 from atoll.node.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
 _RETRY = timedelta(seconds=2)
 _OWED = timedelta(minutes=10)  # for who loads what a plan gave us to take it: as long as a trainer may load
+_MOST_ASIDE = 4  # states: of two spans
 _ASIDE = timedelta(minutes=5)  # that what is wanted no more is kept, as it may be wanted again
 
 _log = log.get("prepare")
@@ -66,8 +68,8 @@ class Preparing:
         self._round = 0  # of which they are
         self._of = range(0)  # what `held` was fetched for
         self._began: Plan | None = None  # the plan under which that began
-        self._aside: tuple[Held, ...] = ()  # what was wanted before: some of it may be wanted again
-        self._aside_until = 0.0  # of the event loop
+        self.aside: tuple[Held, ...] = ()  # what was wanted before: some of it may be wanted again
+        self._forgetting: asyncio.TimerHandle | None = None
         self._generation = 0  # of `held`: grows when it is taken or dropped
         self._network = network
         self._directives = directives
@@ -110,21 +112,20 @@ class Preparing:
                 self._of, self._began = span, self._plan()
             try:
                 await self._follow(span)
-            except AtollError as error:  # what is here stays
+            except (AtollError, OSError) as error:  # what is here stays
                 _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
                 await asyncio.sleep(_RETRY.total_seconds())
             if not self._wanted and not self._is_owed():
                 self._put_aside()
-                await self._until_wanted_or_forgotten()
 
     def take(self) -> tuple[Held, ...]:
         """What was fetched, for whoever has a use for it now; it is not followed any more."""
-        held, self._aside = (*self._drop(), *self._aside), ()
+        held, self.aside = (*self._drop(), *self.aside), ()
         return held
 
     def _drop(self) -> tuple[Held, ...]:
         held, self.held = self.held, ()
-        self._span = self._of = range(0)
+        self._span, self._of, self._began = range(0), range(0), None
         self._generation += 1
         self._directives.wake()
         return held
@@ -149,39 +150,39 @@ class Preparing:
         """What is here is wanted no more, for now."""
         held = self._drop()
         if held:
-            self._aside = held
-            self._aside_until = asyncio.get_running_loop().time() + _ASIDE.total_seconds()
+            self.aside = (*held, *self.aside)[:_MOST_ASIDE]
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+            self._forgetting = asyncio.get_running_loop().call_later(_ASIDE.total_seconds(), self._forget)
 
-    async def _until_wanted_or_forgotten(self) -> None:
-        rest = self._aside_until - asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout(max(0.0, rest) if self._aside else None):
-                await self._directives.until(self._is_wanted)
-        except TimeoutError:
-            self._aside = ()
+    def _forget(self) -> None:
+        self.aside = ()
 
     async def _follow(self, span: range) -> None:
         """Fetch what is lacking of `span`, then what changed of it, until something else is wanted.
 
         Raises what `catch_up` raises, and `DataDirUnusable`.
         """
-        while self._wanted == span:
-            present, generation = self._present(), self._generation
-            gaps = lacking(span, present.layers)
+        generation = self._generation
+        while self._wanted == span and self._generation == generation:
+            present = self._present()
+            gaps = lacking(span, present.layers or self._plan().span(self._network.peer_id))
             held = tuple([await self._fetch(gap, present) for gap in gaps])
             if generation != self._generation:
                 return  # the plan came, and did not wait for this
-            self.held, self._aside = held, ()
-            self._round = min([head.round for head, _ in held] or [present.head.round if present.head else 0])
-            if self._span != span:
-                self._span = span
+            self.held = held
+            self.aside = tuple(item for item in self.aside if not _is_among(item[1].layers, held))
+            was, self._round = self._round, min([head.round for head, _ in held] or [_round(present.head)])
+            came, self._span = self._span != span, span
+            if came or self._round != was:
                 self._ready()
+            if came:
                 _log.info("the layers of the next plan are here", first=span.start, last=span.stop - 1)
             await self._change(span, present)
 
     async def _fetch(self, layers: range, present: Present) -> Held:
         before, offsets = next((item for item in self.held if item[1].layers == layers), None), present.offsets
-        if before is not None and present.head is not None and _goes_on(before[0], present.head, layers):
+        if before is not None and present.head is not None and is_true_of(before, present.head):
             return present.head, before[1]  # that round was of other layers
         head, state = before if before is not None else (None, _nothing(offsets, layers))
         fetched = await catch_up(
@@ -192,7 +193,7 @@ class Preparing:
             operator_key=self._operator_key,
             believed=self._believed,
             allocate=partial(mapped_vector, self._folder),
-            others=lambda: (*self.held, *self._aside, *self._others()),
+            others=lambda: (*self.held, *self.aside, *self._others()),
         )
         if fetched is None:
             assert before is not None
@@ -201,11 +202,12 @@ class Preparing:
 
     async def _change(self, span: range, then: Present) -> None:
         """Wait until something else is wanted, or there may be a newer head."""
+        generation = self._generation
 
         def changed() -> bool:
             now = self._present()
             moved = now.layers != then.layers or _hash(now.head) != _hash(then.head)
-            return self._wanted != span or moved
+            return self._wanted != span or moved or self._generation != generation
 
         behind = then.head is None or any(head.round < then.head.round for head, _ in self.held)
         try:
@@ -220,8 +222,10 @@ class Preparing:
         return range(0) if prepare == self._refused else prepare
 
     def _is_wanted(self) -> bool:
-        span = self._wanted
-        return bool(span) and span.stop < len(self._present().offsets) and self._directives.plan is not None
+        span, plan = self._wanted, self._directives.plan
+        if not span or plan is None or span.stop >= len(self._present().offsets):
+            return False
+        return bool(lacking(span, plan.span(self._network.peer_id)))  # else it is loaded anyway
 
     def _plan(self) -> Plan:
         assert self._directives.plan is not None
@@ -232,10 +236,18 @@ def _hash(head: Head | None) -> bytes:
     return head.hash if head is not None else b""
 
 
-def _goes_on(then: Head, now: Head, layers: range) -> bool:
-    """Whether these layers are at `now` as they were at an earlier head."""
-    before, after = then.manifest.layers, now.manifest.layers
-    return then.round <= now.round and all(before[layer] == after[layer] for layer in layers)
+def is_true_of(held: Held, now: Head) -> bool:
+    """Whether all layers of a state are at `now` as they were at its head, or earlier than that."""
+    then, state = held
+    return then.round <= now.round and unchanged(then, now, set(state.layers)) == set(state.layers)
+
+
+def _round(head: Head | None) -> int:
+    return head.round if head is not None else 0
+
+
+def _is_among(layers: range, held: Sequence[Held]) -> bool:
+    return set(layers) <= {layer for _, state in held for layer in state.layers}
 
 
 def _nothing(offsets: Sequence[int], layers: range) -> AnchorState:
