@@ -90,7 +90,9 @@ class Watched:
     stepped: dict[str, list[float]] = field(default_factory=dict)  # by name, when it had stepped a flush
     committed: list[tuple[float, int]] = field(default_factory=list)  # when tokens were seen to be committed
     now: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: what each that answers says of itself
+    repeated: int = 0  # samples that were read again, as no others were dealt out yet
     _steps: dict[str, int] = field(default_factory=dict)
+    _repeated: dict[str, int] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -102,6 +104,9 @@ class Watched:
                 before, self._steps[name] = self._steps.get(name, 0), status["steps"]
                 if status["steps"] > before:
                     self.stepped.setdefault(name, []).append(now)
+                again = status["samples_repeated"] - self._repeated.get(name, 0)
+                self._repeated[name] = status["samples_repeated"]
+                self.repeated += again if again >= 0 else status["samples_repeated"]  # another trainer counts anew
             tokens = max((status.get("committed_tokens", 0) for status in self.now.values()), default=0)
             if tokens > (self.committed[-1][1] if self.committed else 0):
                 self.committed.append((now, tokens))
