@@ -12,8 +12,8 @@ same, less often, in a run that wants no second copies (with `--without` only th
 `pause_s` is the longest time between two flushes that the other stages were seen to step, from the signal to the end
 of the victim's absence. Part of it is the time from the signal to the plan (`plan_s`), which waits a second for a line
 that may only have blinked; in the rest the neighbour loads a trainer with both spans. All is over `WATCHED_SECONDS`
-from the signal. Micro-batches that counted twice are those of `pipeline_faults`, but for samples that a driver read again
-because its ranges ran dry before the next manifest dealt out more, which it counts (`samples_repeated`).
+from the signal. Micro-batches that counted twice are those of `pipeline_faults`, but for samples that a driver read
+again, and counted as such (`samples_repeated`), because its ranges ran dry before the next manifest dealt out more.
 """
 
 from __future__ import annotations
