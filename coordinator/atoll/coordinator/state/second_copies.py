@@ -7,13 +7,13 @@ while the route stays. It is sent these layers anew each time that they are aver
 a quarter of the time between two rounds for that has none.
 
 When the stage is gone, the plan that is issued at once gives both spans to who has the copy: the route is shorter by
-one. The planner looks for better ones when it works again. A stage that was started again is waited for: it is there as
-soon as another had loaded its layers.
+one. The planner looks for better ones when it works again. A stage whose process is there again before it was missed is
+waited for: it has loaded its layers as soon as another would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.planner.drafting import Route, routes_of
@@ -54,46 +54,23 @@ class Pair:
 
 def take_over(draft: Draft, run_id: str, here: Present) -> bool:
     """Give the layers of stages that are gone to who has a copy. Whether any were given."""
-    state, plan, now = draft.state, draft.state.memory[run_id].plan, draft.now.monotonic
-    if plan is None:
+    state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
+    plan = memory.plan
+    taken = _taken(state, plan, here, now) if plan is not None else []
+    if plan is None or not taken:
         return False
-    spans: dict[str, range] = {}  # of keepers: both
-    without: dict[str, str] = {}  # who is gone → who has its layers
-    alone = {}  # by peer id: keepers whose word alone it is
-    for pair in kept(state, plan):
-        free = pair.of not in without and pair.keeper not in spans and pair.keeper not in without
-        if not free or not gone.is_gone(state, plan, pair.of, here, now):
-            continue
-        able = pair.keeper in here.fit and _trains(state, pair.keeper) and _may(state, run_id, pair)
-        if able and _is_newest(state, pair, here):
-            if not gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper):
-                before = state.memory[run_id].took_over.get(pair.keeper)
-                if before is not None and now - before < _ALONE_SECONDS:
-                    continue
-                alone[pair.keeper] = now
-            spans[pair.keeper], without[pair.of] = pair.both, pair.keeper
-    if not without:
-        return False
-    routes: list[Route] = []
-    for route in routes_of(plan):
-        parts = [part for part in route if part.peer_id not in without]
-        routes.append(
-            tuple(
-                replace(part, first=span.start, last=span.stop - 1) if (span := spans.get(part.peer_id)) else part
-                for part in parts
-            )
-        )
-    names = {peer: state.nodes[peer].name for peer in (*without, *spans)}
-    told = "; ".join(f"{names[keeper]} takes the layers of {names[of]}, too" for of, keeper in sorted(without.items()))
-    memory = state.memory[run_id]
-    standing = standbys.kept(state, run_id, routes, [*here.fit, *here.silent])
+    keepers, gone_peers = {pair.keeper: pair for pair in taken}, {pair.of for pair in taken}
+    routes = [_shorter(route, keepers, gone_peers) for route in routes_of(plan)]
+    alone = [pair.keeper for pair in taken if not gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper)]
     draft.remember(
         run_id,
-        copies={peer: it for peer, it in memory.copies.items() if peer not in spans},
-        took_over={**memory.took_over, **alone},
+        copies={peer: it for peer, it in memory.copies.items() if peer not in keepers},
+        took_over={**memory.took_over, **dict.fromkeys(alone, now)},
         undisturbed_until=now + _UNDISTURBED_SECONDS,
     )
-    issue_routes(draft, run_id, routes, told, Notes(left_out=memory.left_out), standbys=standing)
+    told = sorted(f"{state.nodes[it.keeper].name} takes the layers of {state.nodes[it.of].name}, too" for it in taken)
+    standing = standbys.kept(state, run_id, routes, [*here.fit, *here.silent])
+    issue_routes(draft, run_id, routes, "; ".join(told), Notes(left_out=memory.left_out), standbys=standing)
     return True
 
 
@@ -180,6 +157,48 @@ def chosen(able: Iterable[Pair]) -> dict[str, Pair]:
     return found
 
 
+# --- a stage is gone ---------------------------------------------------------------------------------
+
+
+def _taken(state: State, plan: Plan, here: Present, now: float) -> list[Pair]:
+    """Whose layers are taken by whom: each stage's once, and one stage's by each keeper."""
+    found: list[Pair] = []
+    keepers: set[str] = set()
+    without: set[str] = set()
+    for pair in kept(state, plan):
+        free = pair.of not in without and pair.keeper not in keepers and pair.keeper not in without
+        if free and gone.is_gone(state, plan, pair.of, here, now) and _can_take(state, plan, pair, here, now):
+            found.append(pair)
+            keepers.add(pair.keeper)
+            without.add(pair.of)
+    return found
+
+
+def _can_take(state: State, plan: Plan, pair: Pair, here: Present, now: float) -> bool:
+    """Whether this node trains and has room, its copy is good, and it is believed."""
+    trains = pair.keeper in here.fit and _trains(state, pair.keeper)
+    if not (trains and _may(state, plan.run_id, pair) and _is_newest(state, pair, here)):
+        return False
+    before = state.memory[plan.run_id].took_over.get(pair.keeper)
+    lately = before is not None and now - before < _ALONE_SECONDS
+    return not lately or gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper)
+
+
+def _is_newest(state: State, pair: Pair, here: Present) -> bool:
+    """Whether a copy is of the newest round. One that is nearly is enough once its stage cannot bring its own back."""
+    newest = state.runs[state.nodes[pair.keeper].run_id].head_round
+    return pair.of not in here.there or asking.live_of(state, pair.keeper).status.prepared_round >= newest
+
+
+def _shorter(route: Route, keepers: Mapping[str, Pair], without: Collection[str]) -> Route:
+    """The route in which keepers have both spans."""
+    left = (part for part in route if part.peer_id not in without)
+    return tuple(
+        replace(part, first=pair.both.start, last=pair.both.stop - 1) if (pair := keepers.get(part.peer_id)) else part
+        for part in left
+    )
+
+
 # --- who should have one -----------------------------------------------------------------------------
 
 
@@ -222,12 +241,6 @@ def _since(state: State, peer: str, pair: Pair, before: Coming | None, now: floa
         return Coming(pair.both, now)
     fresh = now - before.since < _FRESH_SECONDS or not preparation.holds(state, peer, pair.both)
     return before if fresh else Coming(pair.both, now)
-
-
-def _is_newest(state: State, pair: Pair, here: Present) -> bool:
-    """Whether a copy is of the newest round. One that is nearly is enough once its stage cannot bring its own back."""
-    newest = state.runs[state.nodes[pair.keeper].run_id].head_round
-    return pair.of not in here.there or asking.live_of(state, pair.keeper).status.prepared_round >= newest
 
 
 def _may(state: State, run_id: str, pair: Pair) -> bool:
