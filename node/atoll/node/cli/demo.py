@@ -22,13 +22,18 @@ if TYPE_CHECKING:
     from atoll.node.lab.demo import DemoResult
     from atoll.node.lab.demo_pipeline import PipelineResult
 
+_NOT_OF_PIPELINES = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
 DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
 
 
 def demo(
+    context: typer.Context,
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="How many nodes train.")] = 4,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Committed tokens after which it stops; default: 340000.")
+        int | None,
+        typer.Option(
+            "--tokens", min=1, help="Committed tokens after which it stops; default: 340000, with --pipeline 120000."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of initialisation and data order.")] = 0,
     data: Annotated[Path | None, typer.Option("--data", help="Your own text: a file or a directory.")] = None,
@@ -53,7 +58,7 @@ def demo(
 
     Without --data the text is the Python standard library. Two of the nodes are slowed to half and a quarter
     of the pace; the others find that out by measurement. What is killed or frozen comes back; the model must not
-    notice.
+    notice. With --pipeline it is five nodes of limited memory, none of which can hold the model.
     """
     import asyncio
 
@@ -63,6 +68,7 @@ def demo(
     from atoll.node.lab.trouble import TroublePlan
 
     if pipeline:
+        _check_given(context)
         _pipeline(tokens, seed, data, timedelta(minutes=minutes), keep, output)
         return
     check_codec(codec)
@@ -79,6 +85,15 @@ def demo(
         print_json({"demo": result.to_json()})
     else:
         _tell(result, keep)
+
+
+def _check_given(context: typer.Context) -> None:
+    """Raise `UsageError` for what `--pipeline` would leave unheard."""
+    sources = {name: context.get_parameter_source(name) for name in _NOT_OF_PIPELINES}
+    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    if given:
+        words = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(f"--pipeline does not go with {words}", "it has five nodes of its own, and kills one of them")
 
 
 def _pipeline(

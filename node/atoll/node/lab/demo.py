@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import ConfigError, first_error
+from atoll.core.errors import ConfigError, DeadlineExceeded, first_error
 from atoll.core.manifest import Head
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.lab.launcher import LocalSwarm
@@ -204,7 +204,8 @@ async def watch(
     while not finished():
         swarm.check()
         if time.monotonic() > deadline:
-            await swarm.until(finished, "the run did not finish", timedelta(0))
+            minutes = timeout.total_seconds() / 60
+            raise DeadlineExceeded(f"the run did not finish within {minutes:g} min", "give it more with --minutes")
         for name in names:
             before = view.nodes.get(name, {})
             now = await asyncio.to_thread(swarm.status, name)
