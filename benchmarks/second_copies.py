@@ -9,11 +9,11 @@ layers, that stage gets SIGKILL (its trainer dies with it) and is started again 
 is killed when all three are back in their places, where pins put them for a moment, and there are copies. Then the
 same, less often, in a run that wants no second copies (with `--without` only that).
 
-`pause_s` is the longest time between two flushes that the other stages were seen to step, from the signal to the end
-of the victim's absence. Part of it is the time from the signal to the plan (`plan_s`), which waits a second for a line
-that may only have blinked; in the rest the neighbour loads a trainer with both spans. All is over `WATCHED_SECONDS`
-from the signal. Micro-batches that counted twice are those of `pipeline_faults`, but for samples that a driver read
-again, and counted as such (`samples_repeated`), because its ranges ran dry before the next manifest dealt out more.
+`pause_s` is the longest time between two flushes that the other stages were seen to step, in `WATCHED_SECONDS` from the
+signal on. Part of it is the time from the signal to the plan (`plan_s`), which waits a second for a line that may only
+have blinked; in the rest the neighbour loads a trainer with both spans. Micro-batches that counted twice are those of
+`pipeline_faults`, but for samples that a driver read again, and counted as such (`samples_repeated`), because its
+ranges ran dry before the next manifest dealt out more.
 """
 
 from __future__ import annotations

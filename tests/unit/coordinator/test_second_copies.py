@@ -282,8 +282,9 @@ def test_a_copy_that_is_behind_waits_for_its_stage(swarm: RoutedWorld, round_now
 def test_a_keeper_whose_line_blinks_keeps_its_copy(swarm: RoutedWorld) -> None:
     swarm.wait(300)  # longer than it may take to fetch
     swarm.hang_up("bob")
-    swarm.wait(1.5)
+    swarm.wait(5)  # more than one look at who has what
     swarm.connect("bob", TRAINING)
+    swarm.say("bob", TRAINING)
     swarm.wait(3)
     assert copies(swarm)["bob"] == "ann"
     assert swarm.state.memory[RUN].slow_to_fetch == {}
