@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ProtocolMismatch, Unreachable, by_reason
+from atoll.node.socket_paths import SocketDirectory
 
 SOCKET_NAME = "atoll.sock"
 MAX_LINE = 1 << 20
-_LONGEST_PATH = 100  # of sun_path's 108
 _TIMEOUT = timedelta(seconds=5)
 
 Answer = dict[str, Any]
@@ -54,13 +53,9 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
 
 @contextlib.contextmanager
 def socket_path(data_dir: Path) -> Iterator[str]:
-    """The socket's path, by way of /proc when it is longer than the kernel allows."""
-    path = str(data_dir / SOCKET_NAME)
-    if len(path) <= _LONGEST_PATH:
-        yield path
-        return
-    descriptor = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
+    """The path of the daemon's socket, however deep `data_dir` lies."""
+    directory = SocketDirectory.open(data_dir, SOCKET_NAME)
     try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+        yield str(directory.path / SOCKET_NAME)
     finally:
-        os.close(descriptor)
+        directory.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from support.swarm_lab import SOON, Lab, echo
@@ -33,6 +35,24 @@ async def test_members_find_each_other_and_talk(lab: Lab) -> None:
     assert a.bytes_sent("/echo/1") == 16 + 6 + len(body) == stream.bytes_sent
     assert a.bytes_sent("dht") > 0 < a.bytes_sent("/atoll/hello/1")
     await stream.close()
+
+
+async def test_members_in_directories_with_long_paths_talk_too(tmp_path: Path) -> None:
+    deep = tmp_path / ("deep" * 20) / ("deeper" * 10)
+    deep.mkdir(parents=True)
+    lab = Lab(deep)
+    try:
+        seed = await lab.start("seed", relay_service=True, direct=None)
+        a = await lab.start("a", seeds=seed.multiaddrs(), direct=None)
+        seed.handle("/echo/1", echo)
+        stream = await a.open(seed.peer_id, "/echo/1", SOON)
+        await stream.send(FrameKind.PART, b"header", b"body")
+        frame = await stream.receive(SOON)
+        assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", b"body")
+    finally:
+        await lab.close()
+    links = [Path(f"/proc/self/fd/{it}") for it in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if link.is_symlink() and deep in (there := link.readlink(), *there.parents)]
 
 
 async def test_members_that_began_without_a_seed_meet_through_one_that_came_later(lab: Lab) -> None:

@@ -54,7 +54,7 @@ class SwarmConfig:
     """Where this host listens and whom it asks first. Addresses are TCP multiaddrs; port 0 takes a free one."""
 
     identity_path: Path
-    runtime_dir: Path  # for sockets, 0700; short, because the kernel bounds socket paths
+    runtime_dir: Path  # for sockets, 0700
     listen: tuple[str, ...]
     announce: tuple[str, ...]  # what others should dial, where it differs from `listen`
     seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
@@ -106,7 +106,7 @@ class SwarmHost:
         )
         p2pd = await P2pd.start(daemon_config, timeout)
         try:
-            p2p = await GatedP2P.attach(daemon_config, gate, AddressBook(clock), clock)
+            p2p = await GatedP2P.attach(p2pd.config, gate, AddressBook(clock), clock)
         except BaseException:
             await p2pd.stop(timedelta(0))
             raise
@@ -265,7 +265,7 @@ class SwarmHost:
             await asyncio.gather(*self._registrations, return_exceptions=True)
 
     async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
-        await self._door.listen(config.runtime_dir / "streams.sock")
+        await self._door.listen(self._p2pd.config.stream_socket)
         await self._p2p.control.serve_streams(hello.PROTOCOL)
         await self._p2p.control.serve_streams(stripes.PROTOCOL)
         if config.direct is not None:

@@ -18,7 +18,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
@@ -29,13 +29,13 @@ from atoll.core import log
 from atoll.core.errors import ChildDied, ConfigError, PortInUse
 from atoll.core.files import make_private_dir
 from atoll.node import processes
+from atoll.node.socket_paths import SocketDirectory
 
 RELAY_MAX_CIRCUITS = 16  # open relayed connections of one peer
 RELAY_MAX_RESERVATIONS = 128  # peers that wait to be dialled through us
 RELAY_DATA_LIMIT_BYTES = 4 * 1024**3  # in each direction of one relayed connection
 RELAY_TIME_LIMIT = timedelta(minutes=30)  # of one relayed connection; peers dial again
 RELAY_BUFFER_BYTES = 1024 * 1024
-_SOCKET_PATH_MAX_BYTES = 100  # the kernel's limit is 107
 
 _log = log.get("p2pd")
 
@@ -91,15 +91,20 @@ def command(config: P2pdConfig) -> list[str]:
 
 
 class P2pd:
-    """A running daemon. `died` resolves when it ends without having been asked to."""
+    """A running daemon. `died` resolves when it ends without having been asked to.
 
-    def __init__(self, config: P2pdConfig, child: asyncio.subprocess.Process) -> None:
+    Its `config` names its sockets by paths that the kernel takes, until `stop`.
+    """
+
+    def __init__(self, config: P2pdConfig, sockets: SocketDirectory, child: asyncio.subprocess.Process) -> None:
         self.config = config
+        self._sockets = sockets
         self.died: asyncio.Future[ChildDied] = asyncio.get_running_loop().create_future()
         self._child = child
         self._ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._last_line = ""
         self._stopping = False
+        self._stopped = False
         self._watcher = asyncio.create_task(self._watch())
 
     @property
@@ -109,18 +114,23 @@ class P2pd:
     @classmethod
     async def start(cls, config: P2pdConfig, timeout: timedelta) -> P2pd:
         """Launch and wait until it answers. Raises `PortInUse`, `ConfigError`, `ChildDied`."""
-        _check_socket_paths(config)
         for address in config.listen:
             _check_port_free(address)
-        make_private_dir(config.runtime_dir)
-        _remove_sockets(config)
-        child = await processes.start(
-            command(config),
-            environment=_environment(),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        daemon = cls(config, child)
+        sockets = SocketDirectory.open(make_private_dir(config.runtime_dir), config.stream_socket.name)
+        try:
+            config = replace(config, runtime_dir=sockets.path)
+            _remove_sockets(config)
+            child = await processes.start(
+                command(config),
+                environment=_environment(),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=sockets.descriptors,
+            )
+        except BaseException:
+            sockets.close()
+            raise
+        daemon = cls(config, sockets, child)
         try:
             await daemon._until_ready(timeout)
         except BaseException:
@@ -133,7 +143,10 @@ class P2pd:
         self._stopping = True
         await processes.stop(self._child, grace)
         await self._watcher
-        _remove_sockets(self.config)
+        if not self._stopped:
+            self._stopped = True
+            _remove_sockets(self.config)
+            self._sockets.close()
 
     def declare_dead(self, why: str) -> None:
         """Resolve `died`, unless we are stopping or it did already."""
@@ -177,13 +190,6 @@ async def _read_line(output: asyncio.StreamReader) -> bytes:
 def _environment() -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_")}
     return ours | {"GOLOG_LOG_LEVEL": "error"}
-
-
-def _check_socket_paths(config: P2pdConfig) -> None:
-    if len(os.fsencode(config.stream_socket)) > _SOCKET_PATH_MAX_BYTES:
-        raise ConfigError(
-            f"the path {config.stream_socket} is too long for a socket", "choose a data directory with a shorter path"
-        )
 
 
 def _check_port_free(address: str) -> None:
