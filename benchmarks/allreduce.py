@@ -195,7 +195,8 @@ async def measure(
             problems = [answer["problem"] for answer in answers if answer.get("problem")]
             if problems:
                 raise RuntimeError(problems[0])
-            done.append(Round.of(answers))
+            checks = await together(joined, {"check": True}, JOIN_SECONDS)
+            done.append(Round.of([answer | check for answer, check in zip(answers, checks, strict=True)]))
     return done
 
 

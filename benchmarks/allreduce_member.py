@@ -2,7 +2,10 @@
 
 {"contacts": [...]}  where the others are, as far as known        →  {"contact": ...}
 {"elements": …, "codec": …, "number": …, "mbit": [...]}           →  {"prepared": true}
-{"go": seconds}                                                    →  {"began": …, "ended": …, "digest": …, …}
+{"go": seconds}                                                    →  {"began": …, "ended": …, "cpu_seconds": …, …}
+{"check": true}                                                    →  {"error": …, "digest": …}
+
+Results are looked at when all members have theirs: they share cores, and who is done first still serves the others.
 """
 
 from __future__ import annotations
@@ -120,15 +123,24 @@ def method_of(name: str, index: int, members: int, address: str, directory: Path
 async def answer_all(name: str, index: int, members: int, address: str, directory: Path) -> None:
     """Until the input ends."""
     method = method_of(name, index, members, address, directory)
+    mean_E = torch.empty(0)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal mean_E
         if "contacts" in request:
             return {"contact": await method.meet(request["contacts"])}
         if "elements" in request:
             vector_E = vector(index, request["elements"])
             await method.prepare(vector_E, request["codec"], request["number"], request["mbit"])
             return {"prepared": True}
-        return await measured(method, members, request["go"])
+        if "check" in request:
+            checked, mean_E = mean_E, torch.empty(0)
+            return {"error": error_of(checked, members), "digest": digest_of(checked)}
+        try:
+            mean_E, figures = await measured(method, request["go"])
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
+        return figures
 
     try:
         await serve(answer)
@@ -136,25 +148,17 @@ async def answer_all(name: str, index: int, members: int, address: str, director
         await method.close()
 
 
-async def measured(method: Method, members: int, seconds: float) -> dict[str, Any]:
-    """One round."""
+async def measured(method: Method, seconds: float) -> tuple[Tensor, dict[str, Any]]:
+    """One round: its result, and what it took."""
     watch = Watch()
     began = time.monotonic()
     try:
         async with asyncio.timeout(seconds):
             mean_E = await method.average(seconds)
-    except Exception as error:
-        watch.stop()
-        return {"problem": f"{type(error).__name__}: {error}"}
-    ended = time.monotonic()
-    figures = watch.stop()
-    return {
-        "began": began,
-        "ended": ended,
-        **figures,
-        "error": error_of(mean_E, members),
-        "digest": digest_of(mean_E),
-    }
+        ended = time.monotonic()
+    finally:
+        figures = watch.stop()
+    return mean_E, {"began": began, "ended": ended, **figures}
 
 
 if __name__ == "__main__":
