@@ -108,7 +108,10 @@ def planned_rates(mbit: dict[str, float]) -> dict[str, int]:
 class Gloo:
     """`torch.distributed.all_reduce` on CPU tensors; fp16 as half tensors, which it also sums so."""
 
-    def __init__(self, index: int, members: int, directory: Path) -> None:
+    def __init__(self, index: int, members: int, directory: Path, *, pieces: int, devices: int) -> None:
+        """The vector goes in so many pieces at once, over the one network device named so many times."""
+        self._pieces = pieces
+        self._devices = devices
         self._index = index
         self._members = members
         self._directory = directory
@@ -116,7 +119,7 @@ class Gloo:
 
     async def meet(self, contacts: list[Any]) -> Any:
         if len([it for it in contacts if it]) == self._members:
-            os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+            os.environ["GLOO_SOCKET_IFNAME"] = ",".join([DEVICE] * self._devices)
             await asyncio.to_thread(
                 torch.distributed.init_process_group,
                 "gloo",
@@ -130,8 +133,14 @@ class Gloo:
         self._vector_E = vector_E.half() if codec == "fp16" else vector_E.clone()
 
     async def average(self, seconds: float) -> Tensor:
-        await asyncio.to_thread(torch.distributed.all_reduce, self._vector_E)
+        await asyncio.to_thread(self._all_reduce)
         return self._vector_E.div_(self._members)
+
+    def _all_reduce(self) -> None:
+        for work in [
+            torch.distributed.all_reduce(piece_E, async_op=True) for piece_E in self._vector_E.chunk(self._pieces)
+        ]:
+            work.wait()
 
     async def close(self) -> None:
         if torch.distributed.is_initialized():

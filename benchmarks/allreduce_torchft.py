@@ -13,9 +13,12 @@ from benchmarks.torchft_replica import Replica
 
 
 class Torchft:
-    """`Manager.allreduce` of one flat tensor over gloo, then the vote; fp16 as half tensors, which it also sums so."""
+    """`Manager.allreduce` over gloo, then the vote; fp16 as half tensors, which it also sums so."""
 
-    def __init__(self, index: int, members: int, address: str) -> None:
+    def __init__(self, index: int, members: int, address: str, *, pieces: int, devices: int) -> None:
+        """The vector goes in so many pieces at once, over the one network device named so many times."""
+        self._pieces = pieces
+        self._devices = devices
         self._replica = Replica(index, members, address)
         self._manager: Manager | None = None
         self._vector_E: Tensor
@@ -23,7 +26,7 @@ class Torchft:
 
     async def meet(self, contacts: list[Any]) -> Any:
         if all(contacts):
-            self._manager = await asyncio.to_thread(self._replica.manager, contacts[0])
+            self._manager = await asyncio.to_thread(self._replica.manager, contacts[0], self._devices)
         return self._replica.lighthouse() or "here"
 
     async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
@@ -43,7 +46,11 @@ class Torchft:
 
     def _all_reduce(self) -> None:
         assert self._manager is not None
-        self._manager.allreduce(self._vector_E, should_quantize=self._quantised).wait()
+        for work in [
+            self._manager.allreduce(piece_E, should_quantize=self._quantised)
+            for piece_E in self._vector_E.chunk(self._pieces)
+        ]:
+            work.wait()
         error = self._manager.errored()
         if not self._manager.should_commit():
             raise RuntimeError(f"no commit: {error.original_exception if error else 'too few replicas'}")

@@ -145,7 +145,7 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
     parts = sum(averaged.parts for averaged in swarm.averaged)
     lost = {peer: sum(averaged.left_out.get(peer, 0) for averaged in swarm.averaged) for peer in swarm.members}
     honest = [peer for peer in swarm.members if peer not in names]
-    dropped = sum(averaged.left_out.get(peer, 0) == averaged.parts for averaged in swarm.averaged for peer in honest)
+    dropped = sum(2 * averaged.left_out.get(peer, 0) > averaged.parts for averaged in swarm.averaged for peer in honest)
     caught = sum(lost[peer] for peer in names) / (parts * len(names)) if names else 0.0
     outcome = Outcome(swarm.evaluate(), parts * len(honest), sum(lost[peer] for peer in honest), dropped, caught)
     swarm.close()
@@ -214,7 +214,7 @@ def _tell(report: Report, outcomes: Mapping[Job, Outcome]) -> None:
         for attack in ATTACKS:
             loss, caught, lost = mean(attack=attack, attackers=attackers, screening=True)
             bare, _, _ = mean(attack=attack, attackers=attackers, screening=False)
-            gaps = loss / without - 1, loss / fewer - 1
+            gaps = loss / peace - 1, loss / fewer - 1
             report.cell(attack=attack, attackers=attackers, unscreened=bare, screened=loss, against_peace=gaps[0],
                         against_fewer=gaps[1], caught=caught, honest_lost=lost)  # fmt: skip
             report.accept(

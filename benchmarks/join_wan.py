@@ -157,8 +157,16 @@ def _could_not(error: Exception) -> str:
 
 
 def judge(report: Report) -> None:
-    """The issue's acceptance, for the ways that were gone."""
+    """The issue's acceptance, for the ways that were gone; a fetch alone is held to the same share of the link."""
     for cell in report.cells:
+        if cell["kind"] == "catch-up":
+            times, all_direct = cell["times"], f"{cell['donors']} of {cell['donors']} direct"
+            report.accept(
+                f"{cell['mb']} MB, {cell['donors']} donors, {cell['path']}: fetch, beside its bytes",
+                target=f"≤ {TIMES} ×",
+                value=times if times is not None and cell["note"] in ("", all_direct) else cell["note"],
+                holds=times is not None and times <= TIMES and cell["note"] in ("", all_direct),
+            )
         if cell["kind"] == "whole way":
             beyond = cell["beyond"]
             report.accept(

@@ -64,6 +64,10 @@ TRIES: Mapping[str, Try] = {
     "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Try(
         Recipe(weights="roots", outer=GENTLE), speeds=SPEEDS
     ),
+    "carry of 5 steps": Try(Recipe(outer=SLOWER), "int4", delay=5.0),
+    "carry of 5 steps, a half is kept": Try(Recipe(outer=SLOWER, carried=0.5), "int4", delay=5.0),
+    "carry of 5 steps, nothing is kept": Try(Recipe(outer=SLOWER, carried=0.0), "int4", delay=5.0),
+    "carry of 5 steps, ahead": Try(Recipe(outer=SLOWER, ahead=True), "int4", delay=5.0),
     **{
         f"exchanges of {delay:g} steps, at most {share:g} of a round{words}": Try(
             Recipe(exchange_share=share, growth=growth), "int4", delay=delay

@@ -41,6 +41,8 @@ class Recipe:
     kept: float = 1.0  # share of a pseudo-gradient's elements, the largest, that a member sends
     feedback: float = 0.0  # of what it did not send, this much is added to its next
     last: int = 1  # the mean of so many anchors is evaluated
+    ahead: bool = False  # during an exchange, members train where the outer step with their own update leads
+    carried: float = 1.0  # share of what they train meanwhile that is kept
     look: bool = False  # what other lengths of the outer step would have come to
 
     def __str__(self) -> str:
@@ -119,6 +121,25 @@ class RecipeSwarm(VirtualSwarm):
         if self._recipe.look and self.rounds % LOOK_EVERY == 0:
             self._look(before_E, average_E, works)
         self._before_E = average_E
+
+    def _set_out(self, works: Mapping[str, Work]) -> None:
+        """As eager updates do that take a member's own update for everybody's (Kale et al. 2025, arXiv:2502.12996)."""
+        if not self._recipe.ahead:
+            return
+        part = self._part
+        schedule = self._recipe.outer_at(self.committed_tokens / self._spec.run.stop_tokens)
+        for peer, loop in self.loops.items():
+            ahead_E, _ = self._stepped(works[peer].gradient_E, *schedule)
+            loop._frozen().copy_(ahead_E[part])
+            with loop.weights.changed(part) as weights:
+                weights.copy_(ahead_E[part])
+
+    def _turn_back(self) -> None:
+        if self._recipe.carried == 1:
+            return
+        for loop in self.loops.values():
+            with loop.weights.changed(self._part) as weights:
+                weights.sub_(loop._frozen()).mul_(self._recipe.carried).add_(loop._frozen())
 
     def _by_agreement(self, average_E: Tensor, works: Mapping[str, Work]) -> Tensor:
         """Each tensor of the average times the share of it that is not noise, relative to the whole vector's."""

@@ -10,10 +10,14 @@ _ENVIRONMENTS = Path(__file__).parent.parent / ".make" / "peers"
 
 
 def python_of(method: str) -> str:
-    """The interpreter for a method: its own, or ours if it needs none. Raises `RuntimeError`."""
-    if not (REQUIREMENTS / f"{method}.txt").exists():
+    """The interpreter for a method (`PEER` or `PEER-VARIANT`): its own, or ours if it needs none.
+
+    Raises `RuntimeError`.
+    """
+    peer = method.partition("-")[0]
+    if not (REQUIREMENTS / f"{peer}.txt").exists():
         return sys.executable
-    folder = _ENVIRONMENTS / method
+    folder = _ENVIRONMENTS / peer
     if not (folder / "ready").exists():
         raise RuntimeError("make peers")
     return str(folder / "bin" / "python")

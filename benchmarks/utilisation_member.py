@@ -167,7 +167,9 @@ class Member:
         self._host: SwarmHost | None = None
         self._contacts: list[Any] = []
         self._counters = RoundCounters()
-        self._last: Head | None = None
+        self._rounds = 0
+        self._family: list[psutil.Process] = []
+        self._committed: dict[str, Any] = {}  # where we stood then
         self._running: asyncio.Task[None] | None = None
 
     async def meet(self, contacts: list[Any]) -> Any:
@@ -221,21 +223,25 @@ class Member:
         )
         StateServer(self._host, _RUN, manifests, lambda: None if engine.moving else (engine.head, state), engine.staged)
         self._running = asyncio.create_task(engine.run(RoundLinks(self._host, engine.receive, engine.lost)))
+        me = psutil.Process()
+        self._family = [me, *me.children(recursive=True)]
+        self._committed = self._stands("")
         self._device.begin()
 
     def look(self) -> dict[str, Any]:
-        """Where this member stands. Raises what ended its engine."""
+        """Where this member stood when it committed its last round. Raises what ended its engine."""
         assert self._host is not None
         if self._running is not None and self._running.done():
             self._running.result()
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        times = [process.cpu_times() for process in family]
+        return self._committed | {"abandoned": self._counters.abandoned}
+
+    def _stands(self, codec: str) -> dict[str, Any]:
+        times = [process.cpu_times() for process in self._family]
         return {
             "at": time.monotonic(),
             "steps": self._device.status.steps,
-            "rounds": self._counters.committed,
-            "abandoned": self._counters.abandoned,
-            "codec": BY_NUMBER[self._last.manifest.codec].name if self._last is not None else "",
+            "rounds": self._rounds,
+            "codec": codec,
             "sent": psutil.net_io_counters(pernic=False).bytes_sent,
             "cpu_seconds": sum(it.user + it.system for it in times),
         }
@@ -249,7 +255,8 @@ class Member:
             await self._host.close(timedelta(seconds=5))
 
     def _moved(self, head: Head) -> None:
-        self._last = head
+        self._rounds += 1
+        self._committed = self._stands(BY_NUMBER[head.manifest.codec].name)
 
 
 def genesis(state: AnchorState) -> Head:

@@ -132,7 +132,7 @@ class VirtualSwarm:
         self._due = dict(saved.due) or dict(self._step_times)
         self._ramps = dict.fromkeys(self.members, 0)  # steps
         self._joined = dict.fromkeys(self.members, 0)  # the round that each began with
-        self._rest_until = 0.0  # virtual time
+        self._now = self._rest_until = 0.0  # virtual time
         for peer in self.members:
             self._begin(peer, saved.moments.get(peer))
 
@@ -210,6 +210,7 @@ class VirtualSwarm:
             loop.close()
 
     def _advance(self, until: float) -> None:
+        self._now = until
         while min(self._due.values()) <= until:
             peer = min(self._due, key=lambda name: (self._due[name], name))
             self._step(peer)
@@ -235,7 +236,7 @@ class VirtualSwarm:
     def _train_meanwhile(self) -> None:
         """What members do between their snapshots and the new anchor."""
         if self._it.delay:
-            began = min(self._due.values())
+            began = self._now
             self._rest_until = began + self._it.delay / (self._spec.sync.exchange_share * len(self._fragments))
             self._advance(began + self._it.delay)
 
@@ -248,7 +249,9 @@ class VirtualSwarm:
             age = self.rounds - self._joined[peer]
             works[peer] = Work(gradient_E[part], snapshot.steps, snapshot.fragment_tokens, age)
             consumed[peer] = snapshot.samples
+        self._set_out(works)
         self._train_meanwhile()
+        self._turn_back()
         weights = weigh(works)
         sent = self._tamper(self.rounds, {peer: work.gradient_E for peer, work in works.items()})
         averaged = self._average(sent, weights)
@@ -267,6 +270,12 @@ class VirtualSwarm:
                 loop.load(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens)
             else:
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens, moved=part)
+
+    def _set_out(self, works: Mapping[str, Work]) -> None:
+        """What members do with their weights once their snapshots are made: train on."""
+
+    def _turn_back(self) -> None:
+        """What they do with what they trained since, before they take the new anchor: carry it."""
 
     @property
     def _part(self) -> slice:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -36,11 +37,13 @@ class LocalApi:
         with socket_path(self._data_dir) as path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            mask = os.umask(0o177)
+            listener = socket.socket(socket.AF_UNIX)
+            mask = os.umask(0o177)  # nothing else may run meanwhile, so nothing is awaited
             try:
-                self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE)
+                listener.bind(path)
             finally:
                 os.umask(mask)
+            self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_LINE)
 
     async def close(self) -> None:
         """Stop listening and remove the socket."""

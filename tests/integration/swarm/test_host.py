@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from support.swarm_lab import SOON, Lab, echo
+from support.swarm_lab import DIRECT, SOON, Lab, echo
 
 from atoll.core.frames import FrameKind
 
@@ -42,13 +42,14 @@ async def test_members_in_directories_with_long_paths_talk_too(tmp_path: Path) -
     deep.mkdir(parents=True)
     lab = Lab(deep)
     try:
-        seed = await lab.start("seed", relay_service=True, direct=None)
-        a = await lab.start("a", seeds=seed.multiaddrs(), direct=None)
-        seed.handle("/echo/1", echo)
-        stream = await a.open(seed.peer_id, "/echo/1", SOON)
-        await stream.send(FrameKind.PART, b"header", b"body")
-        frame = await stream.receive(SOON)
-        assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", b"body")
+        seed = await lab.start("seed", relay_service=True)
+        for name, direct in (("a", None), ("b", DIRECT)):
+            host = await lab.start(name, seeds=seed.multiaddrs(), direct=direct)
+            seed.handle("/echo/1", echo)
+            stream = await host.open(seed.peer_id, "/echo/1", SOON)
+            await stream.send(FrameKind.PART, b"header", b"body")
+            frame = await stream.receive(SOON)
+            assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", b"body")
     finally:
         await lab.close()
     links = [Path(f"/proc/self/fd/{it}") for it in os.listdir("/proc/self/fd")]

@@ -141,12 +141,14 @@ class P2pd:
     async def stop(self, grace: timedelta) -> None:
         """End the daemon and remove its sockets. Calling twice is fine."""
         self._stopping = True
-        await processes.stop(self._child, grace)
-        await self._watcher
-        if not self._stopped:
-            self._stopped = True
-            _remove_sockets(self.config)
-            self._sockets.close()
+        try:
+            await processes.stop(self._child, grace)
+            await self._watcher
+        finally:
+            if not self._stopped:
+                self._stopped = True
+                _remove_sockets(self.config)
+                self._sockets.close()
 
     def declare_dead(self, why: str) -> None:
         """Resolve `died`, unless we are stopping or it did already."""
