@@ -54,11 +54,14 @@ class Watch:
 
     def __init__(self) -> None:
         me = psutil.Process()
-        self._family = [me, *me.children(recursive=True)]
-        self._peak = self._rss()
-        Watch._first = self._peak if Watch._first is None else Watch._first
+        self._family = [me, *me.children(recursive=True)]  # looked for before the round: it takes milliseconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def begin(self) -> None:
+        """The round begins."""
+        self._peak = self._rss()
+        Watch._first = self._peak if Watch._first is None else Watch._first
         self._thread.start()
         self._cpu = self._seconds()
 
@@ -163,6 +166,7 @@ async def answer_all(name: str, index: int, members: int, address: str, director
 
 async def measured(method: Method, watch: Watch, seconds: float) -> tuple[Tensor, dict[str, float]]:
     """One round: its result, and what it took."""
+    watch.begin()
     began = time.monotonic()
     try:
         async with asyncio.timeout(seconds):

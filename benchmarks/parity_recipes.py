@@ -42,7 +42,7 @@ class Recipe:
     feedback: float = 0.0  # of what it did not send, this much is added to its next
     last: int = 1  # the mean of so many anchors is evaluated
     ahead: bool = False  # during an exchange, members train where the outer step with their own update leads
-    carried: float = 1.0  # share of what they train meanwhile that is kept
+    carried: float = 1.0  # share of what they move the weights that are exchanged meanwhile that is kept
     look: bool = False  # what other lengths of the outer step would have come to
 
     def __str__(self) -> str:

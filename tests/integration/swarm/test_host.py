@@ -56,6 +56,26 @@ async def test_members_in_directories_with_long_paths_talk_too(tmp_path: Path) -
     assert not [link for link in links if link.is_symlink() and deep in (there := link.readlink(), *there.parents)]
 
 
+async def test_a_host_that_is_gone_removes_no_other_s_socket(tmp_path: Path) -> None:
+    deep, other = tmp_path / ("deep" * 20) / ("deeper" * 10), tmp_path / "other"
+    deep.mkdir(parents=True)
+    other.mkdir()
+    (other / "streams.sock").touch()
+    lab = Lab(deep)
+    host = await lab.start("a")
+    number = int(host._p2pd.config.runtime_dir.name)
+    await lab.close()
+    assert str(number) not in os.listdir("/proc/self/fd")
+    descriptor = os.open(other, os.O_RDONLY)
+    try:
+        os.dup2(descriptor, number)  # as happens when another host starts in this process
+        host._p2p.__del__()  # as the garbage collector does, sooner or later
+        assert os.listdir(other) == ["streams.sock"]
+    finally:
+        for it in {descriptor, number}:
+            os.close(it)
+
+
 async def test_members_that_began_without_a_seed_meet_through_one_that_came_later(lab: Lab) -> None:
     a, b = await lab.start("a"), await lab.start("b")
     seed = await lab.start("seed", relay_service=True)

@@ -58,8 +58,15 @@ class GatedP2P(P2P):  # type: ignore[misc]
         self.traffic = Traffic(clock)
         self.introductions = Introductions(gate, self.open_socket, self.traffic, clock)
         self._clock = clock
-        await self._ping_daemon()
+        try:
+            await self._ping_daemon()
+        except BaseException:
+            await self.shutdown()
+            raise
         return self
+
+    def __del__(self) -> None:
+        """hivemind's removes its socket once more, by a path that may lead to another host's by then."""
 
     async def detach(self) -> None:
         """Close our connections to p2pd."""
