@@ -41,6 +41,9 @@ class LocalApi:
             mask = os.umask(0o177)  # nothing else may run meanwhile, so nothing is awaited
             try:
                 listener.bind(path)
+            except OSError:
+                listener.close()
+                raise
             finally:
                 os.umask(mask)
             self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_LINE)

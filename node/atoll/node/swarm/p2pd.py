@@ -17,7 +17,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.resources import files
@@ -147,8 +147,8 @@ class P2pd:
         finally:
             if not self._stopped:
                 self._stopped = True
-                _remove_sockets(self.config)
-                self._sockets.close()
+                with closing(self._sockets):
+                    _remove_sockets(self.config)
 
     def declare_dead(self, why: str) -> None:
         """Resolve `died`, unless we are stopping or it did already."""
