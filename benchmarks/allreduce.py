@@ -49,6 +49,7 @@ OURS = ("atoll", "atoll-p2p")
 CODEC_NAMES = ("fp32", "fp16", "int8", "int4")
 WARM_ROUNDS = 3
 QUEUE_MS = 100.0
+SETTLE_SECONDS = 0.3  # before a round: the ends of the last one's conversations have travelled
 _ERRORS = {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.03, "int4": 0.2}  # of the mean's root mean square, at most
 Key = tuple[str, str, str, float]  # setting, method, codec, megabytes of fp32
 _SHARES: Sequence[tuple[str, Key, str, float]] = (
@@ -205,6 +206,7 @@ async def measure(
         for number in range(rounds):
             request = {"elements": task.elements, "codec": task.codec, "number": number, "mbit": rates}
             await together(joined, request, JOIN_SECONDS)
+            await asyncio.sleep(SETTLE_SECONDS)
             answers = await together(joined, {"go": limit}, limit + 30)
             problems = [answer["problem"] for answer in answers if answer.get("problem")]
             if problems:

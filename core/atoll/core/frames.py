@@ -6,8 +6,10 @@
     +------+--------+------+--------------+------------+----------+--------+------+
 
 Big-endian. The header is a protobuf message, the body raw bytes (a part, a slice of state). Lengths are
-checked before anything is allocated; the checksum covers header and body. libp2p or TLS already authenticates and
-encrypts; the checksum is for our own mistakes and for streams that were once seen cut silently.
+checked before anything is allocated. libp2p or TLS already authenticates and encrypts; the checksum of header and
+body is for our own mistakes and for streams that were once seen cut silently. On a TLS connection of our own it is of
+the header alone: nothing lies between us and the records that TLS has checked, and to add up a body costs as much as
+to decrypt it.
 """
 
 from __future__ import annotations
@@ -57,13 +59,13 @@ class Prefix:
     checksum: int
 
 
-def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"") -> bytes:
+def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"", *, sums_body: bool = True) -> bytes:
     """The 16 bytes that go before `header` and `body`. Raises `FrameInvalid` above the cap."""
     if len(header) > MAX_HEADER_BYTES:
         raise FrameInvalid(f"a message of {len(header)} bytes is over the cap of {MAX_HEADER_BYTES}")
     if len(header) + len(body) > MAX_FRAME_BYTES:
         raise FrameInvalid(f"a frame of {len(header) + len(body)} bytes is over the cap of {MAX_FRAME_BYTES}")
-    checksum = zlib.crc32(body, zlib.crc32(header))
+    checksum = _checksum(header, body if sums_body else b"")
     return PREFIX.pack(_MAGIC, _VERSION, kind, len(header), len(body), checksum)
 
 
@@ -82,8 +84,12 @@ def unpack_prefix(data: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
         raise FrameInvalid(f"frame kind {kind} is unknown") from error
 
 
-def check_frame(prefix: Prefix, header: bytes, body: bytes | memoryview) -> Frame:
+def check_frame(prefix: Prefix, header: bytes, body: bytes | memoryview, *, sums_body: bool = True) -> Frame:
     """Compare the checksum and return the frame. Raises `FrameInvalid`."""
-    if zlib.crc32(body, zlib.crc32(header)) != prefix.checksum:
+    if _checksum(header, body if sums_body else b"") != prefix.checksum:
         raise FrameInvalid("a frame arrived damaged: its checksum does not match")
     return Frame(prefix.kind, header, body)
+
+
+def _checksum(header: Buffer, body: Buffer) -> int:
+    return zlib.crc32(body, zlib.crc32(header))

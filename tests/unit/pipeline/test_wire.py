@@ -152,7 +152,7 @@ def test_damaged_bytes_raise_our_error_or_make_a_message_that_fits(
         try:
             read = read_header(raw, CHANNEL)
             assert read.body_bytes <= 11 * 8 * 4
-            unpack(read, body.ljust(read.body_bytes, b"\1")[: read.body_bytes], CHANNEL)
+            unpack(read, bytes(body).ljust(read.body_bytes, b"\1")[: read.body_bytes], CHANNEL)
         except PeerMisbehaved:
             pass
 

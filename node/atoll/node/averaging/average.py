@@ -83,7 +83,7 @@ class Average:
         """Somebody's values for a part. Raises `PartInvalid`."""
         return self.codec.open(body, part.elements)
 
-    async def make(self, index: int, work: Callable[[], tuple[bytes, T]]) -> T:
+    async def make(self, index: int, work: Callable[[], tuple[Buffer, T]]) -> T:
         """Take the bytes of a part that `work` makes, in the executor. Raises `PartInvalid`, and what it raises."""
 
         def made() -> tuple[Buffer, bytes, T]:

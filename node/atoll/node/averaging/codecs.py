@@ -49,7 +49,7 @@ class Codec(ABC):
         self.name = name
         self.number = number
 
-    def encode(self, values_E: Tensor) -> bytes:
+    def encode(self, values_E: Tensor) -> memoryview:
         """Bytes of a 1-D fp32 tensor. Raises `PartInvalid` if a value is not finite."""
         encoded = Encoded(self, values_E.numel())
         for first in range(0, values_E.numel(), PIECE):
@@ -109,11 +109,11 @@ class Encoded:
         """The fp32 values from element `first` on."""
         self._finite &= self._codec._put(self._fields, first, values_C)
 
-    def body(self) -> bytes:
-        """What was put. Raises `PartInvalid` if a value was not finite."""
+    def body(self) -> memoryview:
+        """What was put, not copied. Raises `PartInvalid` if a value was not finite."""
         if not self._finite:
             raise PartInvalid("this node's own update holds values that are not finite; it was not sent")
-        return self._raw.numpy().tobytes()
+        return self._raw.numpy().data
 
 
 class Opened:

@@ -249,7 +249,7 @@ class Reducer:
             # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
             _log.warning("part without an average", part=part.index, reason=str(error))
 
-    def _averaged(self, elements: int, values: Mapping[str, Source]) -> tuple[bytes, dict[str, float]]:
+    def _averaged(self, elements: int, values: Mapping[str, Source]) -> tuple[memoryview, dict[str, float]]:
         """The bytes of the average, the same for everybody, and what of each contribution is in it."""
         present = [peer for peer in self._weights if peer in values]  # in the order of the members
         sources, work = [values[peer] for peer in present], [self._weights[peer] for peer in present]

@@ -16,14 +16,14 @@ is no more than chance: then there is nothing to agree with. A zero vector is ne
 that a member did not see are zero. What a lie inside the spread of the honest can do (Baruch et al. 2019,
 arXiv:1902.06156), it still can. Measured in docs/adr/0004.
 
-Inner products are sums in fp64 in a fixed order, the same on any machine. What follows from them is rounded as the
-machine likes: two machines may differ about who stands exactly at a bar.
+Inner products are sums in fp64, in whatever order the machine's BLAS is fastest; factors are rounded to so few bits
+that two machines agree but for who stands exactly at a bar. Only the reducer of a part judges it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,48 +34,40 @@ AGREEMENT = 0.3  # of the usual cosine: less is left out
 CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
 JUDGES = 3  # contributions, at least
 
-_LANES = 2**10, 2**14  # sums of a product that run side by side: at least, at most
-_SUMS = 2**19  # of all products, about: as many as stay in the cache
+_CHUNK = 2**15  # elements that whole vectors are multiplied by at a time
+_FACTOR_BITS = 20  # that count of a factor; sums of fp64 differ in the last of their 53
 
 
 class InnerProducts:
-    """Of every two of n fp32 vectors that come piece by piece, in fp64, summed in one order on any machine.
+    """Of every two of n fp32 vectors that come piece by piece, in fp64: there products of fp32 numbers are exact."""
 
-    Element i is added to lane i modulo their number, which follows from n; the lanes are folded at the end. A product
-    of two fp32 numbers is exact in fp64, so it makes no difference who fuses it with its sum.
-    """
+    def __init__(self, count: int, longest: int) -> None:
+        """`longest`: elements of a piece, at most."""
+        self._wide_nC = torch.empty(count, longest, dtype=torch.float64)
+        self._upper_nn = torch.zeros(count, count, dtype=torch.float64)  # and the diagonal
+        self._rows = [self._upper_nn[row, row:] for row in range(count)]
 
-    def __init__(self, count: int) -> None:
-        least, most = _LANES
-        self.lanes = min(most, 2 ** (max(least, _SUMS // (count * (count + 1) // 2)).bit_length() - 1))
-        self._chunk_nL = torch.empty(count, self.lanes, dtype=torch.float64)
-        self._sums = [torch.zeros(count - row, self.lanes, dtype=torch.float64) for row in range(count)]
-        self._factors = [(self._chunk_nL[row], self._chunk_nL[row:]) for row in range(count)]
-
-    def add(self, values_nC: Tensor) -> None:
-        """The next elements of all; as many as fill all lanes some times over, but for the last."""
-        for start in range(0, values_nC.shape[1], self.lanes):
-            piece_nC = values_nC[:, start : start + self.lanes]
-            if piece_nC.shape[1] < self.lanes:
-                self._chunk_nL.zero_()
-            self._chunk_nL[:, : piece_nC.shape[1]] = piece_nC
-            for sums_mL, (one_L, others_mL) in zip(self._sums, self._factors, strict=True):
-                sums_mL.addcmul_(one_L, others_mL)
+    def add(self, pieces: Iterable[Tensor]) -> None:
+        """The next elements of all, [C] each; one may be overwritten when the next is asked for."""
+        elements = 0
+        for row, piece_C in enumerate(pieces):
+            elements = piece_C.numel()
+            self._wide_nC[row, :elements] = piece_C
+        wide_nC = self._wide_nC[:, :elements]
+        for row, sums_m in enumerate(self._rows):
+            torch.addmv(sums_m, wide_nC[row:], wide_nC[row], out=sums_m)
 
     def sums(self) -> Tensor:
         """fp64 [n, n]."""
-        count = len(self._sums)
-        products_nn = torch.zeros(count, count, dtype=torch.float64)
-        for row, sums_mL in enumerate(self._sums):
-            products_nn[row, row:] = _fold(sums_mL)
-        return products_nn + products_nn.triu(1).T
+        return self._upper_nn + self._upper_nn.triu(1).T
 
 
 def inner_products(values: Sequence[Tensor]) -> Tensor:
     """Of every two fp32 tensors [E]: fp64 [n, n]."""
-    products = InnerProducts(len(values))
-    for start in range(0, values[0].numel(), products.lanes):
-        products.add(torch.stack([value_E[start : start + products.lanes] for value_E in values]))
+    elements = values[0].numel()
+    products = InnerProducts(len(values), min(_CHUNK, elements))
+    for first in range(0, elements, _CHUNK):
+        products.add(value_E[first : first + _CHUNK] for value_E in values)
     return products.sums()
 
 
@@ -95,7 +87,7 @@ def judge(products_nn: Tensor, work: Sequence[int], elements: int, change: float
             break
         factors_n[there[worst]] = 0.0
         there = torch.cat((there[:worst], there[worst + 1 :]))
-    return tuple(factors_n.tolist())
+    return tuple(_rounded(factor) for factor in factors_n.tolist())
 
 
 def _limits(norms_n: Tensor, work_n: Tensor, elements: int, change: float) -> Tensor:
@@ -136,9 +128,7 @@ def _upper_median(values_n: Tensor) -> Tensor:
     return values_n.sort().values[len(values_n) // 2]
 
 
-def _fold(terms_nC: Tensor) -> Tensor:
-    """Sums of rows whose length is a power of two, by halves: elementwise additions only, so in one order."""
-    while terms_nC.shape[1] > 1:
-        half = terms_nC.shape[1] // 2
-        terms_nC = terms_nC[:, :half] + terms_nC[:, half:]
-    return terms_nC[:, 0]
+def _rounded(factor: float) -> float:
+    """To its first bits, down: nothing is scaled to more than its limit."""
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(math.floor(math.ldexp(mantissa, _FACTOR_BITS)), exponent - _FACTOR_BITS)

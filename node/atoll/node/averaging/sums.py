@@ -7,7 +7,7 @@ decoded parts from memory, and decoded parts of all members are never held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ Source = Callable[[int, Tensor], None]
 """Writes one contributor's values from an element on, at a whole piece, into fp32 [C]."""
 
 _CACHED_ELEMENTS = 2**19  # of all contributors
-_LEAST_PIECE = 2**14  # elements: no fewer than inner products have lanes
+_LEAST_PIECE = 2**14  # elements: fewer cost more in calls than they save in fetches
 
 
 def plain(values_E: Tensor) -> Source:
@@ -36,20 +36,23 @@ def _copy(values_E: Tensor, first: int, values_C: Tensor) -> None:
 
 def factors_of(sources: Sequence[Source], work: Sequence[int], elements: int, change: float) -> tuple[float, ...]:
     """What of each contribution enters the sum (`screening.judge`)."""
-    count = len(sources)
-    products, piece = InnerProducts(count), _piece(count)
-    values_nC = torch.empty(count, piece)
+    piece = min(_piece(len(sources)), elements)
+    products, value_C = InnerProducts(len(sources), piece), torch.empty(piece)
     for first in range(0, elements, piece):
-        some_nC = values_nC[:, : elements - first]
-        for source, some_C in zip(sources, some_nC, strict=True):
-            source(first, some_C)
-        products.add(some_nC)
+        products.add(_decoded(sources, first, value_C[: elements - first]))
     return judge(products.sums(), work, elements, change)
+
+
+def _decoded(sources: Iterable[Source], first: int, value_C: Tensor) -> Iterator[Tensor]:
+    """One after another, in the same memory."""
+    for source in sources:
+        source(first, value_C)
+        yield value_C
 
 
 def encoded_mean(
     codec: Codec, sources: Sequence[Source], weights: Sequence[int], factors: Sequence[float], elements: int
-) -> bytes:
+) -> memoryview:
     """The bytes of Σ wᵢ·fᵢ·xᵢ / Σ wᵢ. Raises `PartInvalid` if that is not finite, or nobody is in it."""
     counted = [(source, share) for source, share in zip(sources, shares_of(weights, factors), strict=True) if share > 0]
     if not counted:

@@ -23,7 +23,7 @@ from atoll.node.direct.hosts import is_address
 
 NEAR_SECONDS = 0.002
 LOOKS = 4  # in a window
-MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.24, 2.0
+MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.08, 2.0
 WINDOW_ROUND_TRIPS = 4
 LATE_LOOKS = 2  # from the first that finds it sending to the first whose acknowledgements are all of a full pace
 QUIET_LOOKS = 20  # at which nobody sends: go to sleep

@@ -81,7 +81,7 @@ class Channel:
         )
 
 
-def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, bytes]:
+def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
     """Header and body. `codec` is for activations and gradients."""
     header = pb.StageMessage(
         plan_version=channel.plan_version,
@@ -89,7 +89,7 @@ def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> t
         incarnation=channel.incarnation,
         flush=message.flush,
     )
-    body = b""
+    body: Buffer = b""
     match message:
         case Join(decided=decided):
             header.join.CopyFrom(pb.StageJoin(decided=_decision(decided) if decided is not None else None))
@@ -98,7 +98,8 @@ def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> t
         case Begin(micro_batches=count, anchor=anchor):
             header.begin.CopyFrom(pb.FlushBegin(micro_batches=count, anchor_committed_tokens=anchor))
         case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT):
-            body = _put(header.activation, x_BTD, codec, number) + targets_BT.cpu().numpy().astype("<i4").tobytes()
+            targets = targets_BT.cpu().numpy().astype("<i4").tobytes()
+            body = b"".join((_put(header.activation, x_BTD, codec, number), targets))
         case Gradient(micro_batch=number, gradient_BTD=gradient_BTD):
             body = _put(header.gradient, gradient_BTD, codec, number)
         case Report(norms=norms, loss=loss, agreed=agreed):
@@ -120,7 +121,7 @@ def _decision(decided: Decision) -> pb.FlushDecision:
     return pb.FlushDecision(incarnation=decided.incarnation, flush=decided.flush, **ending)
 
 
-def _put(header: pb.StageTensor, tensor: Tensor, codec: Codec, micro_batch: int = 0) -> bytes:
+def _put(header: pb.StageTensor, tensor: Tensor, codec: Codec, micro_batch: int = 0) -> Buffer:
     values_E = tensor.detach().cpu().reshape(-1)
     finite = is_finite(values_E)
     header.MergeFrom(

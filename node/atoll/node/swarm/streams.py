@@ -78,6 +78,7 @@ class SocketStream:
     """One end of a stream; implements `transport.Stream`."""
 
     buffer_high_bytes = 0  # `drain` waits until the kernel has everything
+    sums_bodies = True  # whether checksums are of bodies, too
     flushes_pieces = False  # whether each piece of a frame must be gone before the next, also without a limit
 
     def __init__(
@@ -180,7 +181,7 @@ class SocketStream:
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
         self._traffic.check_allowance(len(body))
-        start = pack_prefix(kind, header, body)
+        start = pack_prefix(kind, header, body, sums_body=self.sums_bodies)
         if self._is_over():
             raise self._ended()
         frame: list[Buffer] = (
@@ -230,7 +231,8 @@ class SocketStream:
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix = None
         self._got(len(rest))
-        return check_frame(prefix, bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :])
+        header, body = bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :]
+        return check_frame(prefix, header, body, sums_body=self.sums_bodies)
 
     def _put(self, piece: Buffer) -> None:
         self._writer.write(piece)
