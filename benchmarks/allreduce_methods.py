@@ -17,6 +17,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import part_elements, partition
+from atoll.node.heaps import share_heaps
 from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
 from atoll.v1 import dataplane_pb2 as dp
@@ -32,6 +33,7 @@ class Atoll:
     """The exchange that nodes run, without what decides about rounds around it."""
 
     def __init__(self, index: int, address: str, directory: Path, *, direct: bool) -> None:
+        share_heaps()  # as a node does
         self._index = index
         self._address = address
         self._directory = directory

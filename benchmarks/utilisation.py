@@ -9,7 +9,8 @@ swarm that keeps to H would have. Only that is compared with targets, and with w
 (it stands still while it averages): 11.6 % at 50 Mbit/s and H = 128, 10 % at 200 Mbit/s and H = 32.
 
 `hivemind.Optimizer` and torchft's `DiLoCo` do the same beside it, in environments of their own (`make peers`), with
-every tuning of a small grid (`TUNINGS` of `utilisation_hivemind` and `utilisation_torchft`); the best one counts. Peers
+every tuning of a small grid (`TUNINGS` of `utilisation_hivemind` and `utilisation_torchft`); the best one counts. A
+cell of theirs in which a round failed, or that did not run, is measured once more, and the better figures count. Peers
 are looked at where a round ended. Their optimisers compute in the training thread, on this machine's cores: `at_h_free`
 is `at_h` if that had taken no time, as on a GPU, and what Atoll is compared with.
 
@@ -49,8 +50,8 @@ ELEMENTS = 30_800_000
 STEP_SECONDS = 0.030
 COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
 TUNINGS = {
-    "hivemind": ("waiting-2", "waiting-5", "delayed-5", "accumulating-5"),
-    "torchft": ("waiting", "delayed", "4-fragments-delayed", "delayed-bf16"),
+    "hivemind": ("waiting-2", "waiting-5", "waiting-2-int8", "delayed-5", "accumulating-5"),
+    "torchft": ("waiting", "delayed", "4-fragments-delayed", "delayed-bf16", "4-fragments-delayed-bf16"),
 }
 METHODS = ("atoll", *TUNINGS)
 _LOOK_SECONDS = 0.5
@@ -140,19 +141,28 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
     """All cells that were asked for."""
     for mbit, inner_steps in chosen.cells:
         for case in cases(chosen):
-            setting = Setting(f"{mbit:g} Mbit/s", (mbit,) * HOSTS, RTT_MS, case.slower)
-            with tempfile.TemporaryDirectory(prefix="atoll-") as place:
-                async with wan_network(setting.topology()) as network:
-                    try:
-                        figures = await measure(network, case, inner_steps, Path(place))
-                    except (RuntimeError, TimeoutError) as error:
-                        names = ("utilisation", "worst", "h_real", "at_h", "at_h_free", "used", "round_s", "mb_sent")
-                        figures = dict.fromkeys((*names, "cpu_share", "abandoned"), None)
-                        figures["note"] = f"could not run: {str(error) or type(error).__name__}"[:90]
+            figures = await cell(mbit, inner_steps, case)
+            if case.method != "atoll" and (figures["note"] or figures["abandoned"]):
+                again = await cell(mbit, inner_steps, case)
+                figures = max((figures, again), key=lambda it: it["at_h_free"] or 0.0)
             report.cell(
                 mbit=mbit, h=inner_steps, method=case.method, setting=case.setting, slower=case.slower, **figures
             )
             print(json.dumps(report.cells[-1]), flush=True)
+
+
+async def cell(mbit: float, inner_steps: int, case: Case) -> dict[str, Any]:
+    """The figures of one; one that does not run is told with its reason."""
+    setting = Setting(f"{mbit:g} Mbit/s", (mbit,) * HOSTS, RTT_MS, case.slower)
+    with tempfile.TemporaryDirectory(prefix="atoll-") as place:
+        async with wan_network(setting.topology()) as network:
+            try:
+                return await measure(network, case, inner_steps, Path(place))
+            except (RuntimeError, TimeoutError) as error:
+                names = ("utilisation", "worst", "h_real", "at_h", "at_h_free", "used", "round_s", "mb_sent")
+                figures: dict[str, Any] = dict.fromkeys((*names, "cpu_share", "abandoned"))
+                figures["note"] = f"could not run: {str(error) or type(error).__name__}"[:90]
+                return figures
 
 
 def judge(report: Report) -> None:

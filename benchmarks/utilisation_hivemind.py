@@ -1,10 +1,10 @@
-"""One member of the utilisation benchmark that runs `hivemind.Optimizer`, in fp16; in hivemind's own environment.
+"""One member of the utilisation benchmark that runs `hivemind.Optimizer`, in hivemind's own environment.
 
 Tunings: local steps whose parameters are averaged at the end of an epoch, at once ("waiting") or with the delta rule
 ("delayed", which waits at the next step); and hivemind's least idle mode, gradients that are accumulated through an
 epoch, averaged and applied behind the next one ("accumulating"): one optimiser step per epoch, with gradients that are
-one epoch old, which is less than H local steps do. The number is of seconds for matchmaking. A round may take twice
-what it takes at half the link's rate, as hivemind advises.
+one epoch old, which is less than H local steps do. The number is of seconds for matchmaking. What travels is fp16, or
+of 8 bits. A round may take twice what it takes at half the link's rate, as hivemind advises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import hivemind
 import torch
-from hivemind.compression import Float16Compression
+from hivemind.compression import CompressionBase, Float16Compression, Uniform8BitQuantization
 from hivemind.optim.grad_averager import GradientAverager
 
 from benchmarks.hivemind_dht import Meeting
@@ -38,12 +38,14 @@ class Tuning:
     local: bool
     delayed: bool
     matchmaking: float
+    compression: type[CompressionBase] = Float16Compression
 
 
 TUNINGS = {
     "waiting-2": Tuning(local=True, delayed=False, matchmaking=2.0),
     "waiting-5": Tuning(local=True, delayed=False, matchmaking=5.0),
     "delayed-5": Tuning(local=True, delayed=True, matchmaking=5.0),
+    "waiting-2-int8": Tuning(local=True, delayed=False, matchmaking=2.0, compression=Uniform8BitQuantization),
     "accumulating-5": Tuning(local=False, delayed=True, matchmaking=5.0),
 }
 
@@ -84,13 +86,16 @@ def all_reduce_seconds(encoded_bytes: float, members: int, mbit: float) -> float
 class Hivemind:
     """`hivemind.Optimizer` around one tensor."""
 
-    codec = "fp16"
-
     def __init__(self, index: int, members: int, address: str) -> None:
         self._members = members
         self._tally = Tally(members)
         self._meeting = Meeting(address)
         self._optimizer: hivemind.Optimizer | None = None
+        self._tuning = TUNINGS["waiting-2"]
+
+    @property
+    def codec(self) -> str:
+        return "fp16" if self._tuning.compression is Float16Compression else "int8"
 
     def meet(self, contacts: list[Any]) -> Any:
         return self._meeting.meet(contacts)
@@ -99,7 +104,7 @@ class Hivemind:
         for name in ("hivemind.optim.optimizer", "hivemind.optim.state_averager"):
             logging.getLogger(name).addHandler(self._tally)
         parameter = torch.nn.Parameter(torch.zeros(elements))
-        chosen = TUNINGS[tuning]
+        self._tuning = chosen = TUNINGS[tuning]
         timeout = chosen.matchmaking + 2 * all_reduce_seconds(2 * elements, self._members, mbit / 2)
         timeout = max(timeout, _LEAST_TIMEOUT)
         group = {"request_timeout": _REQUEST_SHARE * chosen.matchmaking, "target_group_size": self._members}
@@ -107,7 +112,7 @@ class Hivemind:
             mode: dict[str, Any] = {
                 "use_local_updates": True,
                 "delay_state_averaging": chosen.delayed,
-                "state_averaging_compression": Float16Compression(),
+                "state_averaging_compression": chosen.compression(),
                 "averager_opts": {**group, "initialize_optimizer": False},
             }
         else:
@@ -118,7 +123,7 @@ class Hivemind:
                 "offload_optimizer": True,
                 "reuse_grad_buffers": True,
                 "average_state_every": 1_000_000,  # never: gradients are enough
-                "grad_compression": Float16Compression(),
+                "grad_compression": chosen.compression(),
                 "grad_averager_factory": functools.partial(GradientAverager, **group),
                 "averager_opts": {**group, "initialize_optimizer": False},
             }

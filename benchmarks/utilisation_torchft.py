@@ -37,6 +37,7 @@ TUNINGS = {
     "delayed": Tuning(1, delayed=True),
     "4-fragments-delayed": Tuning(4, delayed=True),
     "delayed-bf16": Tuning(1, delayed=True, dtype=torch.bfloat16),
+    "4-fragments-delayed-bf16": Tuning(4, delayed=True, dtype=torch.bfloat16),
 }
 
 

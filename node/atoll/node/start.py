@@ -21,6 +21,7 @@ from atoll.core.tokens import JoinToken
 from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
+from atoll.node.heaps import share_heaps
 from atoll.node.owner import Wish, save_wish
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.child import LOG_NAME, Child
@@ -42,6 +43,7 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
+        share_heaps()
         take_descriptors(MAX_FILES)  # p2pd gets as many
         async with contextlib.AsyncExitStack() as undo:
             child = await _start_child(config, credentials, clock)

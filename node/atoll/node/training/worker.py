@@ -23,11 +23,10 @@ from typing import Any, Protocol
 
 from atoll.core import log
 from atoll.core.errors import AtollError
+from atoll.node.heaps import give_back_large_blocks
 from atoll.node.training.messages import Answer, Envelope, Refused, TrainerConfig, TrainerStatus
 
 PR_SET_PDEATHSIG = 1
-_M_MMAP_THRESHOLD = -3  # <malloc.h>
-_OWN_PAGES_BYTES = 1 << 20
 EXIT_ORPHANED = 86
 EXIT_CRASHED = 1
 
@@ -38,17 +37,6 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(EXIT_ORPHANED)
-
-
-def give_back_large_blocks() -> None:
-    """Have glibc take large tensors from the system and return them when they are freed.
-
-    Left alone it learns to keep them, up to 32 MB each, in heaps that fragment: a trainer then takes up to half more
-    than its tensors. Fresh pages cost about a fifth of the time, so this is for owners who limit memory.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if sys.platform == "linux" and mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
 
 
 class ControlChannel:
