@@ -3,8 +3,9 @@
 For each setting one lab is built and its raw TCP goodput measured; then every method averages the same vectors among
 the same hosts, one after the other: a first round on fresh connections ("cold"), then warm ones. A round lasts from the
 first member's start to the last member's end. Its share of the link is the bound over that time; the bound is the bytes
-that a butterfly or ring has to send, 2 (N-1)/N of the encoded vector a host, at the measured goodput. For hivemind only
-the all-reduce is timed, not the matchmaking before it, and for torchft the all-reduce and its vote, not the quorum.
+that a butterfly or ring has to send, 2 (N-1)/N of the encoded vector a host, at the measured goodput. Between rounds is
+a moment in which what ended says so to the others, as there is between real ones. For hivemind only the all-reduce is
+timed, not the matchmaking before it, and for torchft the all-reduce and its vote, not the quorum.
 gloo and torchft average one flat tensor, and once more (`-pieces`) 16 pieces at once over connections of their own; the
 better counts. Peers run in environments of their own (`make peers`).
 
@@ -49,7 +50,7 @@ OURS = ("atoll", "atoll-p2p")
 CODEC_NAMES = ("fp32", "fp16", "int8", "int4")
 WARM_ROUNDS = 3
 QUEUE_MS = 100.0
-SETTLE_SECONDS = 0.3  # before a round: the ends of the last one's conversations have travelled
+SETTLE_SECONDS = 0.3  # after a round: the ends of its conversations have travelled
 _ERRORS = {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.03, "int4": 0.2}  # of the mean's root mean square, at most
 Key = tuple[str, str, str, float]  # setting, method, codec, megabytes of fp32
 _SHARES: Sequence[tuple[str, Key, str, float]] = (
@@ -94,6 +95,8 @@ SETTINGS = {
         Setting("wan-100-slow", (100.0,) * 4, 80.0, slower=4.0),
         Setting("wan-250", (250.0,) * 4, 80.0),
         Setting("metro-1000", (1000.0,) * 2, 20.0),
+        Setting("near-100", (100.0,) * 4, 20.0),
+        Setting("near-5", (5.0,) * 4, 15.0),
         Setting("mixed", (20.0, 100.0, 250.0, 500.0), 60.0),
     )
 }
@@ -196,7 +199,7 @@ class Round:
 
 
 async def measure(
-    network: WanNetwork, method: str, task: Task, bound: float, rounds: int, directory: Path
+    network: WanNetwork, method: str, task: Task, bound: float, rounds: int, directory: Path, slower: float
 ) -> list[Round]:
     """The rounds, the cold one first."""
     limit = bound / _SLOWEST + 20
@@ -206,7 +209,7 @@ async def measure(
         for number in range(rounds):
             request = {"elements": task.elements, "codec": task.codec, "number": number, "mbit": rates}
             await together(joined, request, JOIN_SECONDS)
-            await asyncio.sleep(SETTLE_SECONDS)
+            await asyncio.sleep(SETTLE_SECONDS * slower if number else 0)
             answers = await together(joined, {"go": limit}, limit + 30)
             problems = [answer["problem"] for answer in answers if answer.get("problem")]
             if problems:
@@ -227,17 +230,26 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
                         task = Task(int(megabytes * 1e6 / 4), codec)
                         directory = Path(place) / f"{method}-{codec}-{megabytes}"
                         shown = {"setting": setting.name, "mb": megabytes, "codec": codec, "method": method}
-                        report.cell(**shown, **await cell(network, method, task, links, chosen.rounds, directory))
+                        report.cell(
+                            **shown,
+                            **await cell(network, method, task, links, chosen.rounds, directory, setting.slower),
+                        )
                         print(json.dumps(report.cells[-1]), flush=True)
 
 
 async def cell(
-    network: WanNetwork, method: str, task: Task, links: Sequence[float], warm: int, directory: Path
+    network: WanNetwork,
+    method: str,
+    task: Task,
+    links: Sequence[float],
+    warm: int,
+    directory: Path,
+    slower: float = 1.0,
 ) -> dict[str, Any]:
     """The figures of one; one that does not run is told with its reason, and counts for nobody."""
     bound = bound_seconds(task.encoded_bytes, links)
     try:
-        rounds = await measure(network, method, task, bound, warm + 1, directory)
+        rounds = await measure(network, method, task, bound, warm + 1, directory, slower)
     except (RuntimeError, TimeoutError) as error:
         figures = dict.fromkeys(("cold", "warm", "warm_worst", "seconds", "cpu_s_per_gb", "extra_memory", "error"))
         return {

@@ -2,8 +2,9 @@
 
 Two hosts average 160 MB of fp32 over 1 Gbit/s × 20 ms, as in `allreduce`: seconds of processor time that both take, for
 each GB that they send. Beside it what codecs, judging, sums, digests, TLS and the kernel take of that, each measured
-alone, on one thread, on parts as long as the exchange has them. What is left are the event loop, frames, memory that is
-fresh, caches that are cold, and waiting for each other's locks: all that no part of the work explains.
+alone, on one thread, on parts as long as the exchange has them. What is left are the event loop, frames, copies into
+the average, memory that is fresh, caches that are cold, waiting for each other's locks, p2pd, the benchmark's own look
+at memory, and a TUN device instead of loopback: all that no part of the work explains.
 
     python -m benchmarks.exchange_cpu                    # needs root and iproute2
     python -m benchmarks.exchange_cpu --codec int8 --hosts 4
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -128,7 +130,7 @@ def tcp_seconds_per_byte() -> float:
         return cpu_seconds(across) / count
 
 
-async def whole(codec: str, hosts: int) -> dict[str, float]:
+async def whole(codec: str, hosts: int) -> dict[str, Any]:
     """The exchange itself: `allreduce`'s figures."""
     setting = allreduce.Setting("", (1000.0,) * hosts, 20.0)
     async with wan_network(setting.topology()) as network:
@@ -147,6 +149,7 @@ def main() -> None:
     torch.set_num_threads(1)
     report, elements = Report("exchange_cpu"), int(MEGABYTES * 1e6 / 4)
     columns: dict[str, dict[str, float | None]] = {}
+    notes: list[str] = []
     for name in chosen.codec:
         figures = asyncio.run(whole(name, chosen.hosts))
         gigabytes = 2 * (chosen.hosts - 1) / chosen.hosts * CODECS[name].encoded_bytes(elements) / 1e9
@@ -159,10 +162,12 @@ def main() -> None:
         column["of it the rest"] = measured - explained if measured else None
         column["share of the link (warm)"] = figures["warm"]
         columns[name] = column
+        notes += [f"{name}: {figures['note']}"] if figures["note"] else []
     for step in columns[chosen.codec[0]]:
         report.cell(step=step, **{name: column[step] for name, column in columns.items()})
     report.finish(
-        f"seconds of processor time for each GB sent; {chosen.hosts} hosts, 1 Gbit/s, 20 ms, {MEGABYTES:g} MB of fp32; "
+        "".join(f"{note}; " for note in notes) + "seconds of processor time for each GB sent; "
+        f"{chosen.hosts} hosts, 1 Gbit/s, 20 ms, {MEGABYTES:g} MB of fp32; "
         "hosts share this machine's cores with the lab's hub, whose time is not counted"
     )
 

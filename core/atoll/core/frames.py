@@ -8,8 +8,8 @@
 Big-endian. The header is a protobuf message, the body raw bytes (a part, a slice of state). Lengths are
 checked before anything is allocated. libp2p or TLS already authenticates and encrypts; the checksum of header and
 body is for our own mistakes and for streams that were once seen cut silently. On a TLS connection of our own it is of
-the header alone: nothing lies between us and the records that TLS has checked, and to add up a body costs as much as
-to decrypt it.
+the header alone: no other program lies between us and the records that TLS has checked, and to add up a body costs as
+much as to decrypt it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and
 
 async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:
     """Be a member until told to leave. Raises the error that made it impossible."""
+    share_heaps()  # enrolment has threads
     config = loaded.config
     make_private_dir(config.data_dir)
     with locked(config.data_dir):
@@ -43,7 +44,6 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
-        share_heaps()
         take_descriptors(MAX_FILES)  # p2pd gets as many
         async with contextlib.AsyncExitStack() as undo:
             child = await _start_child(config, credentials, clock)

@@ -326,6 +326,7 @@ async def test_a_bit_that_flips_on_the_way_ends_the_connection(tmp_path: Path) -
             await stream.send(FrameKind.PART, b"h", BODY)
         with pytest.raises(Unreachable):
             await stream.receive(SOON)
+        assert pair.a.asked == 1 + 2  # each conversation had a connection of its own, and this one a relay that damages
         await stream.close()
         await pair.a.close()  # so that the relays end
         between.close()

@@ -11,7 +11,7 @@ import pytest
 from atoll.core.clock import SystemClock
 from atoll.node.direct import pacer, tcp
 from atoll.node.direct.pacer import LOOKS, Pacer
-from atoll.node.direct.rates import MEMORY_WINDOWS, MIN_RATE
+from atoll.node.direct.rates import BEST, MEMORY_WINDOWS, MIN_RATE, Uplink
 
 SECONDS, SEGMENT = 0.32, 1400
 STILL = tcp.Info(0, SEGMENT, 0, 0, 0.08, 0.08, 0.0)
@@ -116,6 +116,29 @@ async def test_a_path_that_changes_its_segments_rewrites_no_history(wires: list[
         made._watched[wire].seen = wire.figures  # type: ignore[index]
         wire.figures = replace(wire.figures, delivered_segments=20)  # it began again
     assert all(wire.figures.delivered_since(made._watched[wire].seen) == 25 * (SEGMENT + 60) for wire in wires)  # type: ignore[arg-type,index]
+
+
+@pytest.mark.parametrize(
+    ("round_trip", "rate", "seconds"),
+    [
+        (0.005, 100e6, 0.08),
+        (0.02, 100e6, 0.08),
+        (0.06, 100e6, 0.24),
+        (1.0, 100e6, 2.0),
+        (0.02, 20e6, 0.157),  # longer where less would be little
+        (0.02, 64e3, 0.24),
+        (0.02, 0.0, 0.08),  # nothing is known yet
+    ],
+)
+async def test_windows_are_of_some_round_trips_and_some_bytes(
+    wires: list[Wire], round_trip: float, rate: float, seconds: float
+) -> None:
+    made = await started(wires)
+    made.uplink = Uplink(recent=(rate,) * BEST, started=rate > 0)
+    for wire in wires:
+        wire.figures = replace(wire.figures, min_rtt_seconds=round_trip)
+        made._watched[wire].seen = wire.figures  # type: ignore[index]
+    assert made._window() == pytest.approx(seconds, rel=0.03)
 
 
 async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ is no more than chance: then there is nothing to agree with. A zero vector is ne
 that a member did not see are zero. What a lie inside the spread of the honest can do (Baruch et al. 2019,
 arXiv:1902.06156), it still can. Measured in docs/adr/0004.
 
-Inner products are sums in fp64, in whatever order the machine's BLAS is fastest; factors are rounded to so few bits
-that two machines agree but for who stands exactly at a bar. Only the reducer of a part judges it.
+Only the reducer of a part judges it. Inner products are sums in fp64, in whatever order its BLAS is fastest; factors
+are rounded to so few bits that simulations agree with real processes, but for who stands exactly at a bar.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class InnerProducts:
     def add(self, pieces: Iterable[Tensor]) -> None:
         """The next elements of all, [C] each; one may be overwritten when the next is asked for."""
         elements = 0
-        for row, piece_C in enumerate(pieces):
+        for row_C, piece_C in zip(self._wide_nC, pieces, strict=True):
             elements = piece_C.numel()
-            self._wide_nC[row, :elements] = piece_C
+            row_C[:elements] = piece_C
         wide_nC = self._wide_nC[:, :elements]
         for row, sums_m in enumerate(self._rows):
             torch.addmv(sums_m, wide_nC[row:], wide_nC[row], out=sums_m)
@@ -129,6 +129,6 @@ def _upper_median(values_n: Tensor) -> Tensor:
 
 
 def _rounded(factor: float) -> float:
-    """To its first bits, down: nothing is scaled to more than its limit."""
+    """To its first bits."""
     mantissa, exponent = math.frexp(factor)
-    return math.ldexp(math.floor(math.ldexp(mantissa, _FACTOR_BITS)), exponent - _FACTOR_BITS)
+    return math.ldexp(round(math.ldexp(mantissa, _FACTOR_BITS)), exponent - _FACTOR_BITS)

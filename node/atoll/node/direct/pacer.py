@@ -25,9 +25,11 @@ NEAR_SECONDS = 0.002
 LOOKS = 4  # in a window
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.08, 2.0
 WINDOW_ROUND_TRIPS = 4
+WINDOW_BYTES = 1024 * 1024  # of each sender, once the uplink is known: of less the best windows are the luckiest
+SLOW_WINDOW_SECONDS = 0.24  # to wait for them, at most
 LATE_LOOKS = 2  # from the first that finds it sending to the first whose acknowledgements are all of a full pace
-QUIET_LOOKS = 20  # at which nobody sends: go to sleep
-QUIET_BYTES = 16 * 1024  # of a connection from one look to the next: it says something now and then
+QUIET_SECONDS = 1.5  # in which nobody sends: go to sleep
+QUIET_RATE = 200e3  # bytes per second of a connection that says something now and then
 _AFTER_A_FAULT = 1.0  # seconds
 
 _log = log.get("direct")
@@ -83,7 +85,7 @@ class Pacer:
         self._busy = asyncio.Event()
         self._seconds = 0.0  # of the window
         self._looks = 0  # in it
-        self._quiet = 0  # looks without a byte sent by anybody
+        self._quiet = 0.0  # seconds without a byte sent by anybody
         self._task = asyncio.create_task(self._run()) if tcp.PACES else None
 
     def add(self, connection: Paced) -> None:
@@ -124,8 +126,8 @@ class Pacer:
             for one in self._watched.values():
                 one.seen = None
             self._begin_window()
-            self._quiet, looked = 0, self._clock.monotonic()
-            while self._quiet < QUIET_LOOKS:
+            self._quiet, looked = 0.0, self._clock.monotonic()
+            while self._quiet < QUIET_SECONDS:
                 await asyncio.sleep(self._window() / LOOKS)
                 now = self._clock.monotonic()
                 self._look(now - looked)
@@ -135,7 +137,7 @@ class Pacer:
         """Read all figures, `seconds` after the last time; judge when a window is over."""
         known = any(one.seen is not None for one in self._watched.values())
         was_steady = self._is_steady
-        self._quiet = 0 if self._read(seconds) else self._quiet + 1
+        self._quiet = 0.0 if self._read(seconds) else self._quiet + seconds
         begins = self._is_steady and not was_steady and self.uplink.started  # a start asks who got through at all
         if begins or not known:
             self._begin_window()
@@ -181,7 +183,7 @@ class Pacer:
             one.streak = one.streak + 1 if now.unsent_bytes else 0
             one.behind += now.unsent_bytes > 0
             one.held += now.receiver_limited_seconds > before.receiver_limited_seconds
-            moves = now.unsent_bytes > 0 or delivered > QUIET_BYTES
+            moves = now.unsent_bytes > 0 or delivered > QUIET_RATE * seconds
             sends |= moves
             before_that, one.sends = one.sends, now.unsent_bytes > 0
             changes |= one.sends != before_that  # who has sent all leaves its share to the others at once
@@ -252,7 +254,9 @@ class Pacer:
 
     def _window(self) -> float:
         round_trip = max((one.seen.min_rtt_seconds for one in self._watched.values() if one.seen), default=0.0)
-        return min(max(MIN_WINDOW_SECONDS, WINDOW_ROUND_TRIPS * round_trip), MAX_WINDOW_SECONDS)
+        senders = max(1, sum(one.sends for one in self._watched.values()))
+        filled = min(WINDOW_BYTES * senders / self.uplink.rate, SLOW_WINDOW_SECONDS)
+        return min(max(MIN_WINDOW_SECONDS, WINDOW_ROUND_TRIPS * round_trip, filled), MAX_WINDOW_SECONDS)
 
 
 def _far_ends(connections: Iterable[Paced]) -> set[str]:

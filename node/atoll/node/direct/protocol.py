@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL = "/atoll/direct/1"  # over libp2p: answers with a way in; also the name under which its own frames are counted
+PROTOCOL = "/atoll/direct/2"  # over libp2p: answers with a way in; also the name under which its own frames are counted
 BULK = frozenset({"/atoll/average/1", "/atoll/pipeline/1", "/atoll/state/1"})  # worth a connection of their own
 AT_ONCE = frozenset({"/atoll/average/1"})  # begun every round: their first frames need not wait to be let in
 MAX_BEGIN_BYTES = 256  # of a DirectBegin

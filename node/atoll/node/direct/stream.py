@@ -35,7 +35,7 @@ class _TlsStream(SocketStream):
     """Frames over asyncio's TLS."""
 
     buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
-    sums_bodies = False  # TLS has checked each record, and its bytes go nowhere else before they are here
+    sums_bodies = False  # TLS has checked each record
     flushes_pieces = True
 
     def __init__(self, connection: Connection, protocol: str, max_frame_bytes: int) -> None:
