@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,7 +156,8 @@ class Node:
         self.call = self.stub.Heartbeat()
         self._stack.callback(self.call.cancel)
         first = {"profile": mb.NodeProfile(device="cpu"), "multiaddrs": ["/ip4/127.0.0.1/tcp/4001"], **more}
-        await self.say(state, corpus_digest=corpus, **first)
+        with suppress(grpc.aio.AioRpcError):  # it was turned away before this was written: `ended` tells why
+            await self.say(state, corpus_digest=corpus, **first)
         return self
 
     async def say(self, state: mb.NodeState = mb.NODE_STATE_TRAINING, **more: object) -> int:
