@@ -20,7 +20,8 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,15 @@ from atoll.node.averaging.sums import encoded_mean, factors_of, plain
 from atoll.node.direct.tls import dialling_context, listening_context
 from atoll.node.lab.wan.network import wan_network
 from benchmarks import allreduce
-from benchmarks.common import Report
+from benchmarks.common import Report, median_seconds
 
 MEGABYTES = 160.0  # of fp32
 ROUNDS = 7
-_REPEATS = 9
 _WRITE = 256 * 1024  # what a direct connection encrypts at a time
 _CHANGE = 1.0  # what the optimiser may move an element a token: nobody is scaled
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Processor time of one call, of all threads: the median of some."""
-    work()
-    taken = []
-    for _ in range(_REPEATS):
-        began = time.process_time()
-        work()
-        taken.append(time.process_time() - began)
-    return sorted(taken)[_REPEATS // 2]
+cpu_seconds = partial(median_seconds, repetitions=9, clock=time.process_time)  # of all threads
 
 
 def steps(codec: Codec, hosts: int, elements: int) -> Iterator[tuple[str, float]]:

@@ -127,14 +127,15 @@ async def test_a_path_that_changes_its_segments_rewrites_no_history(wires: list[
         (1.0, 100e6, 2.0),
         (0.02, 20e6, 0.157),  # longer where less would be little
         (0.02, 64e3, 0.24),
-        (0.02, 0.0, 0.08),  # nothing is known yet
+        (0.02, 0.0, 0.24),  # nothing came through for long
+        (0.02, None, 0.08),  # nothing is known yet
     ],
 )
 async def test_windows_are_of_some_round_trips_and_some_bytes(
-    wires: list[Wire], round_trip: float, rate: float, seconds: float
+    wires: list[Wire], round_trip: float, rate: float | None, seconds: float
 ) -> None:
     made = await started(wires)
-    made.uplink = Uplink(recent=(rate,) * BEST, started=rate > 0)
+    made.uplink = Uplink() if rate is None else Uplink(recent=(rate,) * BEST, started=True)
     for wire in wires:
         wire.figures = replace(wire.figures, min_rtt_seconds=round_trip)
         made._watched[wire].seen = wire.figures  # type: ignore[index]

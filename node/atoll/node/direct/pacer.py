@@ -255,7 +255,7 @@ class Pacer:
     def _window(self) -> float:
         round_trip = max((one.seen.min_rtt_seconds for one in self._watched.values() if one.seen), default=0.0)
         senders = max(1, sum(one.sends for one in self._watched.values()))
-        filled = min(WINDOW_BYTES * senders / self.uplink.rate, SLOW_WINDOW_SECONDS)
+        filled = min(WINDOW_BYTES * senders / max(self.uplink.rate, rates.MIN_RATE), SLOW_WINDOW_SECONDS)
         return min(max(MIN_WINDOW_SECONDS, WINDOW_ROUND_TRIPS * round_trip, filled), MAX_WINDOW_SECONDS)
 
 
