@@ -51,13 +51,18 @@ def feed(incoming: Incoming, data: bytes) -> int:
     return count
 
 
-async def feed_all(incoming: Incoming, transport: FakeTransport, data: bytes, pieces: list[int]) -> None:
+async def feed_all(
+    incoming: Incoming, transport: FakeTransport, data: bytes, pieces: list[int], vain: tuple[int, ...] = (0,)
+) -> None:
+    """`vain`: for how much TLS asks for room before it, of a record that is not whole yet, and then brings nothing."""
     position = turn = 0
     while position < len(data):
         if transport.paused:
             await asyncio.sleep(0)
             continue
         size = pieces[turn % len(pieces)]
+        if in_vain := vain[turn % len(vain)]:
+            incoming.room(in_vain)
         turn += 1
         position += feed(incoming, data[position : position + size])
         if turn % 3 == 0:
@@ -72,13 +77,14 @@ def numbered(count: int) -> bytes:
 @given(
     reads=st.lists(st.sampled_from([1, 16, 5000, SPARE_BYTES, SPARE_BYTES + 1, LARGE]), min_size=1, max_size=8),
     pieces=st.lists(st.integers(1, 40_000), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 5000),
+    vain=st.lists(st.sampled_from([0, 12_000, 100_000]), min_size=1, max_size=4),
 )
-def test_reads_of_any_size_give_what_was_sent_in_order(reads: list[int], pieces: list[int]):
+def test_reads_of_any_size_give_what_was_sent_in_order(reads: list[int], pieces: list[int], vain: list[int]):
     sent = numbered(sum(reads))
 
     async def read_all() -> list[bytes]:
         incoming, transport = connected()
-        feeding = asyncio.create_task(feed_all(incoming, transport, sent, pieces))
+        feeding = asyncio.create_task(feed_all(incoming, transport, sent, pieces, tuple(vain)))
         got = [bytes(await incoming.readexactly(count)) for count in reads]
         await feeding
         return got
@@ -86,6 +92,19 @@ def test_reads_of_any_size_give_what_was_sent_in_order(reads: list[int], pieces:
     got = asyncio.run(read_all())
     assert [len(piece) for piece in got] == reads
     assert b"".join(got) == sent
+
+
+async def test_room_that_was_asked_for_in_vain_does_not_overwrite_what_comes():
+    """TLS had 12,000 bytes of a last record and asked for room beside; the rest of the record fits into the read."""
+    incoming, _ = connected()
+    sent = numbered(LARGE)
+    reading = asyncio.create_task(incoming.readexactly(LARGE))
+    await asyncio.sleep(0)
+    feed(incoming, sent[:-25_000])
+    incoming.room(12_000)
+    feed(incoming, sent[-25_000:-20_000])
+    feed(incoming, sent[-20_000:])
+    assert await reading == sent
 
 
 @pytest.mark.parametrize("count", [1000, LARGE])

@@ -113,6 +113,7 @@ class Incoming(asyncio.StreamReader):
 
         When the other side has ended, asyncio asks for what is left once; what does not fit then is lost.
         """
+        self._beside = None  # TLS may have asked before, for a record that was not whole, and brought nothing
         wanted, missing = expected + _RECORD_BYTES, self._missing
         if not missing:
             self._make_room(wanted)
