@@ -17,6 +17,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import part_elements, partition
+from atoll.node.averaging.screening import Screen
 from atoll.node.heaps import share_heaps
 from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
@@ -82,7 +83,7 @@ class Atoll:
             self._executor,
             patience,
             _STALL,
-            change=1.0,
+            screen=Screen(change=1.0),
         )
         self._server.begin(self._exchange)
 

@@ -119,6 +119,7 @@ ATTACKS: dict[str, Attack] = {
     "colluders": _colluders,
     "replay": lambda number, peer, sent, us: us.kept[peer],
     "zeros": lambda number, peer, sent, us: 0 * sent[peer],
+    "×0.3": lambda number, peer, sent, us: 0.3 * sent[peer],
     "ALIE": _alie,
     "NaN": lambda number, peer, sent, us: sent[peer] * float("nan"),
     "1e30": lambda number, peer, sent, us: sent[peer] * 0 + 1e30,

@@ -29,6 +29,7 @@ import torch
 
 from atoll.node.averaging.codecs import CODECS, PIECE, Codec, is_finite
 from atoll.node.averaging.partition import part_elements, partition
+from atoll.node.averaging.screening import Screen
 from atoll.node.averaging.sums import encoded_mean, factors_of, plain
 from atoll.node.direct.tls import dialling_context, listening_context
 from atoll.node.lab.wan.network import wan_network
@@ -38,7 +39,7 @@ from benchmarks.common import Report, median_seconds
 MEGABYTES = 160.0  # of fp32
 ROUNDS = 7
 _WRITE = 256 * 1024  # what a direct connection encrypts at a time
-_CHANGE = 1.0  # what the optimiser may move an element a token: nobody is scaled
+_SCREEN = Screen(change=1.0)  # what the optimiser may move an element a token: nobody is scaled
 
 
 cpu_seconds = partial(median_seconds, repetitions=9, clock=time.process_time)  # of all threads
@@ -65,7 +66,7 @@ def steps(codec: Codec, hosts: int, elements: int) -> Iterator[tuple[str, float]
     yield "is our own update finite", parts * cpu_seconds(lambda: is_finite(values[0]))
     yield "encode it for its reducers", others * cpu_seconds(lambda: codec.encode(values[0]))
     yield "check what others sent", others * cpu_seconds(lambda: codec.open(bodies[0], length))
-    yield "judge it", ours * cpu_seconds(lambda: factors_of(sources, work, length, _CHANGE))
+    yield "judge it", ours * cpu_seconds(lambda: factors_of(sources, work, length, _SCREEN))
     yield "sum and encode", ours * cpu_seconds(lambda: encoded_mean(codec, sources, work, (1.0,) * hosts, length))
     yield "digest the average (SHA-256)", parts * cpu_seconds(lambda: hashlib.sha256(bodies[0]).digest())
     yield "decode it", parts * cpu_seconds(decode)

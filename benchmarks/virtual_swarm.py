@@ -25,6 +25,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS, is_finite
 from atoll.node.averaging.outer import PULLS, due_tokens, outer_schedule, outer_step, weighted_mean
 from atoll.node.averaging.partition import part_elements, partition, shares
+from atoll.node.averaging.round_policy import screen_of
 from atoll.node.averaging.screening import inner_products, judge
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
@@ -324,6 +325,6 @@ class VirtualSwarm:
         if not self._it.screening:
             return dict.fromkeys(values, 1.0)
         given = list(values.values())
-        change = self._spec.optimizer.learning_rate / self._spec.tokens_per_step
-        factors = judge(inner_products(given), [weights[peer] for peer in values], given[0].numel(), change)
+        work = [weights[peer] for peer in values]
+        factors = judge(inner_products(given), work, given[0].numel(), screen_of(self._spec))
         return dict(zip(values, factors, strict=True))

@@ -18,6 +18,7 @@ from atoll.node.averaging.average import Average, Take
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.outer import by_tokens, weighted_mean
 from atoll.node.averaging.partition import Part, partition
+from atoll.node.averaging.screening import Screen
 from atoll.node.averaging.settlement import settle
 from atoll.node.transport_memory import Fault, MemoryHub, Passage
 from atoll.v1 import dataplane_pb2 as dp
@@ -105,7 +106,7 @@ class Swarm:
             self.executor,
             timeout,
             STALL,
-            change=1.0 if self.screening else None,
+            screen=Screen(change=1.0) if self.screening else None,
             pull=self.pull,
         )
         self.exchanges[peer] = exchange

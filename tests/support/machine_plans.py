@@ -13,6 +13,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.node.averaging.outer import by_tokens
 from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
+from atoll.node.averaging.screening import Screen
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
@@ -22,9 +23,8 @@ POLICY = RoundPolicy(
     fragments=cut_layers(OFFSETS, 1),
     part_elements=256,
     codecs=("int4",),
-    screening=True,
+    screen=Screen(change=1.0),
     pull=by_tokens,
-    change_per_token=1.0,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     exchange_share=1.0,

@@ -17,6 +17,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import partition
+from atoll.node.averaging.screening import Screen
 from atoll.node.averaging.settlement import settle
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -55,7 +56,7 @@ async def test_survivors_of_a_struck_daemon_end_equal_and_in_time(lab: Lab, how:
     for host, average_E in zip(hosts, averages, strict=True):
         vector_E = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(exchanges)))
         server = ExchangeServer(host, TIMEOUT)
-        exchanges.append(Exchange(start, host, vector_E, into(average_E), executor, TIMEOUT, STALL, change=1.0))
+        exchanges.append(Exchange(start, host, vector_E, into(average_E), executor, TIMEOUT, STALL, screen=Screen(1.0)))
         server.begin(exchanges[-1])
 
     loop = asyncio.get_running_loop()

@@ -59,7 +59,7 @@ class Trio:
         }
 
     def _results(self, peer: str) -> Results:
-        policy = replace(policy_of(self.spec, OFFSETS), screening=False)
+        policy = replace(policy_of(self.spec, OFFSETS), screen=None)
         machine = cast("RoundMachine", SimpleNamespace(held=(), policy=policy))
         network = self.hub.join(peer)
         exchanges = ExchangeServer(network, timedelta(seconds=PATIENCE))

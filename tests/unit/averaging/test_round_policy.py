@@ -39,3 +39,17 @@ def test_rounds_of_fragments_are_overdue_after_their_share_of_the_time():
     whole, halves = policy_of(SPEC, (0, 10, 20, 1000)), policy_of(spec, (0, 10, 20, 1000))
     assert [len(policy.fragments) for policy in (whole, halves)] == [1, 2]
     assert 2 * halves.round_max == whole.round_max == SPEC.sync.round_max_seconds
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "cuts", "judged"), [(1, (), True), (1, (1,), True), (16, (), True), (16, (1,), False)]
+)
+def test_sizes_are_compared_where_everybody_takes_as_many_steps_for_as_many_tokens(micro_batches, cuts, judged):
+    pipeline = SPEC.pipeline.model_copy(update={"micro_batches": micro_batches})
+    policy = policy_of(SPEC.model_copy(update={"pipeline": pipeline}), (0, 10, 20, 1000), cuts)
+    assert bool(policy.screen.least) == judged
+
+
+def test_without_screening_nobody_is_judged():
+    spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"screening": False})})
+    assert policy_of(spec, (0, 10, 20, 1000)).screen is None

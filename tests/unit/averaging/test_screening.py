@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.node.averaging.outer import weighted_mean
-from atoll.node.averaging.screening import MOST, inner_products, judge
+from atoll.node.averaging.screening import LEAST, MOST, Screen, inner_products, judge
 
 ELEMENTS = 8_192
 some = settings(max_examples=50, deadline=None)
@@ -29,7 +29,7 @@ def honest(count: int, work: list[int], noise: float, seed: int) -> Tensor:
 
 
 def verdicts(values_nE: Tensor, work: list[int], change: float = 1e9) -> tuple[float, ...]:
-    return judge(inner_products(list(values_nE)), work, values_nE.shape[1], change)
+    return judge(inner_products(list(values_nE)), work, values_nE.shape[1], Screen(change))
 
 
 @st.composite
@@ -95,14 +95,67 @@ def test_colluders_who_are_no_copies_of_each_other_are_left_out_too(
 
 @some
 @given(swarms(), st.data())
-def test_zeros_are_neither_judged_nor_heard(swarm: tuple[Tensor, list[int]], data: st.DataObject) -> None:
+def test_zeros_hide_nobody(swarm: tuple[Tensor, list[int]], data: st.DataObject) -> None:
     """Rows of tokens that a member did not see: even when most are, a flipped sign among the rest is found."""
     values_nE, work = swarm
     values_nE[-1] *= -5
     zeros = data.draw(st.integers(0, 6))
     padded_nE = torch.cat((torch.zeros(zeros, ELEMENTS), values_nE))
     factors = verdicts(padded_nE, [100] * zeros + work)
-    assert factors == (1.0,) * (zeros + len(work) - 1) + (0.0,)
+    assert factors[zeros:] == (1.0,) * (len(work) - 1) + (0.0,)
+    if zeros >= len(work):
+        assert all(factors[:zeros])
+    else:
+        most = (zeros + len(work) - 1) // 2  # who may be left out
+        assert factors[:zeros].count(0.0) == min(zeros, most - 1)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 0.05])
+@pytest.mark.parametrize("claim", [1, 8])
+@some
+@given(swarm=swarms(), data=st.data())
+def test_fewer_than_half_who_bring_next_to_nothing_are_left_out_and_nobody_else(
+    size: float, claim: int, swarm: tuple[Tensor, list[int]], data: st.DataObject
+) -> None:
+    values_nE, work = swarm
+    count = len(work)
+    lazy = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=(count - 1) // 2))
+    for i in lazy:
+        values_nE[i] *= size
+    claimed = [tokens * claim if i in lazy else tokens for i, tokens in enumerate(work)]
+    assert {i for i, factor in enumerate(verdicts(values_nE, claimed)) if factor == 0} == lazy
+
+
+@some
+@given(st.integers(3, 9), seeds)
+def test_a_little_more_than_a_quarter_of_the_usual_size_is_in(count: int, seed: int) -> None:
+    values_nE = honest(1, [100], 0.0, seed).repeat(count, 1)
+    values_nE[0] *= 1.05 * LEAST
+    assert verdicts(values_nE, [100] * count) == (1.0,) * count
+    values_nE[0] *= 0.9
+    assert verdicts(values_nE, [100] * count) == (0.0,) + (1.0,) * (count - 1)
+
+
+@some
+@given(st.integers(3, 9), st.floats(1, 64), st.floats(0, 30), seeds)
+def test_who_did_much_less_work_than_most_is_in(count: int, times: float, noise: float, seed: int) -> None:
+    work = [100, *[int(100 * times)] * (count - 1)]
+    values_nE = honest(count, work, noise, seed)
+    assert judge(inner_products(list(values_nE)), work, ELEMENTS, Screen(1e9))[0] == 1.0
+
+
+def test_who_is_small_and_turned_is_left_out_once() -> None:
+    """And so is another one, who is only small."""
+    values_nE = honest(5, [100] * 5, 5.0, 0)
+    values_nE[1] *= -0.01
+    values_nE[3] *= 0.01
+    assert verdicts(values_nE, [100] * 5) == (1.0, 0.0, 1.0, 0.0, 1.0)
+
+
+def test_nobody_is_too_small_where_steps_take_more_tokens_for_some() -> None:
+    values_nE = honest(3, [100] * 3, 5.0, 0)
+    values_nE[1] *= 0.1
+    assert judge(inner_products(list(values_nE)), [100] * 3, ELEMENTS, Screen(1e9, least=0.0)) == (1.0,) * 3
 
 
 @some
@@ -114,7 +167,7 @@ def test_nobody_moves_farther_than_the_optimiser_can_also_where_nobody_else_move
     factors = verdicts(values_nE, [100] * (zeros + count), change=1e-4)
     for value_E, factor in zip(values_nE, factors, strict=True):
         assert factor * value_E.double().square().mean().sqrt() <= MOST * 1e-4 * 100 * 1.000001
-    assert all(factors)
+    assert all(factors[zeros:])
 
 
 @some
@@ -196,7 +249,7 @@ def test_inner_products_are_right_and_factors_the_same_on_any_number_of_threads(
     products_nn, work = inner_products(list(values_nE)), [100] * count
     exact = [[math.fsum((a * b).tolist()) for b in wide_nE] for a in wide_nE]
     torch.testing.assert_close(products_nn, torch.tensor(exact, dtype=torch.float64), rtol=1e-12, atol=1e-9)
-    factors = judge(products_nn, work, elements, 1e-6)
+    factors = judge(products_nn, work, elements, Screen(1e-6))
     assert factors[0] < 1  # it is scaled down
     threads = torch.get_num_threads()
     try:

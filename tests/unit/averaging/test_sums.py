@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from atoll.core.errors import PartInvalid
 from atoll.node.averaging.codecs import CODECS, PIECE
 from atoll.node.averaging.outer import weighted_mean
-from atoll.node.averaging.screening import inner_products, judge
+from atoll.node.averaging.screening import Screen, inner_products, judge
 from atoll.node.averaging.sums import encoded_mean, factors_of, plain
 
-CHANGE = 1e9
+SCREEN = Screen(1e9)
 some = settings(max_examples=15, deadline=None)
 counts = st.sampled_from([1, 2, 3, 5, 17])
 lengths = st.sampled_from([1, 129, 20_000, PIECE - 128, PIECE + 1, 2 * PIECE + 5000])
@@ -40,8 +40,8 @@ def test_contributions_are_judged_as_if_they_were_whole(count, elements, seed):
     values_nE = torch.randn(count, elements, generator=torch.Generator().manual_seed(seed)) + 0.3
     values_nE[0] *= -1
     work = list(range(100, 100 + count))
-    whole = judge(inner_products(list(values_nE)), work, elements, CHANGE)
-    assert factors_of([plain(value_E) for value_E in values_nE], work, elements, CHANGE) == whole
+    whole = judge(inner_products(list(values_nE)), work, elements, SCREEN)
+    assert factors_of([plain(value_E) for value_E in values_nE], work, elements, SCREEN) == whole
 
 
 @pytest.mark.parametrize("count", [2, 17])

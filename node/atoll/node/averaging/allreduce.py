@@ -40,6 +40,7 @@ from atoll.node.averaging.partition import Share
 from atoll.node.averaging.patience import next_frame
 from atoll.node.averaging.reducer import Reducer
 from atoll.node.averaging.repair import PROTOCOL, RepairDesk, Repairer
+from atoll.node.averaging.screening import Screen
 from atoll.node.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -77,12 +78,12 @@ class Exchange:
         timeout: timedelta,
         stall: timedelta,
         *,
-        change: float | None,
+        screen: Screen | None,
         pull: Callable[[int], int] = by_tokens,
     ) -> None:
         """`take` gets the average, part by part.
 
-        `change`: what the optimiser moves an element a token, for screening; None: nobody is screened. `pull`: how much
+        `screen`: how contributions are judged; None: not at all. `pull`: how much
         a contribution of so many tokens weighs.
         """
         self.round_id = RoundId.from_proto(start.round)
@@ -98,7 +99,7 @@ class Exchange:
         for share in self._average.shares:
             if share.reducer == self._me:
                 self._reducer = Reducer(
-                    self._me, self._weights, share, contribution_E, self._average, stall, change=change, pull=pull
+                    self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, pull=pull
                 )
         self._desk = RepairDesk(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came

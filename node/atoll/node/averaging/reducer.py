@@ -27,6 +27,7 @@ from atoll.node.averaging.codecs import Opened
 from atoll.node.averaging.outer import by_tokens
 from atoll.node.averaging.partition import Part, Share
 from atoll.node.averaging.patience import SLICES, happens, next_frame
+from atoll.node.averaging.screening import Screen
 from atoll.node.averaging.sums import Source, encoded_mean, factors_of, plain
 from atoll.node.transport import Stream
 from atoll.v1 import manifest_pb2
@@ -94,12 +95,12 @@ class Reducer:
         average: Average,
         stall: timedelta,
         *,
-        change: float | None,
+        screen: Screen | None,
         pull: Callable[[int], int] = by_tokens,
     ) -> None:
         """`weights` are tokens, `pull` says how much so many weigh.
 
-        `change` is what `screening.judge` needs to know of the optimiser; None: nobody is judged.
+        `screen` of None: nobody is judged.
         """
         self.partial: set[str] = set()  # contributors that a sum lacks
         self.given_up: set[str] = set()
@@ -109,7 +110,7 @@ class Reducer:
         self._contribution_E = contribution_E
         self._average = average
         self._stall = stall
-        self._change = change
+        self._screen = screen
         self._pull = pull
         self._places = {peer: place for place, peer in enumerate(weights)}
         self._left_out: Counter[int] = Counter()  # parts, by contributor
@@ -254,7 +255,7 @@ class Reducer:
         present = [peer for peer in self._weights if peer in values]  # in the order of the members
         sources, work = [values[peer] for peer in present], [self._weights[peer] for peer in present]
         factors = (1.0,) * len(present)
-        if self._change is not None:
-            factors = factors_of(sources, work, elements, self._change)
+        if self._screen is not None:
+            factors = factors_of(sources, work, elements, self._screen)
         body = encoded_mean(self._average.codec, sources, [self._pull(it) for it in work], factors, elements)
         return body, dict(zip(present, factors, strict=True))

@@ -96,7 +96,7 @@ class Results:
             self._executor,
             timedelta(seconds=seconds),
             max(policy.stall, timedelta(seconds=seconds * _STALL)),
-            change=policy.change_per_token if policy.screening else None,
+            screen=policy.screen,
             pull=policy.pull,
         )
         self.end_exchange()

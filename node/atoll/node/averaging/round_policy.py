@@ -13,6 +13,7 @@ from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.outer import PULLS, due_tokens
 from atoll.node.averaging.partition import MOST_PART_BYTES
 from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
+from atoll.node.averaging.screening import Screen
 
 _SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes
 _EXCHANGE = timedelta(seconds=60)  # beside the bytes' time
@@ -24,6 +25,12 @@ _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 def minimum_lease(spec: RunSpec) -> int:
     """Samples that a member holds at least after a commit: what the whole swarm consumes in a round."""
     return -(-spec.sync.round_tokens // spec.data.sequence_length)
+
+
+def screen_of(spec: RunSpec, cuts: tuple[int, ...] = ()) -> Screen:
+    """How contributions are judged: a route's step may take more tokens than that of a whole model beside it."""
+    change = spec.optimizer.learning_rate / spec.tokens_per_step
+    return Screen(change) if not cuts or spec.tokens_per_flush == spec.tokens_per_step else Screen(change, least=0.0)
 
 
 def policies(spec: RunSpec, layer_offsets: Sequence[int]) -> PolicyOf:
@@ -45,9 +52,8 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         fragments=fragments,
         part_elements=spec.sync.part_elements,
         codecs=codecs,
-        screening=spec.sync.screening,
+        screen=screen_of(spec, cuts) if spec.sync.screening else None,
         pull=PULLS[spec.sync.weights],
-        change_per_token=spec.optimizer.learning_rate / spec.tokens_per_step,
         due_tokens=lambda committed, members: due_tokens(
             spec.sync, committed, members * spec.tokens_per_step, len(fragments)
         ),

@@ -13,6 +13,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
+from atoll.node.averaging.screening import Screen
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -43,9 +44,8 @@ class RoundPolicy:
     fragments: tuple[Fragment, ...]  # of the flat vector; rounds take turns
     part_elements: int  # that a part has at most
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
-    screening: bool
+    screen: Screen | None  # None: contributions are not judged
     pull: Callable[[int], int]  # tokens → how much a contribution weighs in sums
-    change_per_token: float  # of one element, by the optimiser at its full rate
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
     exchange_share: float  # of the time from one exchange's begin to the next's, at most

@@ -5,16 +5,16 @@ A reducer judges each part from the inner products of what the members sent, and
 - *Size.* A pseudo-gradient grows with the work in it, about as tokens^¾ (measured; between the root, when steps are
   noise, and tokens, when they all agree). What is more than twice the usual size for its tokens is scaled down to that.
   And no more than twice what the optimiser can move in so many steps: that holds for one contribution, too, and where
-  most are zero.
+  most are zero. What has less than a quarter of the usual size would only thin the sum out, and is left out.
 - *Direction.* Of everybody's cosines to the others, the median counts: fewer than half can neither raise their own nor
   lower an honest one below the others' lowest. It is compared with the usual one, which those others have among
   themselves. Noise has 0 of that, a flipped sign less. Who has the lowest share, below 0.3, is left out, and the rest
   are judged again. Less work means more noise: the bar sinks with the square root of the tokens.
 
-Fewer than half can be left out. Directions are not judged where fewer than three contribute, or where the usual cosine
-is no more than chance: then there is nothing to agree with. A zero vector is neither judged nor heard: rows of tokens
-that a member did not see are zero. What a lie inside the spread of the honest can do (Baruch et al. 2019,
-arXiv:1902.06156), it still can. Measured in docs/adr/0004.
+Fewer than half can be left out, for their direction before for their size. Directions are not judged where fewer than
+three contribute, or where the usual cosine is no more than chance: then there is nothing to agree with. A zero vector
+has none, and where half are zero, nobody is too small: rows of tokens that a member did not see are zero. What a lie
+inside the spread of the honest can do (Baruch et al. 2019, arXiv:1902.06156), it still can. Measured in docs/adr/0004.
 
 Only the reducer of a part judges it. Inner products are sums in fp64, in whatever order its BLAS is fastest; factors
 are rounded to so few bits that simulations agree with real processes, but for who stands exactly at a bar.
@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MOST = 2.0  # of the usual norm, and of what the optimiser can do: more is scaled down to it
+LEAST = 0.25  # of the usual norm: less is left out
 WORK_EXPONENTS = (0.5, 0.75, 1.0)  # of tokens in a norm: at least, usually, at most
 AGREEMENT = 0.3  # of the usual cosine: less is left out
 CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
@@ -36,6 +38,14 @@ JUDGES = 3  # contributions, at least
 
 _CHUNK = 2**15  # elements that whole vectors are multiplied by at a time
 _FACTOR_BITS = 20  # that count of a factor; sums of fp64 differ in the last of their 53
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a run and its plan say about honest contributions."""
+
+    change: float  # the most by which the optimiser moves one element while it trains one token
+    least: float = LEAST  # of the usual norm; 0 where a step takes more tokens for some than for others
 
 
 class InnerProducts:
@@ -71,15 +81,14 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
     return products.sums()
 
 
-def judge(products_nn: Tensor, work: Sequence[int], elements: int, change: float) -> tuple[float, ...]:
+def judge(products_nn: Tensor, work: Sequence[int], elements: int, screen: Screen) -> tuple[float, ...]:
     """What of each contribution enters the sum: 0 nothing of it, 1 all, between them the factor that scales it down.
 
-    `products_nn` are their inner products, `work` their tokens (positive), `elements` the length of the part, `change`
-    the most by which the optimiser moves one element while it trains one token.
+    `products_nn` are their inner products, `work` their tokens (positive), `elements` the length of the part.
     """
     work_n = torch.tensor(work, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
-    factors_n = (_limits(norms_n, work_n, elements, change) / norms_n).clamp(max=1.0).nan_to_num(nan=1.0)
+    factors_n = (_limits(norms_n, work_n, elements, screen.change) / norms_n).clamp(max=1.0).nan_to_num(nan=1.0)
     there = norms_n.nonzero().view(-1)
     for _ in range((len(there) - 1) // 2 if len(there) >= JUDGES else 0):
         worst = _worst(products_nn[there][:, there], work_n[there], elements)
@@ -87,6 +96,9 @@ def judge(products_nn: Tensor, work: Sequence[int], elements: int, change: float
             break
         factors_n[there[worst]] = 0.0
         there = torch.cat((there[:worst], there[worst + 1 :]))
+    small = [index for index in _small(norms_n, work_n, screen.least) if factors_n[index] > 0]
+    left_out = int((factors_n == 0).sum())
+    factors_n[small[: max(0, (len(work) - 1) // 2 - left_out)]] = 0.0
     return tuple(_rounded(factor) for factor in factors_n.tolist())
 
 
@@ -100,6 +112,17 @@ def _limits(norms_n: Tensor, work_n: Tensor, elements: int, change: float) -> Te
         usual = _upper_median((norms_n / relative_n**usually)[there])
         limits_n = torch.minimum(limits_n, MOST * usual * torch.maximum(relative_n**least, relative_n**most))
     return limits_n
+
+
+def _small(norms_n: Tensor, work_n: Tensor, bar: float) -> list[int]:
+    """Who brings too little for its work, the smallest first."""
+    if len(norms_n) < JUDGES:
+        return []
+    least, usually, most = WORK_EXPONENTS
+    relative_n = work_n / _upper_median(work_n)
+    usual = (norms_n / relative_n**usually).median()  # the lower one: fewer than half are below it
+    sizes_n = norms_n / (usual * torch.minimum(relative_n**least, relative_n**most))  # NaN where most are zero
+    return [index for index in sizes_n.argsort().tolist() if sizes_n[index] < bar]
 
 
 def _worst(products_nn: Tensor, work_n: Tensor, elements: int) -> int | None:

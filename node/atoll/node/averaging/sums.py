@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.errors import PartInvalid
 from atoll.node.averaging.codecs import PIECE, Codec, Encoded
 from atoll.node.averaging.outer import RunningSum, shares_of
-from atoll.node.averaging.screening import InnerProducts, judge
+from atoll.node.averaging.screening import InnerProducts, Screen, judge
 
 Source = Callable[[int, Tensor], None]
 """Writes one contributor's values from an element on, at a whole piece, into fp32 [C]."""
@@ -34,13 +34,13 @@ def _copy(values_E: Tensor, first: int, values_C: Tensor) -> None:
     values_C.copy_(values_E[first : first + len(values_C)])
 
 
-def factors_of(sources: Sequence[Source], work: Sequence[int], elements: int, change: float) -> tuple[float, ...]:
+def factors_of(sources: Sequence[Source], work: Sequence[int], elements: int, screen: Screen) -> tuple[float, ...]:
     """What of each contribution enters the sum (`screening.judge`)."""
     piece = min(_piece(len(sources)), elements)
     products, value_C = InnerProducts(len(sources), piece), torch.empty(piece)
     for first in range(0, elements, piece):
         products.add(_decoded(sources, first, value_C[: elements - first]))
-    return judge(products.sums(), work, elements, change)
+    return judge(products.sums(), work, elements, screen)
 
 
 def _decoded(sources: Iterable[Source], first: int, value_C: Tensor) -> Iterator[Tensor]:
