@@ -37,6 +37,7 @@ WARM_TIMEOUT = timedelta(seconds=5)  # for a connection to let us in; half of th
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
 PROVED = timedelta(seconds=10)  # since a conversation ended as it should: the next may be one of those that do not wait
+_LOOK_UPS = 2 * MAX_HOSTS  # at once: the names of one peer that never resolve leave room for another's
 FIRST_PAUSE, LAST_PAUSE = timedelta(seconds=30), timedelta(minutes=10)
 
 _log = log.get("direct")
@@ -67,7 +68,7 @@ class Dialler:
         self._at_once = at_once
         self._loopback = loopback
         self._closed = False
-        self._resolver = ThreadPoolExecutor(1, thread_name_prefix="resolve")  # a slow name holds nothing else up
+        self._resolver = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="resolve")
         self._ask = ask
         self._adopt = adopt
         self._clock = clock
