@@ -16,9 +16,9 @@ from atoll.core.output import say
 
 INTERRUPTED = 130
 _EXTRAS = {
-    "node": ("hivemind", "numpy", "safetensors", "torch"),
+    "node": ("hivemind", "msgpack", "numpy", "psutil", "pynvml", "safetensors", "torch"),
     "coordinator": ("alembic", "prometheus_client", "scipy", "sqlalchemy", "starlette", "uvicorn"),
-    "hf": ("datasets", "pyarrow", "transformers"),
+    "hf": ("datasets", "peft", "pyarrow", "transformers"),
 }
 
 

@@ -188,6 +188,20 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
         raise RunSpecError(told, "docs/reference/run-spec.md lists every key") from error
 
 
+_FEW_ROUNDS = 10
+
+
+def doubts(spec: RunSpec) -> tuple[str, ...]:
+    """What a spec may say, and hardly means, a sentence each."""
+    stop, warm_up, due = spec.run.stop_tokens, spec.optimizer.warmup_tokens, spec.sync.round_tokens
+    found = []
+    if warm_up >= stop:
+        found.append(f"optimizer.warmup_tokens ({warm_up}) is no less than run.stop_tokens ({stop}): it never ends")
+    if due * _FEW_ROUNDS > stop:
+        found.append(f"sync.round_tokens ({due}) is much of run.stop_tokens ({stop}): there will be few rounds")
+    return tuple(found)
+
+
 def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
     if len(location) > 1 and location[0] == "model" and location[1] in ARCHITECTURES:
         location = location[:1] + location[2:]  # which kind of section it was read as

@@ -8,6 +8,7 @@ only, all of them or none.
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -171,6 +172,12 @@ def remember(loaded: Loaded) -> None:
     said.pop("data_dir", None)
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in said.items()]
     write_atomic(path, "".join(["# written by `atoll join` and `atoll set`\n", *lines]).encode())
+
+
+def has_text(path: str) -> bool:
+    """Whether a file, a directory or anything that a pattern matches is there."""
+    place = Path(path).expanduser()
+    return place.exists() or bool(glob.glob(str(place), recursive=True))
 
 
 def known_environment(name: str) -> bool:

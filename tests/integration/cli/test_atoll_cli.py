@@ -207,6 +207,8 @@ def test_what_is_not_a_token_is_refused(text, tmp_path):
 def test_no_token_at_all(tmp_path):
     refused(atoll("join", "--data-dir", tmp_path), 2, "no token")
     refused(atoll("join", "--token", f"file:{tmp_path}/none", "--data-dir", tmp_path), 78, "cannot read the token")
+    (tmp_path / "seed.tok").write_text("…")
+    refused(atoll("join", "--token", tmp_path / "seed.tok", "--data-dir", tmp_path), 2, "neither", f"file:{tmp_path}")
     refused(atoll("up", "--data-dir", tmp_path), 2, "has not joined")
     refused(atoll("up", "--data-dir", tmp_path / "new", "--data", __file__), 2, "has not joined")
     refused(atoll("up", "--data-dir", tmp_path, "--data", tmp_path / "nowhere"), 78, "no training text")

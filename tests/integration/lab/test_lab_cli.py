@@ -42,6 +42,7 @@ def test_the_list_is_for_people_and_programs():
     ("command", "words"),
     [
         ([ATOLL, "lab", "check", "nowhere"], ["cannot read the topology nowhere", "home-4"]),
+        ([ATOLL, "lab", "check", "home4"], ["cannot read the topology home4", "did you mean home-4?"]),
         ([sys.executable, "-c", NOT_ROOT, "lab", "check"], ["takes root", "run it as root"]),
     ],
 )
@@ -50,6 +51,26 @@ def test_what_cannot_be_checked_is_one_sentence_and_what_to_do(command, words):
     assert (done.returncode, done.stdout) == (78, "")
     assert "Traceback" not in done.stderr
     assert [word for word in words if word not in done.stderr] == []
+
+
+SPEC = (Path(__file__).parents[3] / "deploy" / "examples" / "run.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text", "words"),
+    [
+        (5, "here.txt", ["begins with 5 nodes", "home-4 has 4 hosts"]),
+        (4, "nowhere", ["no training text at", "nowhere", "[data]"]),
+    ],
+)
+def test_a_run_that_cannot_begin_in_a_lab_is_refused_before_anything_is_built(tmp_path, nodes, text, words):
+    (tmp_path / "here.txt").write_text("text")
+    spec = SPEC.replace("min_nodes = 2 ", f"min_nodes = {nodes} ").replace("/srv/corpus", str(tmp_path / text))
+    (tmp_path / "run.toml").write_text(spec)
+    done = run(ATOLL, "lab", "run", "home-4", "--run", str(tmp_path / "run.toml"))
+    assert (done.returncode, done.stdout) == (78, "")
+    assert [word for word in words if word not in done.stderr] == []
+    assert "building the network" not in done.stderr
 
 
 @needs_wan[0]

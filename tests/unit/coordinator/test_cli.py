@@ -400,14 +400,25 @@ def test_the_command_line_and_the_coordinator_agree_on_the_uses_of_a_token() -> 
     assert token.MAX_USES == admission.MAX_USES
 
 
-def test_a_missing_extra_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_hardly_meant_is_created_with_a_note(canned: Canned) -> None:
+    spec = 'version = 1\n[run]\nname = "t"\nstop_tokens = 1000\n[data]\npath = "c"\n[sync]\nround_tokens = 900\n'
+    result = CliRunner().invoke(main.app, ["run", "create", "-"], input=spec)
+    assert result.exit_code == 0
+    assert "note: sync.round_tokens (900) is much of run.stop_tokens (1000)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("sqlalchemy.orm", "coordinator"), ("psutil", "node"), ("torch.nn", "node"), ("peft", "hf")]
+)
+def test_a_missing_extra_is_a_sentence(capsys: pytest.CaptureFixture[str], module: str, extra: str) -> None:
     def app() -> None:
-        raise ModuleNotFoundError("No module named 'sqlalchemy.orm'", name="sqlalchemy.orm")
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
 
     with pytest.raises(SystemExit) as ended:
         run_cli(app)
     assert ended.value.code == 78
-    assert "sqlalchemy is not installed: this command needs atoll's 'coordinator' extra" in capsys.readouterr().err
+    package = module.partition(".")[0]
+    assert f"{package} is not installed: this command needs atoll's '{extra}' extra" in capsys.readouterr().err
 
 
 def test_a_missing_module_of_ours_is_a_bug_and_shows() -> None:

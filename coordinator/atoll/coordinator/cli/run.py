@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.cli.words import count, loss, moment
 from atoll.coordinator.text import clean, enum_word
-from atoll.core.errors import ConfigError, UsageError
+from atoll.core.errors import ConfigError, RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption, asked, say
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
@@ -63,12 +64,22 @@ def create(
 
       atollctl run create reef.toml --start
     """
-    request = wire.CreateRunRequest(spec_toml=_read(file), start=start)
+    text = _read(file)
+    request = wire.CreateRunRequest(spec_toml=text, start=start)
     with connect(credentials) as client:
         run = client.call(client.stub.CreateRun, request)
     _show_rows(output, {"run": plain(run)}, [run])
+    _tell_doubts(text)
     if not start:
         say(f"start it with: atollctl run start {run.run_id}")
+
+
+def _tell_doubts(text: str) -> None:
+    from atoll.core.run_spec import doubts, parse_run_spec  # pydantic: not for the commands that only look
+
+    with suppress(RunSpecError):  # the coordinator took it: its release knows more
+        for doubt in doubts(parse_run_spec(text)):
+            say(f"note: {doubt}")
 
 
 @app.command("list")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import sys
 from pathlib import Path
@@ -15,13 +14,14 @@ from atoll.core.files import make_private_dir
 from atoll.core.output import asked, say
 from atoll.node.cli.limits import limits_text
 from atoll.node.cli.options import ConfigFile, DataDir, settings
-from atoll.node.config import Loaded, NodeConfig, remember
+from atoll.node.config import Loaded, NodeConfig, has_text, remember
 from atoll.node.training.device_names import names_of
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
 
 _SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
+_EVERYWHERE = "0.0.0.0"  # noqa: S104 - to be told in words
 _EXAMPLES = """
 Examples:
 
@@ -170,6 +170,8 @@ def _token_text(source: str | None) -> str:
         return sys.stdin.readline()
     if source is not None and source.startswith("file:"):
         return _read(Path(source.removeprefix("file:")))
+    if source is not None and os.path.exists(source):  # of a token, too long for a name, `Path.exists` would raise
+        raise UsageError(f"--token {source} is neither '-' nor file:PATH", f"use --token file:{source}")
     if source is not None:
         raise UsageError(
             "a token does not belong on the command line, where every user of this machine can read it",
@@ -187,13 +189,13 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token from {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"cannot read the token from {path}: {reason}") from error
 
 
 def _check_here(config: NodeConfig) -> None:
     """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
-    data = Path(config.data).expanduser()
-    if config.data and not data.exists() and not glob.glob(str(data), recursive=True):
+    if config.data and not has_text(config.data):
         raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
     if any(name not in ("auto", "cpu") for name in names_of(config.device)):
         from atoll.node.training.group import devices_of  # torch: seconds, which the daemon needs anyway
@@ -204,7 +206,11 @@ def _check_here(config: NodeConfig) -> None:
 def _show_limits(config: NodeConfig, yes: bool) -> None:
     """Say what this node will use, and ask once."""
     say(f"This node will use: {limits_text(config)}.")
-    say(f"Peers reach it on {config.listen}:{config.port or 'a free port'}. Its state lies in {config.data_dir}.")
+    if config.data:
+        say(f"It trains on the text at {config.data}, wherever the run's is.")
+    listen = "every address" if config.listen == _EVERYWHERE else config.listen
+    port = f"port {config.port}" if config.port else "a free port"
+    say(f"Peers reach it on {listen}, {port}. Its state lies in {config.data_dir}.")
     say("Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while.")
     if not yes and sys.stdin.isatty() and not asked(lambda: typer.confirm("Join?", default=True, err=True)):
         raise typer.Exit(0)

@@ -150,7 +150,8 @@ def _print_run(it: LabRunResult) -> None:
 
 def _warn(console: Console, late: int) -> None:
     if late:
-        console.print(f"This machine was too busy {late} times to carry packets in time.", soft_wrap=True)
+        times = "once" if late == 1 else f"{late} times"
+        console.print(f"This machine was too busy {times} to carry packets in time.", soft_wrap=True)
 
 
 def _print(result: CheckResult) -> None:

@@ -75,12 +75,13 @@ def _training_rows(table: Any, it: dict[str, Any]) -> None:
     losses = f"train {it['train_loss']:.3f}" if it["train_loss"] else "train –"
     if it["validation_loss"] is not None:
         losses += f" · validation {it['validation_loss']:.3f}"
-    table.add_row("progress", f"{_bar(done)} {done:6.1%}  {count_text(it['committed_tokens'])} tokens of the whole run")
+    table.add_row("progress", f"{_bar(done)} {done:6.1%}  {count_text(it['committed_tokens'])} tokens, by all nodes")
     step = f"{it['step_seconds'] * 1000:.0f} ms a step on {it['device'] or '?'}"
     pace = f"{count_text(it['tokens_per_second'])} tokens/s · {step}" if it["tokens_per_second"] else "–"
     table.add_row("pace", pace)
     table.add_row("loss", f"{losses} [dim]nats/token[/]")
-    table.add_row("rounds", f"at {it['round']} · {it['members']} members · {it['rounds_abandoned']} abandoned here")
+    members = f"{it['members']} member{'s' * (it['members'] != 1)}"
+    table.add_row("rounds", f"at {it['round']} · {members} · {it['rounds_abandoned']} abandoned here")
     if it.get("rounds_left_out"):  # a daemon of an earlier release does not say
         table.add_row("left out", f"[yellow]{it['rounds_left_out']} rounds did not take this node's whole update[/]")
     saved = it["averaging_bytes_fp32"] / it["averaging_bytes_sent"] if it["averaging_bytes_sent"] else 0

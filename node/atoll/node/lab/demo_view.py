@@ -53,11 +53,12 @@ class _Lines:
         now = (view.phase, view.rounds_committed)
         if now != self._last:
             self._last = now
+            at = f": round {now[1]}" if now[1] else ""
             loss = f", validation loss {view.losses[-1][1]:.3f}" if view.losses else ""
             for event in view.trouble[self._told :]:
                 self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {event}")
             self._told = len(view.trouble)
-            self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {view.phase}: round {now[1]}{loss}")
+            self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {view.phase}{at}{loss}")
 
 
 def draw(view: DemoView) -> RenderableType:

@@ -19,7 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.run_spec import parse_run_spec
+from atoll.core.errors import ConfigError, DeadlineExceeded
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.config import has_text
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.lab.demo import READY_TIMEOUT, DemoView, spec_toml
 from atoll.node.lab.launcher import LocalSwarm
@@ -43,7 +45,7 @@ class LabRunOptions:
     tokens: int  # of the demo's run
     codec: str  # of the demo's run
     step_seconds: float  # at full speed; 0: as this machine can
-    timeout: timedelta
+    timeout: timedelta  # from the start of the nodes
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class _Seen:
 async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResult:
     """Build the network, run the swarm below `root`, remove both. Raises `ChildDied`, `DeadlineExceeded`, `Lab…`."""
     hosts = options.topology.trainers
+    if options.spec is not None:
+        check_fits(parse_run_spec(options.spec), options.topology)
     view = DemoView(title=f"atoll lab run {options.topology.name}", started=time.monotonic())
     view.phase = "building the network"
     show(view)
@@ -127,6 +131,19 @@ async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResul
             return await _collect(swarm, network, seen, pace, view)
         finally:
             await swarm.close()
+
+
+def check_fits(spec: RunSpec, topology: Topology) -> None:
+    """What would keep a run from beginning in that lab. Raises `ConfigError`."""
+    hosts, wanted = len(topology.trainers), spec.run.min_nodes
+    if wanted > hosts:
+        raise ConfigError(
+            f"the run begins with {wanted} nodes, and {topology.name} has {hosts} hosts for them",
+            "lower min_nodes in [run], or take a larger topology: atoll lab list",
+        )
+    text = spec.data.path
+    if spec.data.source != "huggingface" and not has_text(text):
+        raise ConfigError(f"there is no training text at {text}", "change path in [data] of the run spec")
 
 
 async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, view: DemoView, show: Show) -> str:
@@ -161,7 +178,10 @@ async def _watch(
         swarm.check()
         network.check()
         if time.monotonic() > deadline:
-            await swarm.until(finished, "the run did not finish", timedelta(0))
+            minutes = options.timeout.total_seconds() / 60
+            raise DeadlineExceeded(
+                f"the run did not finish within {minutes:g} min of its start", "give it more with --minutes"
+            )
         for name, node in seen.items():
             node.look(await asyncio.to_thread(swarm.status, name), time.monotonic())
             view.nodes[name] = node.status

@@ -7,6 +7,7 @@ limit a run. `docs/guide/lab.md` lists every field.
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -132,8 +133,10 @@ def load_topology(name_or_path: str) -> Topology:
         return parse_topology(path.read_text(encoding="utf-8"), path.stem)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
+        close = difflib.get_close_matches(name_or_path, built_in_names(), n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
         raise TopologyError(
-            f"cannot read the topology {name_or_path}: {reason}", f"built in are: {', '.join(built_in_names())}"
+            f"cannot read the topology {name_or_path}: {reason}", f"{meant}built in are: {', '.join(built_in_names())}"
         ) from error
 
 
