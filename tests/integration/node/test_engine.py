@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging import engine as engine_module
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
 from atoll.node.averaging.allreduce import ExchangeServer
@@ -388,6 +390,48 @@ async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothin
         await away.trainer.train()
         there = len(away.heads)
         await away.rounds(there + 3)
+
+
+@pytest.mark.timeout(120)
+async def test_what_a_commit_held_is_known_though_the_machine_went_on_meanwhile(tmp_path):
+    cut: set[str] = set()
+
+    async def cutting(passage):
+        return None if passage.sender in cut or passage.receiver in cut else passage.frame
+
+    async with members(tmp_path, 2, cutting) as made:
+        await asyncio.gather(*(member.rounds(3) for member in made))
+        cut.add(made[0].identity.peer_id)
+        async with asyncio.timeout(TIMEOUT.total_seconds()):
+            while made[0].heads[-1].hash != made[0].engine.head.hash:
+                await asyncio.sleep(0.02)
+        *_, before, last = made[0].heads
+        assert made[0].identity.peer_id in {item.peer_id for item in last.manifest.contributions}
+        assert await made[0].engine._counted_after(before) is rt.Counted.SNAPSHOT
+
+
+@pytest.mark.timeout(120)
+async def test_progress_that_cannot_be_kept_ends_the_engine_and_not_only_a_catch_up(tmp_path, monkeypatch):
+    async def through(passage):
+        return passage.frame
+
+    async def found(*_, **__):
+        return SimpleNamespace(head=engine.head)
+
+    async def fails(*_):
+        raise Unreachable("the trainer does not answer")
+
+    async def moves(*_):
+        pass
+
+    async with members(tmp_path, 2, through) as made:
+        await made[0].rounds(1)
+        engine = made[0].engine
+        monkeypatch.setattr(engine_module, "catch_up", found)
+        monkeypatch.setattr(engine, "_move", moves)
+        monkeypatch.setattr(engine, "_keep_progress", fails)
+        with pytest.raises(Unreachable, match="trainer"):
+            await engine._catch_up(rt.Counted.NOTHING)
 
 
 @pytest.mark.timeout(120)

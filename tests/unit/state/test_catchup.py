@@ -43,6 +43,8 @@ from atoll.node.averaging.outer import holds
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_staged
 from atoll.node.state.conversation import Conversation
+from atoll.node.state.fetch import Wanted, fetch_state
+from atoll.node.state.pieces import Workspace, pieces_of
 
 STATE = state_of(3.0)
 DONORS = (ANN, BOB, DAN, EVE)
@@ -439,3 +441,20 @@ async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_sam
     fetched = await fetch(reef)
     assert fetched.head.round > 1
     assert holds(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, OFFSETS)
+
+
+async def test_who_goes_back_to_an_earlier_head_finds_nothing_of_a_later_one(reef):
+    """Half of a later state came over what was verified; then its donor was gone."""
+    old, new = STATE, state_of(9.0)
+    later = commit(new, 2, list(DONORS), after=HEAD)
+    workspace = Workspace(0, OFFSETS[-1])
+    reef.serve(ANN, history(HEAD), old)
+    reef.serve(BOB, history(HEAD, later), new)
+    reef.behaviours[BOB.peer_id] = after(5, dies)
+    wanted = {head.round: Wanted("r", head.hash, pieces_of(head.manifest.layers, OFFSETS)) for head in (HEAD, later)}
+    await fetch_state(reef.network, [ANN.peer_id], wanted[1], workspace, QUICK)
+    with pytest.raises(Unreachable):
+        await fetch_state(reef.network, [BOB.peer_id], wanted[2], workspace, QUICK)
+    await fetch_state(reef.network, [ANN.peer_id], wanted[1], workspace, QUICK)
+    assert torch.equal(workspace.vectors["anchor"], old.anchor_E)
+    assert torch.equal(workspace.vectors["momentum"], old.momentum_E)

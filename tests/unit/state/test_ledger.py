@@ -247,6 +247,21 @@ def test_a_false_piece_of_many_is_fetched_from_one_alone_and_then_the_liar_is_kn
     assert world.answers["c"] == 1 + 1 + 4
 
 
+def test_a_piece_whose_donor_left_while_it_was_checked_is_fetched_from_others():
+    ledger = Ledger(pieces_of([8]), 4, ["x", "y", "z"])
+    for donor in ("x", "y", "z"):
+        ledger.join(donor)
+    assert ledger.take("x", 0.0) is not None
+    assert ledger.arrived("x", 1.0)
+    ledger.give_up("x", "it froze")
+    while ledger.take("y", 2.0) is not None:
+        assert ledger.arrived("y", 3.0)
+    assert ledger.to_check(0)
+    ledger.give_up("y", "it refused")  # meanwhile
+    ledger.checked(0, False, [b"x", b"y"])
+    assert {ledger.take("z", 4.0), ledger.take("z", 4.0)} != {None}
+
+
 def test_what_a_liar_delivered_elsewhere_is_fetched_again():
     world = Simulation([4, 4, 16], {"a": always(True), "liar": until(1)})
     for donor in world.donors:

@@ -93,6 +93,20 @@ async def test_a_frame_in_pieces_survives_a_deadline_in_its_middle() -> None:
     assert (received.header, bytes(received.body), stream.bytes_received) == (b"head", b"body" * 100, len(data))
 
 
+async def test_who_announces_much_and_leaves_holds_nobody_up() -> None:
+    for ends in ("close", "abort"):
+        stream, reader, _, traffic = make_stream()
+        traffic.limit(0.0, 1e6)
+        reader.feed_data(pack_prefix(FrameKind.PART, b"head", bytes(8_000_000)))
+        with pytest.raises(DeadlineExceeded):
+            await stream.receive(SOON)
+        if ends == "close":
+            await stream.close()
+        else:
+            stream.abort()
+        assert traffic.down.due(100_000, small=False) - SystemClock().monotonic() < 0.1
+
+
 async def test_an_announced_length_of_2_to_the_40_allocates_nothing() -> None:
     stream, reader, _, _ = make_stream()
     reader.feed_data(struct.pack(">2sBBIII", b"AT", 1, 2, 2**32 - 1, 2**32 - 1, 0))

@@ -133,6 +133,7 @@ class AveragingEngine:
         self._tally = Tally(trainer.status.tokens, head.round)
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
+        self._accounted = (b"", rt.Counted.UNKNOWN)  # the head before the last commit; what that commit holds of ours
         self._looking = False
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self._last_look = clock.monotonic()
@@ -316,6 +317,7 @@ class AveragingEngine:
     def _account(self, head: Head, counted: rt.Counted) -> None:
         """What a round holds of ours is not reported again, while its state is still being written."""
         self._head_is_new = True
+        self._accounted = (head.manifest.previous_hash, counted)
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             self._tally.pass_by(self._trainer.status.tokens)
         elif counted is rt.Counted.SNAPSHOT:
@@ -324,6 +326,8 @@ class AveragingEngine:
             self._tally.begin_anew(self._trainer.status.tokens)
 
     async def _install(self, head: Head, opened_here: bool, counted: rt.Counted) -> None:
+        if head.round <= self.head.round:
+            return  # we caught up with a later one meanwhile
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             await self._witness(head, opened_here)
             return
@@ -491,29 +495,35 @@ class AveragingEngine:
         self._orders.put_nowait(lambda: self._catch_up(counted))
 
     async def _catch_up(self, counted: rt.Counted | None) -> None:
+        plan, before = self._machine.plan, self.head
         try:
-            plan, before = self._machine.plan, self.head
-            fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)
-            if fetched is not None:
+            try:
+                fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)
+                if fetched is None:
+                    return
                 head = fetched.head
                 counted = counted or await self._counted_after(before)
                 await asyncio.to_thread(self._manifests.keep, head)
-                await self._move(head, self._state.adopt, fetched)
-                self._results.forget()
-                await self._keep_progress(before, head, counted)
-                self._catching_up = False  # it may not be the end of it
-                self._step(rt.HeadMoved(head))
-                self._tick()  # so that others hear at once that we are there
-                if self._machine.finished:
-                    self.finished.set()
-        except AtollError as error:
-            _log.warning("catch-up failed", reason=str(error))
-            await asyncio.sleep(_CATCH_UP_PAUSE)  # the next message from ahead tries again
+            except AtollError as error:
+                _log.warning("catch-up failed", reason=str(error))
+                await asyncio.sleep(_CATCH_UP_PAUSE)  # the next message from ahead tries again
+                return
+            await self._move(head, self._state.adopt, fetched)
+            self._results.forget()
+            await self._keep_progress(before, head, counted)
+            self._catching_up = False  # it may not be the end of it
+            self._step(rt.HeadMoved(head))
+            self._tick()  # so that others hear at once that we are there
+            if self._machine.finished:
+                self.finished.set()
         finally:
             self._catching_up = False
 
     async def _counted_after(self, before: Head) -> rt.Counted:
-        """What the round after `before` holds of ours: only that one can."""
+        """What the round after `before` holds of ours: only that one can.
+
+        The machine may have committed that round itself since we began to catch up, and forgotten what it brought.
+        """
 
         async def one(peer: str) -> Head | None:
             try:
@@ -524,6 +534,9 @@ class AveragingEngine:
 
         others = [peer for peer in self._machine.plan.members if peer != self._me]
         answers = [head for head in await asyncio.gather(*map(one, others)) if head is not None]
+        previous_hash, counted = self._accounted
+        if previous_hash == before.hash:
+            return counted
         return self._machine.counted(answers[0].manifest) if answers else rt.Counted.UNKNOWN
 
     async def _keep_progress(self, before: Head, head: Head, counted: rt.Counted) -> None:

@@ -239,6 +239,7 @@ class Reducer:
 
     async def _make(self, part: Part, values: Mapping[str, Source]) -> None:
         if not values:
+            self.partial |= self._inlets.keys()
             return
         try:
             index = self._share.first + part.index

@@ -81,6 +81,8 @@ class _Fetch:
         self._policy = policy
         self._begun = begun
         self._pieces = [piece for piece in wanted.pieces if not workspace.has(piece)]
+        for piece in self._pieces:
+            workspace.forget(piece)  # of another head: who goes back to that one must not find half of this
         self._ledger = Ledger(self._pieces, policy.chunk_elements, donors, held)
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()

@@ -68,6 +68,9 @@ class _Work:
         self.asked_twice.clear()
 
     def forget(self, peers: Set[str]) -> None:
+        """What these delivered, who are not asked any more."""
+        if self.owner in peers:
+            self.owner = None
         for index, source in enumerate(self.sources):
             if source in peers:
                 self.sources[index] = None

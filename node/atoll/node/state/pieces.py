@@ -84,6 +84,10 @@ class Workspace:
         """The piece was verified."""
         self._true[piece.kind, piece.layer] = piece.digest
 
+    def forget(self, piece: Piece) -> None:
+        """What lies in its place is to be written over: nothing there is known to be true."""
+        self._true.pop((piece.kind, piece.layer), None)
+
     def bytes_of(self, kind: Kind, start: int, end: int) -> memoryview:
         """The memory of some elements, to be written or hashed."""
         return self._values(kind, start, end).numpy().data.cast("B")

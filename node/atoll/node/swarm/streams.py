@@ -101,6 +101,7 @@ class SocketStream:
         self._max_frame_bytes = max_frame_bytes
         self._prefix: Prefix | None = None  # of a frame whose rest has not arrived
         self._due = 0.0  # when the rest may be read
+        self._promised = 0  # bytes of the rest that the line down keeps a slot for
         self.broken = False  # by the other side, or by what lies between
         self._sending = asyncio.Lock()
         self._sent = 0
@@ -220,6 +221,7 @@ class SocketStream:
             self._prefix = unpack_prefix(start, self._max_frame_bytes)
             size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
             self._due = self._traffic.down.due(size, small=size <= SMALL_FRAME_BYTES)
+            self._promised = size - PREFIX.size
         return self._prefix
 
     async def _read_frame(self) -> Frame:
@@ -229,7 +231,7 @@ class SocketStream:
         self._traffic.check_allowance(prefix.body_bytes)
         await self._traffic.down.until(self._due)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
-        self._prefix = None
+        self._prefix, self._promised = None, 0
         self._got(len(rest))
         header, body = bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :]
         return check_frame(prefix, header, body, sums_body=self.sums_bodies)
@@ -264,6 +266,8 @@ class SocketStream:
         return 0, -self._writer.transport.get_write_buffer_size()
 
     def _forget(self) -> None:
+        self._traffic.down.give_back(self._promised)  # who announces much and leaves holds nobody up
+        self._promised = 0
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:
             callback()

@@ -57,6 +57,11 @@ class Line:
         self._free = begins + count / self._bytes_per_second
         return now if small else begins
 
+    def give_back(self, count: int) -> None:
+        """Bytes of a slot that will not pass."""
+        if self.limited:
+            self._free -= count / self._bytes_per_second
+
     async def until(self, due: float) -> None:
         """Return when that slot begins."""
         if (seconds := due - self._clock.monotonic()) > 0:
