@@ -104,6 +104,17 @@ def test_what_a_contributor_sends_instead_of_a_part_never_touches_a_sum(change, 
     run_virtually(scene())
 
 
+def test_who_is_missing_in_a_sum_of_nobody_is_partial_too():
+    async def scene():
+        fault = part_frames("a", "b", 0, BAD_PARTS["short"])
+        swarm = Swarm({"a": 1, "b": 0}, "fp16", {"b": 1}, fault=fault)  # b only reduces: it has no progress
+        await swarm.run()
+        assert swarm.held["b"].partial == ("a",)
+        await swarm.close()
+
+    run_virtually(scene())
+
+
 @pytest.mark.parametrize("change", BAD_PARTS.values(), ids=BAD_PARTS.keys())
 def test_what_a_reducer_sends_instead_of_an_average_is_repaired_from_others(change):
     async def scene():

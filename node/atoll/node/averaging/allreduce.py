@@ -83,8 +83,7 @@ class Exchange:
     ) -> None:
         """`take` gets the average, part by part.
 
-        `screen`: how contributions are judged; None: not at all. `pull`: how much
-        a contribution of so many tokens weighs.
+        `screen`: how contributions are judged; None: not at all. `pull`: how much one of so many tokens weighs.
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
