@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any, Literal, TextIO, cast
 
 import structlog
@@ -34,11 +37,7 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
     ]
     if human:
-        shared.append(
-            structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), pad_event_to=32, exception_formatter=structlog.dev.plain_traceback
-            )
-        )
+        shared.append(_console(sys.stderr.isatty()))
     else:
         # never the locals of a frame: they may hold a token or a key
         frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
@@ -58,3 +57,38 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
 def get(component: str) -> structlog.stdlib.BoundLogger:
     """A logger whose lines name the component."""
     return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
+
+
+def reader(colors: bool) -> Callable[[str], str]:
+    """What makes a line of JSON, as `configure` writes them, one for people, in local time; other lines stay."""
+    console = _console(colors)
+
+    def read(line: str) -> str:
+        try:
+            entry = json.loads(line)
+            when = datetime.fromisoformat(entry["timestamp"]).astimezone()
+            trouble = [_trace(error) for error in entry.pop("exception", ())]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return line
+        entry = {key: _printable(value) if isinstance(value, str) else value for key, value in entry.items()}
+        told = {**entry, "timestamp": when.strftime("%H:%M:%S")}
+        return "\n".join([str(console(None, "", told)), *map(_printable, "\n".join(trouble).splitlines())])
+
+    return read
+
+
+def _console(colors: bool) -> structlog.dev.ConsoleRenderer:
+    return structlog.dev.ConsoleRenderer(
+        colors=colors, pad_event_to=32, exception_formatter=structlog.dev.plain_traceback
+    )
+
+
+def _trace(error: dict[str, Any]) -> str:
+    """As Python shows it, but for the lines of code: an innermost frame last."""
+    frames = (f"  {it['filename']}:{it['lineno']} in {it['name']}" for it in error["frames"])
+    return "\n".join([*frames, f"{error['exc_type']}: {error['exc_value']}"])
+
+
+def _printable(text: str) -> str:
+    """Without what would move a terminal's cursor."""
+    return "".join(it if it.isprintable() or it in "\n\t" else "\N{REPLACEMENT CHARACTER}" for it in text)

@@ -63,6 +63,29 @@ def refused(done, code, *words):
         assert word in done.stderr
 
 
+def test_the_trainers_log_is_for_people_or_as_it_is(tmp_path):
+    written = tmp_path / "runs/reef/trainer.log"
+    written.parent.mkdir(parents=True)
+    lines = [
+        json.dumps({"event": f"step_{i}", "level": "info", "timestamp": f"2026-01-01T00:00:0{i}Z"}) for i in range(4)
+    ]
+    written.write_text("\n".join(lines))  # the last is still being written
+    as_it_is = atoll("logs", "--data-dir", tmp_path, "--lines", 2)
+    assert as_it_is.stdout.splitlines() == lines[1:]
+    people = atoll("logs", "--data-dir", tmp_path, "--log-format", "console")
+    assert [line.split()[-1] for line in people.stdout.splitlines()] == [f"step_{i}" for i in range(4)]
+    following = [BIN / "atoll", "logs", "--follow", "--lines", "1", "--data-dir", tmp_path, "--log-format", "console"]
+    with subprocess.Popen(following, stdout=subprocess.PIPE, text=True) as child, written.open("a") as file:
+        try:
+            assert child.stdout.readline().split()[-1] == "step_2"
+            for written_now, told in (("\n" + lines[0][:10], "step_3"), (lines[0][10:] + "\n", "step_0")):
+                file.write(written_now)
+                file.flush()
+                assert child.stdout.readline().split()[-1] == told
+        finally:
+            child.terminate()
+
+
 @pytest.fixture
 def token(tmp_path):
     """A well-formed token for a port where nobody listens."""

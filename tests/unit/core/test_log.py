@@ -1,9 +1,15 @@
-"""A line that cannot be written is lost; the program goes on."""
+"""A line that cannot be written is lost; the program goes on. What was written as JSON can be read by people."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core import log
 
 PROGRAM = """
 import sys
@@ -28,3 +34,41 @@ def test_a_full_disk_or_a_closed_pipe_behind_stderr_ends_nothing(tmp_path) -> No
             child.stderr.close()
             child.wait(60)
         assert witness.read_text() == "went on"
+
+
+def lines_of(program: str) -> list[str]:
+    """What it logs, as JSON."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return done.stderr.splitlines()
+
+
+def test_json_lines_are_read_as_a_terminal_would_have_shown_them() -> None:
+    program = """
+from atoll.core import log
+log.configure("info", "json", node="ann")
+log.get("trainer").info("corpus_loaded", tokens=5, where="a b")
+try:
+    {}["nothing"]
+except KeyError:
+    log.get("trainer").exception("failed")
+"""
+    read = log.reader(colors=False)
+    plain, failed = map(read, lines_of(program))
+    stamp, *words = plain.split()
+    assert len(stamp) == len("12:00:00")
+    assert words == ["[info", "]", "corpus_loaded", "component=trainer", "node=ann", "tokens=5", "where='a", "b'"]
+    first, *trace = failed.splitlines()
+    assert "failed" in first
+    assert trace[0].endswith(":6 in <module>")
+    assert trace[-1] == "KeyError: 'nothing'"
+
+
+def test_what_a_log_says_does_not_move_the_cursor() -> None:
+    line = {"event": "\x1b[2J", "timestamp": "2026-01-01T00:00:00Z", "level": "info", "told": "a\rb\x1b]0;c\x07"}
+    shown = log.reader(colors=False)(json.dumps(line))
+    assert all(it.isprintable() for it in shown)
+
+
+@given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
+def test_any_other_line_stays_as_it_is(line: str) -> None:
+    assert log.reader(colors=False)(line) == line

@@ -224,7 +224,7 @@ def _row(run: wire.RunView) -> Plain:
         "state": _state(run),
         "round": run.head_round or "–",
         "tokens": count(run.committed_tokens),
-        "done": f"{100 * run.committed_tokens / run.stop_tokens:.0f} %",
+        "done": f"{100 * min(1.0, run.committed_tokens / run.stop_tokens):.0f} %",
         "loss": loss(run.validation_loss),
         "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
         "plan": run.plan_version or "–",

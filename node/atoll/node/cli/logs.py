@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from atoll.core import log
 from atoll.core.errors import NotFound
 from atoll.node.cli.options import DataDir, directory
+
+Format = Annotated[
+    Literal["auto", "console", "json"],
+    typer.Option("--log-format", help="auto: console on a terminal, else json, as it is in the file"),
+]
 
 
 def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing what comes.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
+    log_format: Format = "auto",
     data_dir: DataDir = None,
 ) -> None:
     """Print the trainer's log of the newest run (the daemon logs to stderr: `journalctl -u atoll-node`)."""
@@ -23,16 +32,25 @@ def logs(
     found = sorted(where.glob("runs/*/trainer.log"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise NotFound(f"no log under {where}", "the node has not started training yet, or --data-dir is another")
-    _print(found[-1], lines, follow)
+    human = sys.stdout.isatty() if log_format == "auto" else log_format == "console"
+    _print(found[-1], lines, follow, log.reader(sys.stdout.isatty()) if human else str)
 
 
-def _print(path: Path, lines: int, follow: bool) -> None:
+def _print(path: Path, lines: int, follow: bool, told: Callable[[str], str]) -> None:
+    """The last lines, whole; what is still being written comes with `follow`, or once at the end."""
     with path.open(errors="replace") as file:
-        for line in deque(file, maxlen=lines):
-            typer.echo(line, nl=False)
+        last = deque(file, maxlen=lines + 1)
+        begun = last.pop() if last and not last[-1].endswith("\n") else ""
+        if len(last) > lines:
+            last.popleft()
+        for line in last:
+            typer.echo(told(line.removesuffix("\n")))
         while follow:
-            line = file.readline()
-            if line:
-                typer.echo(line, nl=False)
+            begun += file.readline()
+            if begun.endswith("\n"):
+                typer.echo(told(begun.removesuffix("\n")))
+                begun = ""
             else:
                 time.sleep(0.2)
+        if begun:
+            typer.echo(told(begun))
