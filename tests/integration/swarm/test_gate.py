@@ -14,6 +14,7 @@ from support.swarm_lab import SOON, Lab, echo
 from atoll.core.errors import Banned, ConfigError, PortInUse, ProtocolMismatch, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.membership import Deny
+from atoll.node.swarm.dht import RPC_TIMEOUT
 from atoll.node.transport import Stream
 
 LIFETIME = timedelta(minutes=5)
@@ -75,6 +76,24 @@ async def test_a_node_that_nobody_told_us_of_is_found_through_a_seed(lab: Lab) -
     stream = await a.open(b.peer_id, "/echo/1", SOON)
     assert stream.peer_id == b.peer_id
     await stream.close()
+
+
+async def test_a_frozen_seed_does_not_delay_who_asks_for_an_address(lab: Lab) -> None:
+    seeds = [await lab.start(name, relay_service=True) for name in ("seed", "frozen")]
+    addresses = tuple(address for seed in seeds for address in seed.multiaddrs())
+    b = await lab.start("b", seeds=addresses)
+    b.handle("/echo/1", echo)
+    await b.publish_address(LIFETIME)
+    a = await lab.start("a", seeds=addresses)
+    await a.ready()
+    os.kill(seeds[1].p2pd_pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(RPC_TIMEOUT.total_seconds() - 1):
+            stream = await a.open(b.peer_id, "/echo/1", SOON)
+        assert stream.peer_id == b.peer_id
+        await stream.close()
+    finally:
+        os.kill(seeds[1].p2pd_pid, signal.SIGCONT)
 
 
 async def test_p2pd_killed_is_told_and_nothing_hangs(lab: Lab) -> None:

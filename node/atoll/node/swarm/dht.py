@@ -34,6 +34,7 @@ REPLICAS = 5
 RPC_TIMEOUT = timedelta(seconds=6)  # hello included
 STORE_TIMEOUT = timedelta(seconds=20)
 LOOKUP_TIMEOUT = timedelta(seconds=20)
+SILENT_SEEDS = timedelta(seconds=2)  # get so long when another has answered: a hello over a bad line
 
 _log = log.get("dht")
 
@@ -150,17 +151,35 @@ class Directory:
         return bool(stored and stored[0])
 
     async def _fetch_addresses(self) -> None:
-        """One question to each seed for everybody's address; dials nobody but seeds."""
+        """One question to each seed for everybody's address; dials nobody but seeds.
+
+        Who is silent is not waited for once another told some: one dead seed shall not delay every first contact.
+        """
         node, name = self._running(), nodes_key(self._authority.run_id)
         key = DHTID.generate(source=name)
-        answers = await asyncio.gather(
-            *(node.protocol.call_find(PeerID.from_base58(seed), [key]) for seed in self._seeds)
-        )
-        for found in (answer[key][0] for answer in answers if answer):
-            if found is not None and isinstance(found.value, DictionaryDHTValue):
-                entries = {owner: (MSGPackSerializer.loads(raw), until) for owner, (raw, until) in found.value.items()}
-                for owner, record in self._verified(name, entries).items():
-                    self._p2p.book.learn(owner, record.multiaddrs)
+        asked = {asyncio.ensure_future(node.protocol.call_find(PeerID.from_base58(it), [key])) for it in self._seeds}
+        patience: float | None = None
+        try:
+            while asked:
+                done, asked = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                told = [answer[key][0] for question in done if (answer := question.result())]
+                if sum(self._learn(name, found) for found in told):
+                    patience = SILENT_SEEDS.total_seconds()
+        finally:
+            for question in asked:
+                question.cancel()
+
+    def _learn(self, name: str, found: Any) -> bool:
+        """Put what a seed told into the book. Whether it was anything."""
+        if found is None or not isinstance(found.value, DictionaryDHTValue):
+            return False
+        entries = {owner: (MSGPackSerializer.loads(raw), until) for owner, (raw, until) in found.value.items()}
+        records = self._verified(name, entries)
+        for owner, record in records.items():
+            self._p2p.book.learn(owner, record.multiaddrs)
+        return bool(records)
 
     def _verified(self, name: str, entries: dict[str, tuple[bytes, float]]) -> dict[str, Record]:
         records: dict[str, Record] = {}
