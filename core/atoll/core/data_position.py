@@ -17,6 +17,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
 Range = tuple[int, int]
+MAX_RANGES = 2**16  # of a position that comes from outside, and of who holds some
 LEASE_ROUNDS = 4  # a member holds samples for about that many rounds at its last pace
 
 
@@ -44,7 +45,10 @@ class DataPosition:
 
     @classmethod
     def from_proto(cls, message: manifest_pb2.DataPosition) -> DataPosition:
-        """Read it back. Raises `PeerMisbehaved` for a range that ends before it starts."""
+        """Read it back. Raises `PeerMisbehaved` for a range that ends before it starts, and for too many."""
+        held = sum(len(holding.ranges) for holding in message.holdings)
+        if len(message.returned) + len(message.holdings) + held > MAX_RANGES:
+            raise PeerMisbehaved(f"a data position has at most {MAX_RANGES} ranges")
         holdings = [piece for holding in message.holdings for piece in holding.ranges]
         if any(piece.end < piece.start for piece in [*message.returned, *holdings]):
             raise PeerMisbehaved("a data range ends before it starts")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.coordinator.world import RUN, World, spec_toml
+from unit.coordinator.world import RUN, SECRET, World, spec_toml
 
 from atoll.coordinator.state import admission, find, lifecycle, machine
 from atoll.coordinator.state.records import Event
@@ -22,6 +24,7 @@ from atoll.core.errors import (
     TokenUnknown,
     TokenUsedUp,
 )
+from atoll.core.tokens import hash_secret
 
 
 @pytest.fixture
@@ -229,3 +232,35 @@ def test_a_lost_answer_is_given_again_at_no_cost(world: World) -> None:
     world.take(admission.revoke_token(world.state, world.now, token.token_id))
     with pytest.raises(TokenRevoked):
         world.enrol("ann", token)
+
+
+def test_enrolling_again_in_a_run_undoes_neither_a_drain_nor_what_a_node_is_known_for(world: World) -> None:
+    world.join("ann")
+    world.wait(60)
+    world.take(admission.drain(world.state, world.now, "ann"))
+    world.hang_up("ann")
+    world.wait(60)  # it is lost
+    peer = world.identities["ann"].peer_id
+    before = world.state.nodes[peer]
+    assert before.draining
+    assert before.losses > 0
+    world.enrol("ann")
+    after = world.state.nodes[peer]
+    assert after.epoch == before.epoch + 1
+    assert replace(after, epoch=before.epoch, enrolled_ms=before.enrolled_ms, token_id=before.token_id) == before
+
+
+def test_a_name_that_the_plan_still_names_is_not_free() -> None:
+    world = World()
+    world.train("ann", "bob")
+    world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="other"), start=True))
+    tokens = {}
+    for number, run in enumerate((RUN, "other")):
+        wanted = admission.TokenRequest(f"{number:012d}", hash_secret(SECRET), run, 1, 1800, ("node",))
+        tokens[run] = world.take(admission.create_token(world.state, world.now, wanted))
+    bob, stranger = world.identities["bob"], world.new_identity("bob")
+    world.hang_up("bob")
+    for identity, run, name in ((bob, "other", "bob"), (stranger, RUN, "bob-2")):
+        applicant = admission.Applicant(tokens[run].token_id, SECRET, identity.peer_id, identity.public_key, "bob")
+        assert world.take(admission.enrol(world.state, world.now, applicant)).name == name
+    assert bob.peer_id in world.plans[-1].members

@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.planner.live import answer
-from atoll.coordinator.state import admission, applying, pinning, preparation
+from atoll.coordinator.state import admission, applying, lifecycle, pinning, preparation
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
 
@@ -186,6 +186,23 @@ def test_who_comes_while_the_operator_s_plan_is_searched_for_is_looked_at_at_onc
     world.fetch_told()
     world.wait(1)
     assert world.spans()["cid"] == ALL_LAYERS
+
+
+@pytest.mark.parametrize("meanwhile", ["paused", "pinned"])
+def test_what_the_operator_asked_for_is_not_issued_when_it_makes_no_sense_any_more(meanwhile: str) -> None:
+    world = RoutedWorld()
+    world.begin(ann=12, bob=12)
+    world.cards(cid=12)
+    ordered = applying.question_of(world.state, world.now, RUN, world.policy)
+    assert ordered.wanted
+    if meanwhile == "paused":
+        world.take(lifecycle.pause(world.state, world.now, RUN))
+    else:
+        world.take(pinning.pin(world.state, world.now, "cid", (0, 5)))
+    plans = len(world.plans)
+    found = answer(ordered, ManualClock())
+    assert world.take(applying.apply(world.state, world.now, RUN, ordered, found)) is None
+    assert len(world.plans) == plans
 
 
 def test_how_far_a_clock_is_behind_is_kept_and_no_word_of_it_is_not_agreement(pair: RoutedWorld) -> None:

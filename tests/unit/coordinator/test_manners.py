@@ -6,9 +6,19 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
+from unit.coordinator.world import (
+    FIT,
+    RUN,
+    SECRET,
+    World,
+    abandoned_report,
+    commit,
+    genesis_report,
+    hash_of,
+    round_report,
+)
 
-from atoll.coordinator.state import checkpoints, fitness, reports, snapshot, votes
+from atoll.coordinator.state import admission, checkpoints, fitness, machine, reports, snapshot, votes
 from atoll.coordinator.state.allowance import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.records import Event, PlanRow, Round, Waiting
@@ -16,6 +26,7 @@ from atoll.core import manifest as manifests
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
 from atoll.core.round_id import RoundId
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -202,6 +213,61 @@ def test_who_only_hangs_up_and_calls_again_is_not_told_for_ever(world: World) ->
     for _ in range(2 * int(STORED.burst)):
         world.connect("eve")
     assert world.kinds().count("node.connected") - before < STORED.burst
+
+
+def test_who_only_leaves_and_comes_back_is_not_told_for_ever(world: World) -> None:
+    peer = world.identities["eve"].peer_id
+    for _ in range(2 * int(STORED.burst)):
+        world.take(admission.leave(world.state, world.now, peer, "bye"))
+        assert world.state.nodes[peer].left
+        world.connect("eve")
+    assert world.kinds().count("node.left") + world.kinds().count("node.connected") < STORED.burst + 2 * len(ALL)
+
+
+def test_who_only_enrols_again_is_not_told_for_ever(world: World) -> None:
+    token = world.token()
+    world.enrol("eve", token)
+    before = world.kinds().count("node.enrolled")
+    identity = world.identities["eve"]
+    for number in range(2 * int(STORED.burst)):
+        name = f"eve-{number // 2}"  # each twice
+        again = admission.Applicant(token.token_id, SECRET, identity.peer_id, identity.public_key, name)
+        world.take(admission.enrol(world.state, world.now, again))
+        assert world.state.nodes[identity.peer_id].name == name
+    assert 0 < world.kinds().count("node.enrolled") - before <= STORED.burst
+
+
+def test_who_tells_another_text_all_the_time_is_not_told_for_ever() -> None:
+    world = World()
+    world.create_run(min_nodes=9)
+    world.join("ann", "bob", "eve")
+    for number in range(2 * int(STORED.burst)):
+        world.say("eve", FIT, corpus_digest=f"{number:064x}")
+        world.take(machine.tick(world.state, world.now, world.policy))
+    assert 0 < world.kinds().count("node.corpus-differs") <= STORED.burst
+    assert len(world.state.memory[RUN].told_corpora) == 1
+
+
+def test_a_flood_of_checkpoints_is_refused_before_it_is_read(world: World) -> None:
+    told = [mb.CheckpointInfo(round=number, manifest_hash=b"h" * 32) for number in range(checkpoints.MAX_TOLD + 1)]
+    with pytest.raises(InvalidRequest, match="at most 4096 checkpoints"):
+        world.say("eve", checkpoints_changed=True, checkpoints=told)
+
+
+def test_a_flood_of_data_ranges_is_refused_before_it_is_read(world: World, verified: list[bytes]) -> None:
+    eve = world.identities["eve"]
+    report = round_report(1, b"x" * 32, [eve])
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    manifest.data.returned.extend([pb.SampleRange()] * 2**17)
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), [eve]))
+    world.say("eve", rounds=[report])
+    assert world.kinds()[-1] == "round.rejected"
+    assert "at most 65536 ranges" in last_message(world)
+    assert verified == []
+
+
+def last_message(world: World) -> str:
+    return [record.message for record in world.records if isinstance(record, Event)][-1]
 
 
 @pytest.mark.parametrize("spoil", ["payload", "tie-break", "other-key"])

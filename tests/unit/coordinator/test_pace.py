@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN
@@ -85,3 +87,17 @@ def test_figures_outlive_a_restart() -> None:
     before = kept(world, 1)
     world.restart()
     assert world.state.memory[RUN].figures == before
+
+
+def test_a_boast_without_end_neither_stops_planning_nor_outlives_who_boasted() -> None:
+    world = RoutedWorld()
+    world.begin(ann=12, bob=12)
+    at(world, ann=100.0, bob=1.7e308)
+    world.wait(3 * KEPT_SECONDS)
+    assert math.isfinite(kept(world, 1).measured_tokens_per_second)
+    world.take(admission.ban(world.state, world.now, "bob", ""))
+    world.wait(5)
+    assert world.plan.members == (world.identities["ann"].peer_id,)
+    at(world, ann=100.0)
+    world.wait(2 * KEPT_SECONDS)
+    assert kept(world, world.plan.version).measured_tokens_per_second == pytest.approx(100.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
-from unit.coordinator.world import RUN
+from unit.coordinator.world import RUN, SECRET
 
 from atoll.coordinator.state import admission, hand_over, lifecycle, preparation, views
 from atoll.v1 import membership_pb2 as mb
@@ -244,3 +244,44 @@ def test_a_coordinator_that_starts_again_lets_a_draining_stage_hand_over(pair: R
     pair.wait(1)
     assert "cid" in pair.spans()
     assert order(pair, going) == mb.ORDER_DRAIN
+
+
+def rename(world: RoutedWorld, name: str, other: str) -> None:
+    """The node enrols again with the token that it has."""
+    peer = world.identities[name].peer_id
+    token = world.state.nodes[peer].token_id
+    again = admission.Applicant(token, SECRET, peer, world.identities[name].public_key, other)
+    world.take(admission.enrol(world.state, world.now, again))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_who_takes_another_name_meanwhile_gets_its_layers_under_that(pair: RoutedWorld, prepared: bool) -> None:
+    pair.answers = prepared
+    pair.cards(cid=12)
+    pair.wait(3)
+    question = pair.state.memory[RUN].question
+    assert (question is None) == prepared
+    rename(pair, "cid", "zed")
+    pair.fetches = pair.answers = True
+    if question is not None:
+        pair.bring(question, pair.find(question))
+    pair.wait(5)
+    peer = pair.identities["cid"].peer_id
+    assert pair.state.nodes[peer].name == "zed"
+    assert pair.plan.span(peer) == range(LAYERS)
+
+
+def test_a_freed_name_gives_its_next_owner_no_layers(pair: RoutedWorld) -> None:
+    pair.answers = False
+    pair.cards(cid=12)
+    pair.wait(3)
+    question = pair.state.memory[RUN].question
+    assert question is not None
+    rename(pair, "cid", "zed")
+    pair.enrol("eve")
+    rename(pair, "eve", "cid")
+    pair.fetches = True
+    pair.bring(question, pair.find(question))
+    pair.wait(3)
+    assert pair.identities["cid"].peer_id in pair.plan.members
+    assert pair.identities["eve"].peer_id not in pair.plan.members

@@ -48,6 +48,19 @@ def test_rounds_move_the_head_and_resending_them_does_not(world: World) -> None:
     assert (world.run.head_round, world.run.committed_tokens) == (2, 2000)
 
 
+def test_who_is_present_in_every_round_is_remembered_once(world: World) -> None:
+    previous = genesis_hash(world)
+    for number in range(1, 4):
+        report = round_report(number, previous, members(world), committed_before=1000 * (number - 1))
+        world.say("ann", rounds=[report])
+        previous = hash_of(report)
+    for _ in range(2):
+        committed = world.state.memory[RUN].committed
+        assert committed[1].present == {member.peer_id for member in members(world)}
+        assert len({id(committed[number].present) for number in range(1, 4)}) == 1
+        world.restart()
+
+
 def test_rounds_may_arrive_out_of_order(world: World) -> None:
     first = round_report(1, genesis_hash(world), members(world))
     second = round_report(2, hash_of(first), members(world), committed_before=1000)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
-from unit.coordinator.routed import LAYERS, LONG_ROUNDS, QUICK, RoutedWorld, card, covers
-from unit.coordinator.world import FIT, RUN
+from unit.coordinator.routed import LAYERS, LONG_ROUNDS, QUICK, RoutedWorld, card, covers, rows
+from unit.coordinator.world import FIT, RUN, layer_table
 
 from atoll.coordinator.planner.drafting import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
 from atoll.coordinator.state import admission, machine, recovery
 from atoll.coordinator.state.plan_views import part_in_plan
-from atoll.core.errors import InvalidTransition
+from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
@@ -415,6 +416,24 @@ def test_a_node_that_changes_its_word_about_its_memory_all_the_time_does_not_kee
 
 
 # --- genesis ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", ["tie", "infinite", "nan", "negative"])
+def test_a_table_that_cannot_be_is_refused_and_genesis_does_not_wait_for_it(spoil: str) -> None:
+    world = RoutedWorld()
+    world.create_run(min_nodes=2, **LONG_ROUNDS)
+    world.cards(ann=12, bob=12, cid=12)
+    spoilt = rows()
+    if spoil == "tie":
+        spoilt[3].tied_to.append("nowhere")
+    else:
+        spoilt[3].flops_per_token_forward = {"infinite": math.inf, "nan": math.nan, "negative": -1.0}[spoil]
+    for name in ("ann", "bob"):
+        world.say(name, FIT, layers=layer_table(rows()))
+    with pytest.raises(PeerMisbehaved, match="layer table"):
+        world.say("cid", FIT, layers=layer_table(spoilt))
+    world.wait(1)
+    assert world.run.state == "GENESIS"
 
 
 def test_genesis_waits_for_memory_that_is_enough_and_says_how_much_is_missing() -> None:

@@ -60,6 +60,10 @@ class Question:
     seconds: float = 2.0  # to search
     steps: int | None = None  # of the search, at most; where a result must repeat
 
+    def peers(self) -> dict[str, str]:
+        """Peer ids by the names that the answer uses: nodes may be called otherwise by then."""
+        return {node.name: node.peer_id for node in self.nodes}
+
 
 @dataclass(frozen=True)
 class Answer:

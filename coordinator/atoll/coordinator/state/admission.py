@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.state import find, hand_over
+from atoll.coordinator.state.allowance import may_store
 from atoll.coordinator.state.records import Node, Token
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
 from atoll.coordinator.text import clean
@@ -112,9 +113,29 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
             f"peer {applicant.peer_id} is at work in run {known.run_id!r}",
             "stop it first, or use another data directory: one identity serves one run",
         )
-    node = Node(
+    node = _enrolled(state, now, known, token, applicant)
+    draft = Draft(state, now)
+    draft.put(node)
+    if not repeated:
+        token = replace(token, uses_left=token.uses_left - 1)
+        draft.put(token)
+        _tell_enrolled(draft, node, again=known is not None)
+        if token.uses_left == 0:
+            draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
+    elif known is not None and live is not None and known.name != node.name and may_store(draft, node.peer_id):
+        _tell_enrolled(draft, node, again=True)
+    return draft.done(node)
+
+
+def _enrolled(state: State, now: Moment, known: Node | None, token: Token, applicant: Applicant) -> Node:
+    """The row of who is admitted. In the same run it stays what it was known as: pinned, asked to drain, often away."""
+    name = _free_name(state, token.run_id, applicant)
+    if known is not None and known.run_id == token.run_id:
+        admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
+        return replace(admitted, epoch=known.epoch + 1, left=False)
+    return Node(
         peer_id=applicant.peer_id,
-        name=_free_name(state, token.run_id, applicant),
+        name=name,
         run_id=token.run_id,
         roles=token.roles,
         public_key=applicant.public_key,
@@ -122,20 +143,14 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
         enrolled_ms=now.unix_ms,
         last_seen_ms=known.last_seen_ms if known else 0,
         token_id=token.token_id,
-        pin=known.pin if known and known.run_id == token.run_id else "",
     )
-    draft = Draft(state, now)
-    draft.put(node)
-    if not repeated:
-        token = replace(token, uses_left=token.uses_left - 1)
-        draft.put(token)
-    again = " again" if known else ""
-    draft.event("node.enrolled", node.run_id, node.peer_id, f"{node.name} enrolled{again} as {', '.join(node.roles)}")
-    if "seed" not in node.roles and not _seeds(state, node.run_id):
+
+
+def _tell_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
+    told = f"{node.name} enrolled{' again' if again else ''} as {', '.join(node.roles)}"
+    draft.event("node.enrolled", node.run_id, node.peer_id, told)
+    if "seed" not in node.roles and not _seeds(draft.state, node.run_id):
         draft.event("run.no-seed", node.run_id, node.run_id, "nodes cannot find each other: this run has no seed yet")
-    if token.uses_left == 0 and not repeated:
-        draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
-    return draft.done(node)
 
 
 def renew(state: State, now: Moment, peer_id: str) -> Step[Node]:
@@ -202,7 +217,8 @@ def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:
     if not node.left:
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
         because = f": {reason}" if reason else ""
-        draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
+        if may_store(draft, peer_id):
+            draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
     return draft.done(None)
 
 
@@ -248,8 +264,10 @@ def _usable(state: State, now: Moment, applicant: Applicant, *, spent: bool) -> 
 
 
 def _free_name(state: State, run_id: str, applicant: Applicant) -> str:
-    """The name asked for, or with a number when another peer of the run has it."""
-    taken = {node.name for node in state.members_of(run_id) if node.peer_id != applicant.peer_id}
+    """The name asked for, or with a number when another peer of the run has it, or one that the plan still names."""
+    plan = state.memory[run_id].plan
+    peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
+    taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id}}
     name, number = applicant.node_name, 2
     while name in taken:
         name = f"{applicant.node_name[:58]}-{number}"

@@ -43,9 +43,9 @@ def take(
     if answer.missing:
         return draft.done(None)
     if set(answer.routes) == set(question.current) and not asking.forgotten(state, run_id):
-        _tell_left_out(draft, run_id, _left_out(state, here, answer, now.monotonic))
+        _tell_left_out(draft, run_id, _left_out(state, here, question, answer, now.monotonic))
     elif ordered or not _prepare(draft, run_id, question, answer, here):
-        _issue(draft, run_id, answer)
+        _issue(draft, run_id, question, answer)
     plan = draft.state.memory[run_id].plan
     return draft.done(plan if plan is not memory.plan else None)
 
@@ -66,8 +66,8 @@ def _still_holds(state: State, run_id: str, question: Question, answer: Answer, 
 
 def _used(question: Question, answer: Answer) -> list[str]:
     """Peer ids of those that the answer gives a part; where it gives none, of all."""
-    names = {node.name: node.peer_id for node in question.nodes}
-    return [names[name] for name in {name for route in answer.routes for name, _, _ in route} or names.keys()]
+    peers = question.peers()
+    return [peers[name] for name in {name for route in answer.routes for name, _, _ in route} or peers.keys()]
 
 
 def _changed(state: State, question: Question, peers: Sequence[str], here: Present) -> list[str]:
@@ -91,7 +91,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
     assert memory.plan is not None
     going = [peer for peer in here.finishing if not asking.live_of(state, peer).hands_over]
     if not memory.plan.stages <= set(here.members) or not (unready or going):
-        _issue(draft, run_id, coming.answer)
+        _issue(draft, run_id, coming.question, coming.answer)
     elif refusing := [peer for peer in unready if preparation.refuses(state, peer, coming.spans[peer])]:
         _give_up_on(draft, run_id, refusing, waited, "found no room for the layers")
     elif unready and waited >= preparation.patience(coming, policy.prepare_seconds):
@@ -136,10 +136,10 @@ def _layers(span: range) -> str:
     return f"{span.start}-{span.stop - 1}" if len(span) > 1 else str(span.start)
 
 
-def _issue(draft: Draft, run_id: str, answer: Answer) -> None:
+def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
+    """The routes of the answer; its names are those of the question, whatever nodes are called by now."""
     state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
-    left_out = _left_out(state, present(state, run_id, now), answer, now)
-    peers = {node.name: node.peer_id for node in state.members_of(run_id)}
+    left_out, peers = _left_out(state, present(state, run_id, now), question, answer, now), question.peers()
     routes: list[Route] = [
         tuple(Part(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
@@ -155,16 +155,15 @@ def _issue(draft: Draft, run_id: str, answer: Answer) -> None:
     _tell_left_out(draft, run_id, left_out)
 
 
-def _left_out(state: State, here: Present, answer: Answer, now: float) -> dict[str, str]:
+def _left_out(state: State, here: Present, question: Question, answer: Answer, now: float) -> dict[str, str]:
     """By peer id: those that the planner left out, and those that it was not asked about."""
     placed = {name for route in answer.routes for name, _, _ in route}
-    found = {}
-    for peer in here.fit:
-        name = state.nodes[peer].name
-        if name in placed:
-            continue
-        found[peer] = answer.left_out.get(name) or _why_not_asked_about(state, peer, now)
-    return found
+    names = {node.peer_id: node.name for node in question.nodes}
+    return {
+        peer: answer.left_out.get(names.get(peer, "")) or _why_not_asked_about(state, peer, now)
+        for peer in here.fit
+        if names.get(peer) not in placed
+    }
 
 
 def _why_not_asked_about(state: State, peer: str, now: float) -> str:

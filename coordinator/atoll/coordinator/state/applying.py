@@ -38,8 +38,10 @@ def apply(state: State, now: Moment, run_id: str, question: Question, answer: An
         return answering.take(state, now, run_id, question, answer, ordered=True)
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
-    members = present(state, run_id, now.monotonic).members
-    if plan is None or not members or members == plan.members:
+    here = present(state, run_id, now.monotonic)
+    if plan is None or not here.members or here.members == plan.members:
         return draft.done(None)
-    issue(draft, run_id, members, f"{difference(state, plan.members, members)}; the operator did not wait")
+    if state.runs[run_id].state != "TRAINING" or routing.needs_routes(state, run_id, here):  # since it was asked
+        return draft.done(None)
+    issue(draft, run_id, here.members, f"{difference(state, plan.members, here.members)}; the operator did not wait")
     return draft.done(draft.state.memory[run_id].plan)

@@ -19,6 +19,7 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_CHECKPOINTS = 64  # of one node; the newest ones are kept
+MAX_TOLD = 4096  # in one message
 _MAX = 2**62  # databases keep 63 bits
 _DIGEST_BYTES = 32
 _LOOK = "see `atollctl checkpoint list`"

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 from atoll.coordinator.state import find
+from atoll.coordinator.state.allowance import may_store
 from atoll.coordinator.state.edges import move
 from atoll.coordinator.state.fitness import (
     corpus_expected,
@@ -168,12 +169,13 @@ def _tell_corpora(draft: Draft, run_id: str, digest: str) -> None:
     """Say it, once per digest, when a fit node's text is not that of most: it does not count towards genesis."""
     memory = draft.state.memory[run_id]
     for node, other in stray_corpora(draft.state, run_id, digest):
-        if (node.peer_id, other) in memory.told_corpora:
+        if memory.told_corpora.get(node.peer_id) == other:
             continue
-        memory = replace(memory, told_corpora=memory.told_corpora | {(node.peer_id, other)})
+        memory = replace(memory, told_corpora={**memory.told_corpora, node.peer_id: other})
         draft.remember(run_id, told_corpora=memory.told_corpora)
-        told = f"{node.name} has the corpus {other[:12]}…, others have {digest[:12]}…: it does not count"
-        draft.event("node.corpus-differs", run_id, node.peer_id, told)
+        if may_store(draft, node.peer_id):
+            told = f"{node.name} has the corpus {other[:12]}…, others have {digest[:12]}…: it does not count"
+            draft.event("node.corpus-differs", run_id, node.peer_id, told)
 
 
 def _ordered(state: State, now: Moment, run_id: str, target: str, why: str) -> Step[Run]:

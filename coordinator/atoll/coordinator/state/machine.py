@@ -27,7 +27,7 @@ from atoll.coordinator.state import (
     recovery,
     reports,
 )
-from atoll.coordinator.state.allowance import RESIZED, STORED
+from atoll.coordinator.state.allowance import RESIZED, may_store
 from atoll.coordinator.state.fitness import FIT, corpus_expected
 from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.round_checks import check_table
@@ -118,10 +118,9 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
             dropped=old.dropped,
             dropped_since=old.dropped_since,
         )
-    left = fresh.stored.spend(STORED, now.monotonic)
-    draft.set_live(peer_id, replace(fresh, stored=left or fresh.stored))
+    draft.set_live(peer_id, fresh)
     draft.put(replace(presence.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
-    if left is not None:  # who does nothing else is not news
+    if may_store(draft, peer_id):  # who does nothing else is not news
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
@@ -240,7 +239,9 @@ def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: M
         bases = with_base(bases, plan.base)
     void = {row.manifest_hash for row in rounds if row.committed and is_void(bases, row.number, row.made_under)}
     committed = {base.round: Commit(base.manifest_hash, committed_tokens=None) for base in bases[-1:]}
-    committed |= {row.number: commit_of(row) for row in rounds if row.committed and row.manifest_hash not in void}
+    for row in sorted(rounds, key=lambda row: row.number):
+        if row.committed and row.manifest_hash not in void:
+            committed[row.number] = commit_of(row, committed.get(row.number - 1))
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
     figures = next((row for row in reversed(contents.plan_figures) if row.run_id == run_id), None)
@@ -280,6 +281,8 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest(f"a hash has {_HASH_BYTES} bytes")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
         raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
+    if len(request.checkpoints) > checkpoints.MAX_TOLD:
+        raise InvalidRequest(f"a heartbeat tells at most {checkpoints.MAX_TOLD} checkpoints")
     for address in request.multiaddrs[:MAX_MULTIADDRS]:
         if (
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
@@ -353,5 +356,7 @@ def _tell_strays(draft: Draft, run_id: str) -> None:
     for node in draft.state.members_of(run_id):
         live = draft.state.live.get(node.peer_id)
         if live and live.connected and live.corpus_digest not in ("", expected):
-            draft.event("node.corpus-differs", run_id, node.peer_id, f"{node.name} has another corpus than the run")
+            if may_store(draft, node.peer_id):
+                told = f"{node.name} has another corpus than the run"
+                draft.event("node.corpus-differs", run_id, node.peer_id, told)
             _end_stream(draft, node.peer_id, live)

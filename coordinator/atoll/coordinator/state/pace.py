@@ -16,6 +16,7 @@ from atoll.core.plan import Plan
 
 SAMPLE_SECONDS = 5.0
 KEPT_SECONDS = 60.0  # between rows of the mean so far
+MOST_TOKENS_PER_SECOND = 1e12  # that a driver is believed: a mean of figures near a float's end is none
 MOST_PREDICTED = 256  # members of a plan of replicas: more are not worth a search of its figures
 
 
@@ -43,7 +44,7 @@ def trained(state: State, plan: Plan) -> float:
         live = state.live.get(route[0])
         if live is None or not live.connected or live.status.plan_version != plan.version:
             return 0.0
-        rates.append(live.status.tokens_per_second)
+        rates.append(min(live.status.tokens_per_second, MOST_TOKENS_PER_SECOND))
     return sum(rates)
 
 

@@ -43,7 +43,7 @@ class Coming:
 
 def lacking(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
     """By peer id, the spans of an answer whose nodes do not hold all of it under `plan`."""
-    peers = {node.name: node.peer_id for node in question.nodes}
+    peers = question.peers()
     spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
     return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.state import following, lifecycle
-from atoll.coordinator.state.allowance import REFUSED, STORED
+from atoll.coordinator.state.allowance import REFUSED, may_store
 from atoll.coordinator.state.records import Evaluation, Round, Run, Waiting
 from atoll.coordinator.state.round_checks import (
     check_layers,
@@ -132,9 +132,9 @@ def _is_told(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
 
 def _take_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) -> None:
     """Judge it now, or let it wait. Raises what is wrong with it; signatures are looked at last."""
-    head, row = claimed_head(draft.state, run, row, report)
     if draft.state.live[row.opener].refused.spend(REFUSED, draft.now.monotonic) is None:
         raise PeerMisbehaved("too many reports of this node were refused")
+    head, row = claimed_head(draft.state, run, row, report)
     decided = is_decided(head, draft.state.memory[run.run_id], draft.state.operator_key)
     verify_votes(head)
     if decided:
@@ -155,7 +155,7 @@ def _commit(draft: Draft, row: Round) -> None:
     _log_round(draft, row)
     draft.remember(
         run_id,
-        committed={**memory.committed, number: commit_of(row)},
+        committed={**memory.committed, number: commit_of(row, memory.committed.get(number - 1))},
         abandoned=memory.abandoned - {key_of(row)},
     )
     draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
@@ -247,13 +247,10 @@ def _committed_sentence(draft: Draft, row: Round) -> str:
 
 def _may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
     """Whether this node may have one more row; what is beyond is counted."""
-    live = draft.state.live[peer_id]
-    left = live.stored.spend(STORED, draft.now.monotonic, cost)
-    if left is None:
-        _drop(draft, peer_id)
-        return False
-    draft.set_live(peer_id, replace(live, stored=left))
-    return True
+    if may_store(draft, peer_id, cost):
+        return True
+    _drop(draft, peer_id)
+    return False
 
 
 def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:

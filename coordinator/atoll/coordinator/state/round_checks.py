@@ -37,6 +37,7 @@ MAX_ATTEMPT = 10**6  # weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
 RECENT = 256  # rounds below the head of which abandoned attempts are still kept
 _MAX = 2**62  # databases keep 63 bits
+_MOST_FLOPS = 1e18  # of a layer, for one token
 _DIGEST_BYTES = 32
 _SIGNATURE_BYTES = 64
 
@@ -156,10 +157,14 @@ def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
 
 
 def check_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
-    """Raise `PeerMisbehaved` unless the layers are few enough, have names, and are of the run's model."""
+    """Raise `PeerMisbehaved` unless the layers are few enough, have names, can be, and are of the run's model."""
     names = {layer.name for layer in table.layers}
     if not 1 <= len(table.layers) <= MAX_LAYERS or len(names) != len(table.layers) or "" in names:
         raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
+    if any(not names.issuperset(layer.tied_to) for layer in table.layers):
+        raise PeerMisbehaved("a layer table ties a layer to one that is not in it")
+    if any(not 0 <= layer.flops_per_token_forward <= _MOST_FLOPS for layer in table.layers):  # false for NaN, too
+        raise PeerMisbehaved("a layer table has figures that cannot be")
     if table.model_hash != model_hash:
         raise PeerMisbehaved("the layer table is of another model than the run's")
 

@@ -158,7 +158,7 @@ class RunMemory:
     writer_since: float = 0.0
     passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
     usual_corpus: str = ""  # the digest that most fit nodes share, as last counted before genesis
-    told_corpora: frozenset[tuple[str, str]] = frozenset()  # peer and digest that differed before genesis, as told
+    told_corpora: Mapping[str, str] = field(default_factory=dict)  # by peer id: digest that differed before genesis
     changed_since: float | None = None  # when what is wanted first differed from the plan
     changed_why: str = ""  # in members, reach or links
     hold_until: float = 0.0  # no new plan before
@@ -229,14 +229,15 @@ def key_of(row: Round) -> RoundKey:
     return (row.number, row.plan_version, row.fragment, row.attempt)
 
 
-def commit_of(row: Round) -> Commit:
-    """What is remembered of a committed round."""
+def commit_of(row: Round, before: Commit | None) -> Commit:
+    """What is remembered of a committed round. Who was present mostly were so `before`: one set serves both."""
+    present = frozenset(row.present)
     return Commit(
         manifest_hash=row.manifest_hash,
         plan_version=row.made_under,
         committed_tokens=row.committed_tokens,
         previous_hash=row.previous_hash,
-        present=frozenset(row.present),
+        present=before.present if before is not None and before.present == present else present,
         opener=row.opener,
         members=row.members,
         partial=row.partial,
