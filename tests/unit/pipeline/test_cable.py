@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.pipeline.cable import PREFIX, WINDOW_FRAMES, CableFrame, Word, heard, pack_prefix
+from atoll.node.pipeline.cable import PREFIX, WINDOW_FRAMES, Cable, CableFrame, Word, heard, pack_prefix
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.messages import Begin, Gradient
 from atoll.node.pipeline.wire import Channel, pack
@@ -153,3 +156,23 @@ def test_a_break_overtakes_what_waits() -> None:
         error = heard(frame.payload)
         assert isinstance(error, PeerMisbehaved)
         assert str(error) == "it sent nonsense"
+
+
+async def test_nothing_of_no_bytes_is_given_to_the_transport() -> None:
+    """asyncio of Python 3.12 and 3.13 tries to send that for ever."""
+    given: list[bytes] = []
+
+    class Writer:
+        transport = SimpleNamespace(set_write_buffer_limits=lambda high: None)
+
+        def write(self, data: bytes) -> None:
+            given.append(bytes(data))
+
+        def writelines(self, lines: Iterable[bytes]) -> None:
+            given.extend(map(bytes, lines))
+
+    cable = Cable(asyncio.StreamReader(), cast("asyncio.StreamWriter", Writer()))
+    cable.post(Word.TAKEN, 1, 1)
+    cable.post(Word.BODY, 1, 1, b"abc")
+    assert b"".join(given) == pack_prefix(Word.TAKEN, 1, 1, 0) + pack_prefix(Word.BODY, 1, 1, 3) + b"abc"
+    assert all(given)

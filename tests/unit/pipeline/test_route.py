@@ -30,10 +30,11 @@ from atoll.core.errors import (
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.averaging.pace import Pace
-from atoll.node.pipeline import bridge, dispatcher, links
+from atoll.node.pipeline import bridge, dispatcher, links, stage_loop
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable, Word, pack_prefix, said
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
+from atoll.node.pipeline.messages import Begin
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
@@ -349,6 +350,32 @@ async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_oth
         await asyncio.sleep(0)
         assert await route.stages[1].order(ms.Stop()) == ms.Done()
         assert await pausing == ms.Done()  # what was asked before is answered before
+
+
+async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has_orders(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fault(passage: Passage) -> Frame | AtollError | None:
+        return None if kind_of(passage) == "report" else passage.frame
+
+    monkeypatch.setattr(stage_loop, "STALE_SECONDS", 0.5)
+    async with route_on(MemoryHub(fault), corpus) as route, route.on():
+        driver_loop = route.driver.session._loop
+        assert isinstance(driver_loop, StageLoop)
+        driver_loop._patience = Pace(300.0, 300.0)
+        await until(lambda: not route.stages[1].session._between_steps)
+        assert await route.stages[1].order(ms.Pause()) == ms.Done()
+        assert driver_loop.flushes_aborted > 0
+
+
+async def test_a_flush_of_more_micro_batches_than_the_run_s_is_refused(corpus: str) -> None:
+    async with route_on(MemoryHub(), corpus) as route, route.on():
+        await route.more(1)
+        await route.stand_still()
+        loop = route.stages[1].session._loop
+        assert isinstance(loop, StageLoop)
+        with pytest.raises(PeerMisbehaved, match="of 4"):
+            loop._runner.deliver(0, Begin(loop._runner.ended + 1, 4))
 
 
 @pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])

@@ -91,7 +91,9 @@ class Cable:
 
     def post(self, word: Word, stage: int, incarnation: int, payload: Buffer = b"") -> None:
         """Without waiting for room, for what is small and rare: a trainer that stands still must not hold us up."""
-        self._writer.writelines((pack_prefix(word, stage, incarnation, len(payload)), payload))
+        self._writer.write(pack_prefix(word, stage, incarnation, len(payload)))
+        if payload:  # of no bytes asyncio (from 3.12 on) would keep trying to send them, as fast as it can
+            self._writer.write(payload)
 
     async def receive(self) -> CableFrame:
         """The next frame; when cancelled, it comes next time. Raises `ChildDied`."""

@@ -38,6 +38,7 @@ class Place:
     stages: int
     tied: bool = False  # the last stage borrows a matrix of the first
     ahead: int = 0  # see `schedule.credits_of`
+    micro_batches: int = MAX_MICRO_BATCHES  # of a flush that trains, at most
 
     @property
     def first(self) -> bool:
@@ -112,7 +113,8 @@ class Inbox:
     def _problem(self, message: Message) -> str:
         begin = self.get(Begin)
         if isinstance(message, Begin):
-            most = MAX_MICRO_BATCHES if message.anchor is None else self._place.credits_upstream(MAX_MICRO_BATCHES)
+            evaluated = self._place.credits_upstream(MAX_MICRO_BATCHES)
+            most = self._place.micro_batches if message.anchor is None else evaluated
             return "" if 1 <= message.micro_batches <= most else f"of {message.micro_batches}"
         if isinstance(message, TiedWeights):
             return ""  # it may overtake the beginning

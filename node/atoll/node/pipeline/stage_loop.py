@@ -46,6 +46,7 @@ from atoll.node.training.schedule import learning_rate
 
 PATIENCE_FLOOR_SECONDS = 5.0
 PATIENCE_CEILING_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end
+STALE_SECONDS = 450.0  # a flush that the driver should have ended long ago: others end it then
 _NOTHING = Taken((), 0)
 
 
@@ -88,6 +89,7 @@ class StageLoop(Replica):
         self._patience = Pace(PATIENCE_FLOOR_SECONDS, PATIENCE_CEILING_SECONDS)
         self._batch: Batch | None = None  # of the flush under way, or of one that was aborted
         self._fed_at: float | None = None  # when the flush under way began; None: none is, here
+        self._idle_at = clock.monotonic()  # when no flush was under way here the last time
         self._evaluation: Evaluation | None = None
         self._counted = 0  # tokens of the stage that are progress
         loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
@@ -134,7 +136,8 @@ class StageLoop(Replica):
         if not 0 <= stage < stages or (stage == 0) != cut.first or (stage == stages - 1) != cut.last:
             raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
         self._lose(InvalidTransition("the plan has another route"))
-        self._runner.place = Place(stage, stages, self._tied, self.spec.pipeline.ahead)
+        micro_batches = self.spec.samples_per_flush // self.spec.optimizer.micro_batch_samples
+        self._runner.place = Place(stage, stages, self._tied, self.spec.pipeline.ahead, micro_batches)
         self._cable.enter(Channel.of(self.spec, self._table, plan_version, route))
 
     def pause(self) -> None:
@@ -172,7 +175,9 @@ class StageLoop(Replica):
     @property
     def has_work(self) -> bool:
         """Whether `work` would do something."""
-        return self._attached > 0 and (not self._waiting or self._may_feed or self._overdue)
+        if self.between_steps:
+            self._idle_at = self.clock.monotonic()
+        return self._attached > 0 and (not self._waiting or self._may_feed or self._overdue or self._stale)
 
     def work(self) -> StepResult | None:
         """The next action of the flush under way, or of a new one; what was trained when it ended one."""
@@ -180,6 +185,9 @@ class StageLoop(Replica):
             seconds = self._patience.patience
             self._patience.miss(seconds, failed=True)
             self._break(DeadlineExceeded(f"a flush took longer than {seconds:.0f} s"))
+            return None
+        if self._stale:
+            self._break(DeadlineExceeded(f"the driver of the route did not end a flush in {STALE_SECONDS:.0f} s"))
             return None
         if self._may_feed:
             self._feed()
@@ -197,7 +205,7 @@ class StageLoop(Replica):
         match event:
             case Attached(incarnation):
                 self._lose(InvalidTransition("the route begins anew"))
-                self._attached, self._waiting = incarnation, False
+                self._attached, self._waiting, self._idle_at = incarnation, False, self.clock.monotonic()
                 self._cable.begin(incarnation)
                 self._runner.begin(incarnation)
             case _ if event.incarnation != self._attached:
@@ -224,6 +232,11 @@ class StageLoop(Replica):
     @property
     def _overdue(self) -> bool:
         return self._fed_at is not None and self.clock.monotonic() - self._fed_at > self._patience.patience
+
+    @property
+    def _stale(self) -> bool:
+        """Whether a driver that cannot or will not end its flush holds up what this stage was told to do."""
+        return not self.between_steps and self.clock.monotonic() - self._idle_at > STALE_SECONDS
 
     def _feed(self) -> None:
         self._fed_at = self.clock.monotonic()
