@@ -476,10 +476,10 @@ class Daemon:
             self._host.gate.set_deny_list(deny)
 
     def _seeds_moved(self, seeds: tuple[str, ...]) -> None:
+        if self._host is not None:
+            self._host.seeds_moved(seeds)  # raises for what the next start could not read either
         self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
         self._keep_credentials()  # the next start asks the new ones
-        if self._host is not None:
-            self._host.seeds_moved(seeds)
 
     # --- the local API -------------------------------------------------------------------------------
 

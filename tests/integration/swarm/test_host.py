@@ -11,6 +11,7 @@ import pytest
 from hivemind.utils.multiaddr import Multiaddr
 from support.swarm_lab import DIRECT, SOON, Lab, echo
 
+from atoll.core.errors import ConfigError, Unreachable
 from atoll.core.frames import FrameKind
 
 LIFETIME = timedelta(minutes=5)
@@ -83,6 +84,42 @@ async def test_members_that_began_without_a_seed_meet_through_one_that_came_late
         await host.publish_address(LIFETIME)
     for host in (a, b):
         assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
+
+
+async def test_a_seed_is_met_at_whichever_of_its_addresses_answers(lab: Lab) -> None:
+    seed = await lab.start("seed", relay_service=True)
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{seed.peer_id}"
+    told = (*seed.multiaddrs(), dead, "/ip4/127.0.0.1/tcp/1/p2p/0OIl")
+    node = await lab.start("node", seeds=told)
+    await node.publish_head(7, b"\7" * 32, LIFETIME)
+    node.seeds_moved(told)
+    with pytest.raises(ConfigError):
+        node.seeds_moved(("nonsense",))
+    await node.publish_head(8, b"\7" * 32, LIFETIME)
+    assert await seed.lookup_heads() == {node.peer_id: (8, b"\7" * 32)}
+
+
+async def test_a_protocol_that_p2pd_did_not_take_is_offered_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = await lab.start("seed", relay_service=True)
+    node = await lab.start("node", seeds=seed.multiaddrs())
+    serve, failed = seed._p2p.control.serve_streams, list[str]()
+
+    async def busy_once(protocol: str) -> None:
+        if protocol not in failed:
+            failed.append(protocol)
+            raise Unreachable("p2pd did not answer")
+        await serve(protocol)
+
+    monkeypatch.setattr(seed._p2p.control, "serve_streams", busy_once)
+    for protocol in ("/echo/1", "/echo/2"):
+        seed.handle(protocol, echo)
+    with pytest.raises(Unreachable, match="did not answer"):
+        await seed.ready()
+    await seed.ready()
+    assert failed == ["/echo/1", "/echo/2"]
+    for protocol in failed:
+        stream = await node.open(seed.peer_id, protocol, SOON)
+        await stream.close()
 
 
 async def test_the_owners_limit_bounds_what_a_member_is_said_to_take(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,14 @@ def test_a_trainer_whose_control_socket_closes_ends_itself() -> None:
         ours.close()
         theirs.close()
         assert child.wait(timeout=20) == EXIT_ORPHANED
+
+
+async def test_a_trainer_that_hangs_is_killed_and_told_as_dead(text: Path) -> None:
+    """Its node then starts another one, as after any death."""
+    async with trainer_on(text) as trainer:
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        os.kill(trainer.pid, signal.SIGSTOP)
+        with pytest.raises(ChildDied, match="did not answer within 1 s: it was killed"):
+            await trainer.snapshot(timeout=timedelta(seconds=1))
+        assert (await asyncio.wait_for(asyncio.shield(trainer.died), 10)).returncode == -signal.SIGKILL

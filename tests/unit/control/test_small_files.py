@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.machine_plans import make_plan
 
+from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
 from atoll.core.membership import Authority
 from atoll.core.plan import sign_plan
@@ -73,3 +74,13 @@ def test_junk_for_votes_is_no_crash(tmp_path, junk):
     (path,) = tmp_path.iterdir()
     path.write_bytes(junk)
     assert VoteStore(tmp_path).load() is None
+
+
+async def test_seeds_that_cannot_be_read_are_not_taken_and_the_rest_of_the_message_is(tmp_path):
+    def refuse(seeds: tuple[str, ...]) -> None:
+        raise ConfigError(f"{seeds[0]!r} does not name a seed")
+
+    authority = Authority(OPERATOR.public_key, PLAN.run_id)
+    taken = Directives(authority, lambda deny, sealed: None, refuse, tmp_path / "plan")
+    taken.take(mb.HeartbeatResponse(seeds=["/foo"], order=mb.ORDER_DRAIN, run_state=mb.RUN_STATE_TRAINING))
+    assert (taken.order, taken.run_state) == (mb.ORDER_DRAIN, mb.RUN_STATE_TRAINING)

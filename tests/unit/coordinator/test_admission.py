@@ -184,6 +184,17 @@ def test_seeds_are_handed_out_with_their_peer_id(world: World) -> None:
     assert admission.seeds_of(world.state, RUN) == ()
 
 
+def test_a_seed_hands_out_no_address_of_another(world: World) -> None:
+    honest, liar = (world.enrol(name, world.token(roles=("seed",))) for name in ("honest", "liar"))
+    for name in ("honest", "liar"):
+        world.connect(name)
+    world.say("honest", multiaddrs=[f"/ip4/192.0.2.7/tcp/4001/p2p/{honest.peer_id}"])
+    world.say("liar", multiaddrs=[f"/ip4/192.0.2.9/tcp/4001/p2p/{honest.peer_id}"])
+    told = [address.rpartition("/p2p/") for address in admission.seeds_of(world.state, RUN)]
+    assert [way for way, _, peer in told if peer == honest.peer_id] == ["/ip4/192.0.2.7/tcp/4001"]
+    assert {peer for _, _, peer in told} == {honest.peer_id, liar.peer_id}
+
+
 def test_a_node_that_comes_before_any_seed_is_told_of(world: World) -> None:
     world.enrol("ann")
     assert "no seed" in last_event(world, "run.no-seed")

@@ -11,7 +11,7 @@ from unit.coordinator.world import World
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
-from atoll.node.swarm.addresses import AddressBook, parse, peer_of, worth_telling
+from atoll.node.swarm.addresses import AddressBook, parse, peer_of, readable_seeds, worth_telling
 
 PEER = Identity.generate().peer_id
 
@@ -71,6 +71,18 @@ def test_a_seed_names_its_peer() -> None:
     for wrong in ("/ip4/192.0.2.7/tcp/1", "seed.example:4001", "/ip4/192.0.2.7/tcp/1/p2p/"):
         with pytest.raises(ConfigError):
             peer_of(wrong)
+
+
+def test_of_a_seed_all_addresses_are_known_and_one_that_cannot_be_read_costs_no_other() -> None:
+    other = Identity.generate().peer_id
+    ways = tuple(f"/ip4/192.0.2.{number}/tcp/1/p2p/{PEER}" for number in (7, 8))
+    bad = (f"/foo/p2p/{PEER}", "/ip4/192.0.2.9/tcp/1/p2p/0OIl", "/ip4/192.0.2.9/tcp/1")
+    relayed = f"/ip4/192.0.2.1/tcp/4001/p2p/{PEER}/p2p-circuit/p2p/{other}"
+    assert readable_seeds([ways[0], *bad, relayed, ways[1]]) == {PEER: ways, other: (relayed,)}
+    assert readable_seeds([]) == {}
+    for lone in bad:
+        with pytest.raises(ConfigError, match="does not name a seed"):
+            readable_seeds([lone])
 
 
 def test_loopback_is_told_only_when_there_is_nothing_else() -> None:

@@ -223,14 +223,14 @@ def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:
 
 
 def seeds_of(state: State, run_id: str) -> tuple[str, ...]:
-    """Multiaddrs of the run's seeds, those that are connected first."""
+    """Multiaddrs of the run's seeds, those that are connected first; each names the seed that told it, and no other."""
 
     def connected_first(node: Node) -> tuple[bool, str]:
         live = state.live.get(node.peer_id)
         return (live is None or not live.connected, node.peer_id)
 
     return tuple(
-        address if "/p2p/" in address else f"{address}/p2p/{node.peer_id}"
+        address if address.endswith(f"/p2p/{node.peer_id}") else f"{address}/p2p/{node.peer_id}"
         for node in sorted(_seeds(state, run_id), key=connected_first)
         for address in node.multiaddrs
     )

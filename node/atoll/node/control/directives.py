@@ -55,7 +55,7 @@ class Directives:
             sealed = response.deny_list
             self._verified(lambda: self._deny_listed(self._authority.verify_deny_list(sealed), sealed))
         if response.seeds:
-            self._seeds_moved(tuple(response.seeds))
+            self._verified(lambda: self._seeds_moved(tuple(response.seeds)))
         if response.notice and response.notice != self.notice:
             _log.warning("this node does not count yet", reason=response.notice)
         self.notice = response.notice

@@ -8,7 +8,7 @@ its resolver once for all who wait, and not again for a few seconds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 
@@ -16,6 +16,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
+from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError
 
@@ -24,6 +25,8 @@ _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
 _P2P = b"\xa5\x03"  # the code of /p2p/, as a varint
 MAX_PEERS = 4096
 MAX_TOLD = 64  # of our own; the coordinator takes no more
+
+_log = log.get("addresses")
 
 
 class AddressBook:
@@ -96,6 +99,34 @@ def worth_telling(multiaddrs: Iterable[str]) -> tuple[str, ...]:
 def peer_of(multiaddr: str) -> str:
     """The peer id at the end of a seed's address. Raises `ConfigError`."""
     peer_id = multiaddr.rpartition("/p2p/")[2]
-    if "/p2p/" not in multiaddr or not peer_id or parse(multiaddr, peer_id) is None:
+    if "/p2p/" not in multiaddr or not _is_peer_id(peer_id) or parse(multiaddr, peer_id) is None:
         raise ConfigError(f"{multiaddr!r} does not name a seed", "write it like /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW…")
     return peer_id
+
+
+def readable_seeds(multiaddrs: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """All addresses of each seed, by its peer id. What cannot be read is logged and left out.
+
+    Raises `ConfigError` where that leaves none: they are members' words, and one of them shall not end the others.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    errors: list[ConfigError] = []
+    for address in multiaddrs:
+        try:
+            peer_id = peer_of(address)
+        except ConfigError as error:
+            errors.append(error)
+            _log.warning("a seed's address was left out", reason=str(error))
+            continue
+        found[peer_id] = (*found.get(peer_id, ()), address)
+    if errors and not found:
+        raise errors[0]
+    return found
+
+
+def _is_peer_id(text: str) -> bool:
+    try:
+        PeerID.from_base58(text)
+    except ValueError:
+        return False
+    return bool(text)

@@ -8,7 +8,8 @@ are peers like any other. Nothing is cached: records are few, short-lived, and w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+import itertools
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, DeadlineExceeded, Rejected, Unreachable
 from atoll.core.membership import Authority
 from atoll.core.records import Record, nodes_key
-from atoll.node.swarm.addresses import peer_of
+from atoll.node.swarm.addresses import readable_seeds
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.validators import MemberRecords
@@ -49,16 +50,19 @@ class Directory:
         self._clock = clock
         self._authority = authority
         self._records = MemberRecords(authority, clock)
-        self._seeds: dict[str, str] = {}
+        self._seeds: dict[str, tuple[str, ...]] = {}  # addresses by peer id
         self._node: DHTNode | None = None
         self.seeds_moved(seeds)
 
-    def seeds_moved(self, seeds: Iterable[str]) -> None:
-        """These are the run's seeds now, each with its address; the next look into the DHT meets them."""
+    def seeds_moved(self, seeds: Sequence[str]) -> None:
+        """These are the run's seeds now, with all their addresses; the next look into the DHT meets them.
+
+        Raises `ConfigError` where none can be read; those that were known stay then.
+        """
         me = self._p2p.peer_id.to_base58()
-        self._seeds = {peer_of(seed): seed for seed in seeds if peer_of(seed) != me}
-        for peer_id, address in self._seeds.items():
-            self._p2p.book.learn(peer_id, [address])
+        self._seeds = {peer_id: known for peer_id, known in readable_seeds(seeds).items() if peer_id != me}
+        for peer_id, addresses in self._seeds.items():
+            self._p2p.book.learn(peer_id, addresses)
 
     async def join(self, *, alone_is_fine: bool, timeout: timedelta) -> None:
         """Meet the seeds and fill the routing table. Raises `Unreachable` naming the seeds, `Rejected`."""
@@ -109,7 +113,8 @@ class Directory:
         """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
         greetings = [self._p2p.introductions.say(seed) for seed in self._seeds]
         outcomes = await asyncio.gather(*greetings, return_exceptions=True)
-        answering = [a for a, outcome in zip(self._seeds.values(), outcomes, strict=True) if outcome is None]
+        told = zip(self._seeds.values(), outcomes, strict=True)
+        answering = [address for addresses, outcome in told if outcome is None for address in addresses]
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, Unreachable | Rejected):
                 raise outcome
@@ -200,7 +205,7 @@ class Directory:
 
     def _nobody_answers(self) -> tuple[str, str]:
         return (
-            f"none of the seeds answers: {', '.join(self._seeds.values())}",
+            f"none of the seeds answers: {', '.join(itertools.chain(*self._seeds.values()))}",
             "check that a seed runs, that its address is right, and that no firewall is between",
         )
 

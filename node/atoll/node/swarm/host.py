@@ -13,6 +13,7 @@ the same host with `relay_service=True`, which may be the first of its swarm.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -34,7 +35,7 @@ from atoll.node.direct.hosts import is_address
 from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.swarm import hello, stripes
-from atoll.node.swarm.addresses import AddressBook, worth_telling
+from atoll.node.swarm.addresses import AddressBook, readable_seeds, worth_telling
 from atoll.node.swarm.dht import Directory
 from atoll.node.swarm.door import Door, request_bytes
 from atoll.node.swarm.gate import Gate
@@ -80,7 +81,7 @@ class SwarmHost:
         self._p2pd_sockets = P2pdSockets(p2pd.pid, self._pacer)
         self.traffic.departing += [self._pacer.wake, self._p2pd_sockets.wake]
         self._direct: DirectPath | None = None
-        self._registrations: list[asyncio.Task[None]] = []
+        self._registrations: dict[str, asyncio.Task[None]] = {}  # by protocol, until p2pd knows it
         self._closed = False
         self._published: tuple[str, ...] = ()
         p2p.control.on_lost(self._connection_lost)
@@ -97,10 +98,11 @@ class SwarmHost:
         clock: Clock,
         timeout: timedelta,
     ) -> SwarmHost:
-        """p2pd up, gate up, DHT joined. Raises `PortInUse`, `Unreachable` (naming the seeds), `Rejected`."""
+        """p2pd up, gate up, DHT joined. Raises `ConfigError`, `PortInUse`, `Unreachable` (naming seeds), `Rejected`."""
         use_hivemind_log_handler("nowhere")
         gate = Gate(authority, membership, identity.peer_id, deny, clock)
-        relays = () if config.relay_service else config.seeds
+        seeds = tuple(itertools.chain(*readable_seeds(config.seeds).values()))
+        relays = () if config.relay_service else seeds
         daemon_config = P2pdConfig(
             config.identity_path, config.runtime_dir, config.listen, config.announce, config.relay_service, relays
         )
@@ -173,12 +175,18 @@ class SwarmHost:
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve `protocol` to members; `ready()` tells when p2pd knows."""
         self._door.handle(protocol, handler)
-        self._registrations.append(asyncio.create_task(self._p2p.control.serve_streams(protocol)))
+        self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
 
     async def ready(self) -> None:
-        """Wait until everything handed to `handle` can be dialled. Raises `Unreachable`."""
-        pending, self._registrations = self._registrations, []
-        await asyncio.gather(*pending)
+        """Wait until all that was handed to `handle` can be dialled. Raises `Unreachable`; asked again, it tries again."""
+        for protocol, task in self._registrations.items():
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
+        pending = dict(self._registrations)
+        await asyncio.gather(*pending.values(), return_exceptions=True)
+        for protocol, task in pending.items():
+            task.result()
+            self._registrations.pop(protocol, None)
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
@@ -198,7 +206,7 @@ class SwarmHost:
         self._p2p.book.learn(peer_id, multiaddrs)
 
     def seeds_moved(self, seeds: Sequence[str]) -> None:
-        """These are the run's seeds now, each with its address."""
+        """These are the run's seeds now, with their addresses. Raises `ConfigError` where none can be read."""
         self._directory.seeds_moved(seeds)
 
     async def publish_address(self, lifetime: timedelta) -> None:
@@ -260,9 +268,9 @@ class SwarmHost:
             if self._direct is not None:
                 steps.push_async_callback(self._direct.close)
             steps.callback(self.gate.abort_all)
-            for task in self._registrations:
+            for task in self._registrations.values():
                 task.cancel()
-            await asyncio.gather(*self._registrations, return_exceptions=True)
+            await asyncio.gather(*self._registrations.values(), return_exceptions=True)
 
     async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
         await self._door.listen(self._p2pd.config.stream_socket)

@@ -274,7 +274,13 @@ class Trainer:
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._writer.write(ms.Envelope(number, order).line())
-        return await self._answer(number, timeout)
+        try:
+            return await self._answer(number, timeout)
+        except DeadlineExceeded as error:
+            if isinstance(order, ms.Evaluate | ms.Generate | ms.Stop):  # may wait for others of a route, or be long
+                raise
+            self._child.kill()  # a device or a disk that hangs: another process may do better
+            raise ChildDied(f"{error}: it was killed", f"{self._child.log_path} holds its output") from error
 
     async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
         try:
@@ -318,7 +324,11 @@ class Trainer:
     async def _kill(self) -> None:
         if not self.died.done():
             self._child.kill()
-        async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
-            await asyncio.shield(self._listening)
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
+                await asyncio.shield(self._listening)
+        except TimeoutError as error:
+            held = f"the trainer does not end within {_KILL_TIMEOUT.total_seconds():.0f} s of being killed"
+            raise DeadlineExceeded(held, "its device or its disk holds it: see the kernel's log") from error
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
