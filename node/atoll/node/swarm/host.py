@@ -178,7 +178,7 @@ class SwarmHost:
         self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
 
     async def ready(self) -> None:
-        """Wait until all that was handed to `handle` can be dialled. Raises `Unreachable`; asked again, it tries again."""
+        """Wait until all handed to `handle` can be dialled. Raises `Unreachable`; asked again, it tries again."""
         for protocol, task in self._registrations.items():
             if task.done() and (task.cancelled() or task.exception() is not None):
                 self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
