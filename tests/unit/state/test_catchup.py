@@ -185,6 +185,37 @@ async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(reef):
     assert reef.bodies[ANN.peer_id] < 2 * CHUNKS - 5
 
 
+def goes_on(holding, head, state):
+    """A donor's head moves on with its first body."""
+
+    async def behave(frame):
+        holding.hold(head, state)
+        return frame
+
+    return behave
+
+
+async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_the_others_moved_on(reef):
+    later = state_of(5.0)
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    for member in DONORS[:3]:
+        reef.behaviours[member.peer_id] = goes_on(reef.serve(member, history(HEAD), STATE), head, later)
+    reef.serve(EVE, history(HEAD), STATE)
+    reef.behaviours[EVE.peer_id] = after(1, freezes)
+    slow = replace(QUICK, answer=timedelta(hours=1), rest=timedelta(milliseconds=100))
+    async with asyncio.timeout(20):
+        assert is_true(await fetch(reef, policy=slow), later)
+
+
+async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those_who_moved_on(reef):
+    later = state_of(5.0)
+    head = commit(later, 2, list(DONORS), after=HEAD)
+    for member in DONORS[:3]:
+        reef.behaviours[member.peer_id] = goes_on(reef.serve(member, history(HEAD), STATE), head, later)
+    reef.serve(EVE, history(HEAD), STATE)
+    assert is_true(await fetch(reef, policy=replace(QUICK, rest=timedelta(seconds=20))))
+
+
 async def test_a_head_that_never_stands_still_is_an_error(reef):
     holding = reef.serve(ANN, history(HEAD), STATE)
     plan = plan_of(ANN, CLEO, voters=DONORS)
@@ -254,6 +285,25 @@ async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
         await fetch_staged(reef.network, holders, b"\xff", "r", OFFSETS, whole.layers, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
         await fetch_staged(reef.network, holders, payload, "another run", OFFSETS, whole.layers, policy=QUICK)
+
+
+async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(reef):
+    whole = cut_layers(OFFSETS, 1)[0]
+    staged, state, result = stepped(STATE, HEAD, 0, fragments=1)
+    reef.serve(BOB, history(HEAD), STATE, {result.hash: staged})
+    reef.serve(DAN, history(HEAD), STATE)
+
+    async def waits_for_dan(frame):
+        while tasks := reef.networks[DAN.peer_id].tasks:
+            await asyncio.wait(tasks)
+        return frame
+
+    reef.behaviours[BOB.peer_id] = waits_for_dan
+    holders, at_once = [BOB.peer_id, DAN.peer_id], replace(QUICK, rest=timedelta())
+    found = await fetch_staged(
+        reef.network, holders, result.committed.payload, "r", OFFSETS, whole.layers, policy=at_once
+    )
+    assert is_true(found, state)
 
 
 # --- what one peer may ask -------------------------------------------------------------------------------
@@ -379,9 +429,9 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
 # --- fragments -----------------------------------------------------------------------------------------
 
 
-def stepped(before: AnchorState, head: Head, index: int) -> tuple[Staged, AnchorState, Head]:
-    """The round after `head` that averages one of two fragments: its result, the state and the head."""
-    fragment = cut_layers(OFFSETS, 2)[index]
+def stepped(before: AnchorState, head: Head, index: int, fragments: int = 2) -> tuple[Staged, AnchorState, Head]:
+    """The round after `head` that averages one of the fragments: its result, the state and the head."""
+    fragment = cut_layers(OFFSETS, fragments)[index]
     staging = before.staging(fragment, 0.7, 0.9)
     staging.take(0, torch.ones(fragment.elements))
     staged = staging.finish(head)

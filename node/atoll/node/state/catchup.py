@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -154,8 +155,9 @@ async def fetch_staged(
 ) -> Staged:
     """The state of a result that was voted for and is not here: of the layers that it changes those that we `held`.
 
-    As the manifest `payload` has it, every digest checked. `offsets` are those of all layers. Raises `Unreachable`,
-    `PeerMisbehaved`, `CheckpointCorrupt`.
+    As the manifest `payload` has it, every digest checked. `offsets` are those of all layers. Who asks sets a deadline:
+    donors that never kept it say what those say that went on. Raises `Unreachable`, `PeerMisbehaved`,
+    `CheckpointCorrupt`.
     """
     try:
         manifest = manifest_pb2.Manifest.FromString(payload)
@@ -171,7 +173,7 @@ async def fetch_staged(
     wanted = Wanted(run_id, manifest_hash(payload), pieces)
     donors = [peer for peer in holders if peer != network.peer_id]
     try:
-        await fetch_state(network, donors, wanted, workspace, policy)
+        await fetch_state(network, donors, wanted, workspace, replace(policy, rest=None))
     except StateMoved as error:
         raise Unreachable(str(error)) from error
     start = offsets[layers.start]

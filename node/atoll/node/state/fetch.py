@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class FetchPolicy:
     answer: timedelta = timedelta(seconds=15)  # for every answer
     failures: int = 8  # in a row and without a chunk between them; a deadline that passed counts three times
     pause: timedelta = timedelta(milliseconds=50)  # after the first failure; doubles up to a second
+    rest: timedelta | None = timedelta(minutes=1)  # for what is missing once half of the donors went on; None: no end
     restarts: int = 6  # in a row when the donors' head moved on meanwhile, and no more is here than before
 
 
@@ -57,8 +59,9 @@ async def fetch_state(
 
     `held` are the layers of those donors that do not hold all. Conversations that were `begun` with donors are taken
     out and gone on with: a new connection takes some round trips and starts slowly. Ends by itself: every answer has a
-    deadline, and a donor that lied or failed too often is not asked again. Raises `StateMoved`, or `Unreachable` naming
-    what became of each donor; pieces that were verified stay in `workspace`.
+    deadline, a donor that lied or failed too often is not asked again, and once the head moved on for some and no more
+    than half of the donors are left, these have `policy.rest`. Raises `StateMoved`, or `Unreachable` naming what became
+    of each donor; pieces that were verified stay in `workspace`.
     """
     await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun, held or {}).run()
 
@@ -88,12 +91,14 @@ class _Fetch:
         self._news = asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()
         self._moved = False
+        self._deadline = math.inf  # set once few donors are left because the head moved on
 
     async def run(self) -> None:
         workers = [asyncio.create_task(self._ask_while_useful(donor)) for donor in self._donors]
         try:
             while not self._ledger.finished:
-                if (all(worker.done() for worker in workers) or self._ledger.is_short) and not self._checks:
+                nobody = all(worker.done() for worker in workers) or self._ledger.is_short
+                if (nobody or self._loop.time() >= self._deadline) and not self._checks:
                     break
                 await self._hear(self._policy.patience / 4)
                 if self._ledger.release_slow(self._loop.time(), self._policy.patience.total_seconds()):
@@ -107,7 +112,8 @@ class _Fetch:
                 raise result
         if self._ledger.finished:
             return
-        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(self._ledger.reasons.items()))
+        became = dict.fromkeys(self._donors, "still asked") | self._ledger.reasons
+        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(became.items()))
         error = StateMoved if self._moved or self._ledger.is_short else Unreachable
         raise error(f"nobody gave the whole state with its true digests ({reasons or 'no donor'})")
 
@@ -130,10 +136,18 @@ class _Fetch:
                     self._ledger.give_up(donor, str(error))
             except AtollError as error:  # it answered with something else than it was asked for, or refused
                 self._ledger.give_up(donor, str(error))
+            self._limit_the_rest()
             self._tell()
             if self._ledger.asks(donor):
                 await asyncio.sleep(min(1.0, self._policy.pause.total_seconds() * 2**failures))
         _log.warning("donor given up", peer=donor, reason=self._ledger.reasons[donor])
+
+    def _limit_the_rest(self) -> None:
+        """Who is left when the others went on may drip for days, while all of them would give the new head."""
+        left = sum(self._ledger.asks(donor) for donor in self._donors)
+        rest = self._policy.rest
+        if self._moved and rest is not None and 2 * left <= len(self._donors):
+            self._deadline = min(self._deadline, self._loop.time() + rest.total_seconds())
 
     async def _converse(self, donor: str) -> None:
         """Ask for chunk after chunk; returns when the donor is found out to lie."""
