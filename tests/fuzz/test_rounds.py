@@ -107,8 +107,12 @@ def test_whatever_frames_come_on_a_round_stream(examples: int) -> None:
     def write(seed: int) -> None:
         async def scene() -> None:
             hub, heard = MemoryHub(), []
+
+            async def hear(peer: str, message: dp.RoundMessage) -> None:
+                heard.append((peer, message))
+
             us, liar, honest = (hub.join(peer) for peer in ("us", "liar", "honest"))
-            links = RoundLinks(us, lambda peer, message: heard.append((peer, message)))
+            links = RoundLinks(us, hear)
             mutator = Mutator(seed)
             stream = await liar.open("us", PROTOCOL, SOON)
             try:
@@ -123,7 +127,7 @@ def test_whatever_frames_come_on_a_round_stream(examples: int) -> None:
                 await asyncio.wait(us.tasks, timeout=5)
             assert us.crashes == 0
             assert {peer for peer, _ in heard} <= {"liar"}
-            sending = RoundLinks(honest, lambda peer, message: None)
+            sending = RoundLinks(honest, hear)
             sending.send("us", WORDS[0])
             await asyncio.sleep(1)
             assert heard[-1] == ("honest", WORDS[0])

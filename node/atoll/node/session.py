@@ -436,13 +436,13 @@ class TrainingSession:
 
     # --- small words -----------------------------------------------------------------------------------
 
-    def _receive(self, peer: str, message: dp.RoundMessage) -> None:
+    async def _receive(self, peer: str, message: dp.RoundMessage) -> None:
         if self._engine is not None:
-            self._engine.receive(peer, message)
+            await self._engine.receive(peer, message)
 
-    def _lost(self, peer: str) -> None:
+    async def _lost(self, peer: str) -> None:
         if self._engine is not None:
-            self._engine.lost(peer)
+            await self._engine.lost(peer)
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> rt.TieBreak:
         """The coordinator's promise or vote; not granted when it cannot be asked."""

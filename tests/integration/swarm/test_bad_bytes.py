@@ -59,11 +59,14 @@ class Node:
     def __init__(self, host: SwarmHost, directory: Path) -> None:
         self.host = host
         self.heard: list[tuple[str, dp.RoundMessage]] = []
-        self.links = RoundLinks(host, lambda peer, message: self.heard.append((peer, message)))
+        self.links = RoundLinks(host, self._hear)
         self.exchanges = ExchangeServer(host, timedelta(seconds=1))
         holding = Holding(ManifestStore(directory / "manifests", "r"))
         holding.hold(HEAD, STATE_NOW)
         StateServer(host, "r", holding.store, holding.current)
+
+    async def _hear(self, peer: str, message: dp.RoundMessage) -> None:
+        self.heard.append((peer, message))
 
 
 VALID: dict[str, list[tuple[Frame, type]]] = {
@@ -160,12 +163,16 @@ def little_memory(what: str, beside: int = 0) -> Iterator[None]:
     assert peak - before <= LIMIT + beside, f"{what}: {(peak - before) / MEBIBYTE:.0f} MiB"
 
 
+async def nobody_hears(peer: str, message: dp.RoundMessage) -> None:
+    pass
+
+
 async def honest_life_goes_on(lab: Lab, node: Node, name: str) -> None:
     honest = await lab.start(name, seeds=node.host.multiaddrs())
     conversation = await Conversation.begin(honest, node.host.peer_id, "r", SOON)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     await conversation.close()
-    links = RoundLinks(honest, lambda *_: None)
+    links = RoundLinks(honest, nobody_hears)
     word = dp.RoundMessage(report=dp.TokenReport(round=NUMBER, tokens=77))
     links.send(node.host.peer_id, word)
     async with asyncio.timeout(SOON.total_seconds()):

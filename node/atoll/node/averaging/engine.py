@@ -1,9 +1,9 @@
 """The shell around the round machine: it carries out actions over network, trainer and disk.
 
-Three queues keep order. Events enter the machine one by one. Orders to the trainer (freeze, discard, apply,
-evaluate) run one after another, so that a round's snapshot never overtakes the commit before it. Pledges are on
-disk before they are sent. Everything else (exchanges, repairs, questions to others) runs beside, and training
-never waits for any of it.
+Three queues keep order. Events enter the machine one by one; a peer that sends them faster waits. Orders to the
+trainer (freeze, discard, apply, evaluate) run one after another, so that a round's snapshot never overtakes the commit
+before it. Pledges are on disk before they are sent. Everything else (exchanges, repairs, questions to others) runs
+beside, and training never waits for any of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.beside import Beside
 from atoll.node.averaging.decide import is_witness, position_at
+from atoll.node.averaging.inbox import Inbox
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import is_stale
 from atoll.node.averaging.results import Results
@@ -125,11 +126,11 @@ class AveragingEngine:
             votes.load(),
             manifests.newest(),
         )
-        self._events: asyncio.Queue[rt.Event] = asyncio.Queue()
+        self._events = Inbox()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
         self._beside = Beside()
-        self._results = Results(spec, self._machine, state, network, exchanges, self._beside, self._events.put_nowait)
+        self._results = Results(spec, self._machine, state, network, exchanges, self._beside, self._events.put)
         self._tally = Tally(trainer.status.tokens, head.round)
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
@@ -152,26 +153,26 @@ class AveragingEngine:
 
     def leave(self) -> None:
         """The next round is this node's last; it shall open now."""
-        self._events.put_nowait(rt.Leave())
+        self._events.put(rt.Leave())
 
     def staged(self, payload_hash: bytes) -> Staged | None:
         """The state of a result that may still be committed."""
         return self._results.of_payload(payload_hash)
 
-    def receive(self, peer: str, message: dp.RoundMessage) -> None:
-        """A round message from a member."""
+    async def receive(self, peer: str, message: dp.RoundMessage) -> None:
+        """A round message from a member; returns when there is room for it."""
         if message.HasField("plan"):
             self._listener.plan_shared(message.plan)
         elif not self._catching_up or message.HasField("open"):  # it may be followed when we are there
-            self._events.put_nowait(rt.Received(peer, message))
+            await self._events.put_from(peer, rt.Received(peer, message))
 
-    def lost(self, peer: str) -> None:
+    async def lost(self, peer: str) -> None:
         """A member's connection broke."""
-        self._events.put_nowait(rt.Lost(peer))
+        await self._events.put_from(peer, rt.Lost(peer))
 
     def plan_received(self, plan: Plan) -> None:
         """A newer plan; adopted between rounds."""
-        self._events.put_nowait(rt.PlanReceived(plan))
+        self._events.put(rt.PlanReceived(plan))
 
     async def rest(self, timeout: timedelta) -> None:
         """Wait until no round is under way here and what was committed is installed, or the time is up.
@@ -203,6 +204,7 @@ class AveragingEngine:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
+            self._events.close()
             await self._beside.stop()
             self._results.close()
 
@@ -281,10 +283,10 @@ class AveragingEngine:
                 await asyncio.to_thread(self._votes.save, pledge.record)
             except AtollError as error:  # a full disk
                 _log.error("cannot vote", reason=str(error))
-                self._events.put_nowait(rt.Unkept(pledge.message))
+                self._events.put(rt.Unkept(pledge.message))
                 continue
             if pledge.peer == self._me:
-                self._events.put_nowait(rt.Received(self._me, pledge.message))
+                self._events.put(rt.Received(self._me, pledge.message))
             else:
                 self._links.send(pledge.peer, pledge.message)
 
@@ -312,7 +314,7 @@ class AveragingEngine:
         own = self._state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
-        self._events.put_nowait(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
+        self._events.put(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
     def _account(self, head: Head, counted: rt.Counted) -> None:
         """What a round holds of ours is not reported again, while its state is still being written."""
@@ -456,7 +458,7 @@ class AveragingEngine:
         self._results.begin(start, seconds, fragment, own_E, self.head)
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> None:
-        self._events.put_nowait(await self._listener.ask_coordinator(round_id, payload))
+        self._events.put(await self._listener.ask_coordinator(round_id, payload))
 
     def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1

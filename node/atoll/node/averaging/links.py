@@ -6,7 +6,7 @@ A message that cannot be delivered is dropped and counted; every round has deadl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -26,15 +26,20 @@ _QUEUE = 256
 _log = log.get("rounds")
 
 
+async def _ignore(peer: str) -> None:
+    """Nobody wants to be told."""
+
+
 class RoundLinks:
     """Sends to any member, and brings what members send to one callback."""
 
     def __init__(
         self,
         network: Network,
-        receive: Callable[[str, dp.RoundMessage], None],
-        lost: Callable[[str], None] = lambda peer: None,
+        receive: Callable[[str, dp.RoundMessage], Awaitable[None]],
+        lost: Callable[[str], Awaitable[None]] = _ignore,
     ) -> None:
+        """While `receive` waits, no more is read from that stream, and its sender has to wait, too."""
         self._network = network
         self._receive = receive
         self._lost = lost  # told when a member's stream breaks: most likely it is dead
@@ -67,13 +72,13 @@ class RoundLinks:
             except DeadlineExceeded:
                 return  # the sender opens another when it has something to say
             except Unreachable:
-                self._lost(stream.peer_id)
+                await self._lost(stream.peer_id)
                 return
             try:
                 message = dp.RoundMessage.FromString(frame.header)
             except DecodeError as error:
                 raise PeerMisbehaved("a round message does not parse") from error
-            self._receive(stream.peer_id, message)
+            await self._receive(stream.peer_id, message)
 
     async def _deliver(self, peer: str, queue: asyncio.Queue[dp.RoundMessage]) -> None:
         stream: Stream | None = None
