@@ -112,6 +112,14 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
     check_form(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
 
 
+def check_partial(start: dp.Start, partial: Sequence[str], said_by: str) -> None:
+    """Raise `PeerMisbehaved` unless `said_by` sums parts, and each of `partial` is somebody else who contributes."""
+    if partial and not any(it.reducer == said_by and _parts_in(it, start.part_elements) for it in start.partition):
+        raise PeerMisbehaved(f"{said_by} says who is missing in its sums, and sums nothing")
+    if not set(partial) <= {item.peer_id for item in start.contributions if item.weight} - {said_by}:
+        raise PeerMisbehaved(f"{said_by} misses somebody in its sums who is not due there")
+
+
 def check_settle(start: dp.Start, settle: dp.Settle) -> None:
     """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange."""
     members = [item.peer_id for item in start.contributions]

@@ -271,6 +271,8 @@ class AveragingEngine:
                 self._orders.put_nowait(lambda: self._install(head, opened_here, counted))
             case rt.CatchUp(reason):
                 self._look(reason)
+            case rt.Missed(round_id, peer, contributors):
+                _log.info("missing in sums", round=str(round_id), said_by=peer, contributors=contributors)
             case rt.Report():
                 self._report(action)
 

@@ -24,6 +24,7 @@ from atoll.core.verdicts import plain
 from atoll.node.averaging.codec_choice import CodecChoice
 from atoll.node.averaging.decide import (
     build_start,
+    check_partial,
     check_payload,
     check_verdicts,
     is_attested,
@@ -32,7 +33,7 @@ from atoll.node.averaging.decide import (
     parts_total,
 )
 from atoll.node.averaging.pace import Answers, Pace
-from atoll.node.averaging.round_types import Action, AskCoordinator, Report, RoundPolicy, Seals, TieBreak
+from atoll.node.averaging.round_types import Action, AskCoordinator, Missed, Report, RoundPolicy, Seals, TieBreak
 from atoll.node.averaging.settlement import check_report, settle
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
@@ -294,13 +295,15 @@ class Opener:
             self._abandon(self._shortfall())
             return
         digests, holders, partial = settle(self._parts, summed)
+        told = [Missed(self.round_id, peer, tuple(sorted(set(self._parts[peer].partial)))) for peer in summed]
+        self.out += [missed for missed in told if missed.contributors]
         self._learn(far=all(digests))
         self._mends = bool(holders) or not all(digests)
         seconds = self._decision.patience
         message = dp.Settle(
             round=self.round_id.to_proto(),
             present=[peer for peer in there if not self._ready[peer].leaving] or there,
-            partial=[peer for peer in partial if peer in self._members],
+            partial=partial,
             digests=digests,
             repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
             deadline_ms=int(seconds * 1000),
@@ -343,6 +346,7 @@ class Opener:
         try:
             check_report(peer, report, parts_total(self._start) if peer in self._holding else 0)
             check_verdicts(self._start, report.verdicts, said_by=peer)
+            check_partial(self._start, report.partial, said_by=peer)
         except PeerMisbehaved as error:
             self.declined[peer] = str(error)
         else:

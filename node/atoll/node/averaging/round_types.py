@@ -353,6 +353,15 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """A reducer says that its sums lack these, whose tokens do not count then. It is believed, so it is named."""
+
+    round_id: RoundId
+    reducer: str
+    contributors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """How an attempt that this node opened ended, for the round log."""
 
@@ -374,5 +383,6 @@ Action = (
     | Release
     | Install
     | CatchUp
+    | Missed
     | Report
 )
