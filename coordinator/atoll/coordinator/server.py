@@ -253,5 +253,5 @@ async def _renew_credential(keys: Keys, data_dir: Path, endpoint: str, clock: Cl
         await asyncio.sleep(CREDENTIAL_SECONDS)
         try:
             write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
-        except AtollError as error:
+        except (AtollError, OSError) as error:  # no descriptors, say: the next hour has some
             _log.error("the admin credential could not be written", error=str(error))

@@ -256,6 +256,10 @@ class DeadlineExceeded(Unreachable):
     grpc_status = "DEADLINE_EXCEEDED"
 
 
+class NotRunning(Unreachable):
+    """No daemon serves this data directory."""
+
+
 class Busy(AtollError):
     """The other side has its hands full."""
 

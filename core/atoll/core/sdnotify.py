@@ -5,8 +5,10 @@ Outside systemd the address is empty and every call does nothing. See sd_notify(
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections.abc import Mapping
+from functools import cache
 
 
 def notify(address: str, message: str) -> bool:
@@ -14,13 +16,20 @@ def notify(address: str, message: str) -> bool:
     if not address:
         return False
     target = "\0" + address[1:] if address.startswith("@") else address
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-        channel.setblocking(False)
-        try:
-            channel.sendto(message.encode(), target)
-        except OSError:  # systemd is gone or its queue is full: it will notice by itself
-            return False
+    try:
+        _channel().sendto(message.encode(), target)
+    except OSError:  # systemd is gone or its queue is full: it will notice by itself
+        return False
     return True
+
+
+@cache
+def _channel() -> socket.socket:
+    """Open for as long as the process: the watchdog is to be fed when no descriptors are left, too."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    channel.setblocking(False)
+    atexit.register(channel.close)
+    return channel
 
 
 def watchdog_seconds(environment: Mapping[str, str]) -> float | None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import ProtocolMismatch, Unreachable, by_reason
+from atoll.core.errors import DeadlineExceeded, NotRunning, ProtocolMismatch, Unreachable, by_reason
 from atoll.node.socket_paths import SocketDirectory
 
 SOCKET_NAME = "atoll.sock"
@@ -21,9 +21,10 @@ Answer = dict[str, Any]
 
 
 def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **arguments: object) -> Answer:
-    """Ask the daemon of `data_dir`. Raises `Unreachable` when none runs, and whatever it answers.
+    """Ask the daemon of `data_dir`. Raises `NotRunning` when there is none, and whatever it answers.
 
-    `ProtocolMismatch` when that makes no sense.
+    `DeadlineExceeded` when it does not answer, `Unreachable` when it hung up, `ProtocolMismatch` when that makes no
+    sense.
     """
     try:
         with socket_path(data_dir) as path, socket.socket(socket.AF_UNIX) as connection:
@@ -31,12 +32,19 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
             connection.connect(path)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             line = connection.makefile("rb").readline(MAX_LINE)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the daemon on {data_dir} did not answer within {timeout.total_seconds():.0f} s",
+            "it may still do what it was asked for: see `atoll status`",
+        ) from error
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise _hung_up(data_dir) from error
     except OSError as error:
-        raise Unreachable(
+        raise NotRunning(
             f"no atoll daemon runs on {data_dir}", "start one with `atoll join`, or name its directory with --data-dir"
         ) from error
     if not line:
-        raise Unreachable(f"the daemon on {data_dir} hung up")
+        raise _hung_up(data_dir)
     try:
         answer = json.loads(line)
         if "error" not in answer:
@@ -49,6 +57,10 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
             "restart the daemon after an upgrade, or name its directory with --data-dir",
         ) from cause
     raise told
+
+
+def _hung_up(data_dir: Path) -> Unreachable:
+    return Unreachable(f"the daemon on {data_dir} hung up", "see its log")
 
 
 @contextlib.contextmanager

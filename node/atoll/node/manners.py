@@ -23,7 +23,7 @@ from atoll.node.config import Loaded, NodeConfig, changed, limits_of, remember
 from atoll.node.localapi import Command
 from atoll.node.observing import Usage, on_battery
 from atoll.node.owner import MonthlyTraffic, Wish, load_wish, save_wish
-from atoll.node.policy import Cause, Seen, Verdict, decide
+from atoll.node.policy import Cause, Seen, Verdict, decide, objecting
 from atoll.node.power import PowerCap, PowerCapRefused
 from atoll.node.training.trainer import TrainerFacts
 
@@ -70,7 +70,7 @@ class Manners:
         self._loaded = loaded
         self._clock = clock
         self._subjects: Subjects | None = None
-        self._forced: Cause | None = None
+        self._forced: frozenset[Cause] = frozenset()  # limits that the owner overruled
         self._finishing = False  # what is written down is for the next start
         self._changed = asyncio.Event()
         self._setting = asyncio.Lock()
@@ -141,10 +141,10 @@ class Manners:
         if self.wish.paused and not self.wish.holds(self._clock.unix()):
             self._lapse()
         await self._cap_power(subjects)
-        before = self.verdict
-        self.verdict = decide(self.config.policy, await self._seen(), before)
+        before, seen = self.verdict, await self._seen()
+        self._forced &= objecting(self.config.policy, seen)  # who allows it again is asked anew the next time
+        self.verdict = decide(self.config.policy, seen, before, self._forced)
         if self.verdict.cause is not before.cause:
-            self._forced = None
             _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
         self._allow(subjects.traffic)
         self._apply()
@@ -171,7 +171,7 @@ class Manners:
         unix = self._clock.unix()
         if self.wish.holds(unix):
             return self.wish.reason(unix)
-        if not self.verdict.train and self._forced is not self.verdict.cause:
+        if not self.verdict.train:
             return self.verdict.reason
         return ""
 
@@ -197,7 +197,7 @@ class Manners:
         """The rest of the month, so that not even one look's worth goes over it; `resume --force` lifts the limit."""
         self._count(traffic)
         allowed = self.config.policy.monthly_bytes
-        traffic.allow(allowed - self.month_bytes if allowed and self._forced is not Cause.MONTH else math.inf)
+        traffic.allow(allowed - self.month_bytes if allowed and Cause.MONTH not in self._forced else math.inf)
 
     def _save_month(self) -> None:
         self._saved = self._clock.monotonic()
@@ -244,10 +244,11 @@ class Manners:
 
     async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
         self._training()
-        self._forced = self.verdict.cause if request.get("force") else None
-        if self._subjects is not None:
-            self._allow(self._subjects.traffic)
+        cause = self.verdict.cause
+        self._forced = self._forced | {cause} if request.get("force") and cause is not None else frozenset()
         self._remember(Wish())
+        if self._subjects is not None:
+            await self._look()  # with that limit overruled, another may hold
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("wish", "")}
 
     def _remember(self, wish: Wish) -> None:

@@ -8,6 +8,7 @@ mouse now and then does not stop and start training all the time: each pause cos
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
 from enum import Enum
@@ -23,7 +24,7 @@ _DAY = timedelta(days=1)
 class Cause(Enum):
     """Why a node does not train; the first that holds is the one that is told."""
 
-    MONTH = "month"  # before the others, so that overruling one of them does not overrule a bill
+    MONTH = "month"
     HOURS = "hours"
     BATTERY = "battery"
     IN_USE = "in use"
@@ -74,12 +75,12 @@ class Verdict:
     objected: float | None = None  # monotonic time at which the battery was last in use
 
 
-def decide(policy: Policy, seen: Seen, last: Verdict) -> Verdict:
-    """Whether to train now; `last` is the previous answer, `Verdict()` at first."""
-    verdict = _object(policy, seen)
-    if verdict is not None:
-        return verdict
-    if last.objected is not None and not last.train:
+def decide(policy: Policy, seen: Seen, last: Verdict, overruled: Collection[Cause] = ()) -> Verdict:
+    """Whether to train now; `last` is the previous answer, `Verdict()` at first. Some limits may be `overruled`."""
+    for verdict in _objections(policy, seen):
+        if verdict.cause not in overruled:
+            return verdict
+    if last.objected is not None and not last.train and last.cause not in overruled:
         left = last.objected + SETTLE.total_seconds() - seen.monotonic
         if left > 0:
             again = seen.local + timedelta(seconds=left)
@@ -87,22 +88,26 @@ def decide(policy: Policy, seen: Seen, last: Verdict) -> Verdict:
     return Verdict()
 
 
-def _object(policy: Policy, seen: Seen) -> Verdict | None:
+def objecting(policy: Policy, seen: Seen) -> frozenset[Cause]:
+    """All limits that would keep the node from training now."""
+    return frozenset(verdict.cause for verdict in _objections(policy, seen) if verdict.cause is not None)
+
+
+def _objections(policy: Policy, seen: Seen) -> Iterator[Verdict]:
     if policy.monthly_bytes and seen.month_bytes >= policy.monthly_bytes:
         turns = next_month(seen.local)
         spent = f"this month's {policy.monthly_bytes / 1e9:g} GB are spent"
-        return Verdict(False, Cause.MONTH, f"{spent}; trains again on {turns:%Y-%m-%d}", turns)
+        yield Verdict(False, Cause.MONTH, f"{spent}; trains again on {turns:%Y-%m-%d}", turns)
     if policy.hours and not any(window.contains(seen.local.time()) for window in policy.hours):
         opens = min(_next(window.start, seen.local) for window in policy.hours)
-        return Verdict(False, Cause.HOURS, f"outside its hours; trains again at {opens:%H:%M}", opens)
+        yield Verdict(False, Cause.HOURS, f"outside its hours; trains again at {opens:%H:%M}", opens)
     if policy.pause_on_battery and seen.on_battery:
-        return Verdict(False, Cause.BATTERY, "on battery", objected=seen.monotonic)
+        yield Verdict(False, Cause.BATTERY, "on battery", objected=seen.monotonic)
     if seen.unused_seconds < policy.idle_seconds:
         left = policy.idle_seconds - seen.unused_seconds
         again = seen.local + timedelta(seconds=left)
         reason = f"the machine is in use; trains again after {duration_text(policy.idle_seconds)} of rest"
-        return Verdict(False, Cause.IN_USE, reason, again)
-    return None
+        yield Verdict(False, Cause.IN_USE, reason, again)
 
 
 def parse_hours(text: str) -> tuple[Hours, ...]:

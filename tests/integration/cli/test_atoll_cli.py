@@ -12,12 +12,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from atoll.core.certs import CertificateAuthority
+from atoll.core.errors import DeadlineExceeded, NotRunning
 from atoll.core.tokens import new_token
+from atoll.node.cli.doctor import _port
+from atoll.node.config import load
 from atoll.node.localapi import LocalApi
 from atoll.node.localclient import call
 
@@ -177,6 +182,51 @@ def test_set_without_a_daemon_is_for_the_next_start(tmp_path):
     refused(atoll("set", "cpu_threads", "1", "on_battery", "maybe", "--data-dir", tmp_path), 78, "on_battery", "pause")
     refused(atoll("set", "port", "1", "--data-dir", tmp_path), 78, "port", "vram_fraction")
     assert (tmp_path / "node.toml").read_text() == before
+
+
+@pytest.fixture
+def deaf(tmp_path):
+    """Where a daemon seems to be that hangs up without a word."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "atoll.sock"))
+        server.listen()
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        yield tmp_path
+        server.shutdown(socket.SHUT_RDWR)
+        serving.join(5)
+
+
+def test_set_writes_nothing_for_a_daemon_that_is_there_and_does_not_answer(deaf):
+    refused(atoll("set", "cpu_threads", "3", "--data-dir", deaf), 69, "hung up")
+    assert not (deaf / "node.toml").exists()
+
+
+def test_who_does_not_answer_in_time_is_not_taken_for_nobody(tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "atoll.sock"))
+        server.listen()
+        with pytest.raises(DeadlineExceeded, match="did not answer within 0 s"):
+            call(tmp_path, "status", timedelta(milliseconds=100))
+    with pytest.raises(NotRunning):
+        call(tmp_path, "status")
+
+
+def test_the_port_that_the_node_itself_uses_is_no_fault(daemon, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = load({"data_dir": tmp_path, "listen": "127.0.0.1", "port": taken.getsockname()[1]}, {}, None).config
+        (ours,) = _port(config)
+        assert (ours.ok, ours.found) == (True, f"{config.port} is in use by this node")
+        (others,) = _port(replace(config, data_dir=tmp_path / "another"))
+        assert not others.ok
+    (free,) = _port(config)
+    assert free.ok
 
 
 def test_doctor_says_which_limits_do_nothing_here(tmp_path):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import math
 import socket
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from unit.coordinator.world import RUN, World
 
+from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.state import machine
 from atoll.coordinator.state.memory import MemoryStore
@@ -74,6 +79,39 @@ def test_systemd_is_told_over_its_socket(tmp_path: Path) -> None:
         assert listener.recv(64) == b"READY=1"
     assert not notify(str(tmp_path / "notify"), "READY=1")  # nobody listens any more
     assert not notify("", "READY=1")
+
+
+def test_systemd_is_told_also_when_no_descriptors_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(5)
+        assert notify(str(tmp_path / "notify"), "READY=1")
+
+        def refuse(*_: object) -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(socket, "socket", refuse)
+        assert notify(str(tmp_path / "notify"), "WATCHDOG=1")
+        assert (listener.recv(64), listener.recv(64)) == (b"READY=1", b"WATCHDOG=1")
+
+
+async def test_a_credential_that_cannot_be_written_now_is_written_an_hour_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = asyncio.Event()
+
+    def write(*_: object) -> None:
+        if attempts.pop():
+            raise OSError(errno.EMFILE, "Too many open files")
+        tried.set()
+
+    attempts = [False, True]
+    monkeypatch.setattr(server, "CREDENTIAL_SECONDS", 0.0)
+    monkeypatch.setattr(server, "write_admin_credential", write)
+    renewing = asyncio.create_task(server._renew_credential(cast("Any", None), tmp_path, "here", ManualClock()))
+    async with asyncio.timeout(5):
+        await tried.wait()
+    renewing.cancel()
 
 
 def test_the_watchdog_is_fed_twice_as_often_as_asked() -> None:

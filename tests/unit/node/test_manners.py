@@ -161,6 +161,29 @@ async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(no
     assert "22:00" in node.resting
 
 
+async def test_force_overrules_the_limit_that_it_was_said_against_and_no_other(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_battery = False
+    monkeypatch.setattr("atoll.node.manners.on_battery", lambda: on_battery)
+    await node.ask("set", limits={"hours": "22:00-07:00", "on_battery": "pause"})
+    await node.ask("resume", force=True)
+    assert not node.resting
+    on_battery = True
+    await node.ask("set", limits={"cpu_threads": 1})  # looks again
+    assert node.resting == "on battery"
+    assert (await node.ask("resume", force=True))["paused"] is False  # both, now
+    assert not node.resting
+    on_battery = False
+    await node.ask("set", limits={"cpu_threads": 2})
+    assert not node.resting
+    on_battery = True
+    await node.ask("set", limits={"cpu_threads": 1})
+    assert node.resting == "on battery"  # it allowed it meanwhile
+    answer = await node.ask("resume")  # without force all limits hold again
+    assert "22:00" in answer["reason"]
+
+
 async def test_the_owner_is_told_first_of_his_own_pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manners, "on_battery", lambda: True)
     await node.start()

@@ -34,6 +34,7 @@ _COLUMNS = [
     Column("nodes", right=True),
     Column("plan", right=True),
 ]
+_ROUNDS = 1000  # rows at once; abandoned attempts are some of them
 _ROUND_COLUMNS = [
     Column("round", right=True),
     Column("attempt", right=True, goes=1),
@@ -111,19 +112,25 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credenti
 @app.command()
 def rounds(
     run: RunArgument = "",
-    after: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, metavar="ROUND", help="only those after this one")] = 0,
+    after: Annotated[
+        int, typer.Option(min=0, max=MAX_NUMBER, metavar="ROUND", help="the first after this one; 0: the newest")
+    ] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show how rounds ended, the oldest first: who took part, who was there at the end, parts that were lost.
+    """Show how rounds ended, the newest last: who took part, who was there at the end, parts that were lost.
 
     [bold]Example[/bold]
 
       atollctl run rounds --after 120
     """
     with connect(credentials) as client:
-        found = client.call(client.stub.ListRounds, wire.ListRoundsRequest(run_id=run, after_round=after)).rounds
+        request = wire.ListRoundsRequest(run_id=run, after_round=after, limit=_ROUNDS)
+        found = client.call(client.stub.ListRounds, request).rounds
     show(output, {"rounds": [plain(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found])
+    if len(found) == _ROUNDS:
+        first, last = found[0].round.number, found[-1].round.number
+        say(f"These are rounds {first} to {last}; `--after ROUND` shows others.")
 
 
 @app.command()

@@ -23,7 +23,8 @@ from atoll.coordinator.state import (
     recovery,
     views,
 )
-from atoll.coordinator.state.records import Checkpoint, Node, Run
+from atoll.coordinator.state.records import Checkpoint, Node, Round, Run
+from atoll.coordinator.state.store import Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
 from atoll.core.tokens import hash_secret, new_token
@@ -201,10 +202,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return self._node(await self._controller.do(lambda state, now: pinning.unpin(state, now, request.node)))
 
     async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
-        """Oldest first."""
+        """Oldest first: those after a round, or the newest."""
         run_id = find.run(self._controller.state, request.run_id).run_id
         limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
-        rows = await self._controller.read(lambda store: store.rounds(run_id, after_round, limit))
+
+        def wanted(store: Store) -> tuple[Round, ...]:
+            return store.rounds(run_id, after_round, limit) if after_round else store.newest_rounds(run_id, limit)
+
+        rows = await self._controller.read(wanted)
         return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]

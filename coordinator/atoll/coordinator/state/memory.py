@@ -70,6 +70,9 @@ class MemoryStore(Store):
         rows = (row for row in self._rows(Round) if row.run_id == run_id and row.number > after_round)
         return tuple(replace(row, manifest=b"") for row in rows)[:limit]
 
+    def newest_rounds(self, run_id: str, limit: int) -> tuple[Round, ...]:
+        return self.rounds(run_id, 0, len(self._tables[Round]))[-limit:]
+
     def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
         return tuple(row for row in self._rows(Evaluation) if row.run_id == run_id)
 

@@ -46,14 +46,18 @@ from atoll.coordinator.state.records import (
 )
 from atoll.coordinator.state.store import Contents, Store
 from atoll.coordinator.state.tables import TABLES
-from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable
+from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
 _R = TypeVar("_R", bound=Record)
 _BUSY_SECONDS = 10
 
 
 class SqlStore(Store):
-    """Tables in a database. Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError` when it cannot be used."""
+    """Tables in a database.
+
+    Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError` when it cannot be used, `Unreachable` when its server is
+    not there (yet).
+    """
 
     def __init__(self, url: str, owner: str = "", *, may_create: bool = True) -> None:
         """`owner` says, for people, whose it is from now on; empty for a copy that nobody else knows.
@@ -128,6 +132,13 @@ class SqlStore(Store):
         with self._reading() as connection:
             return _all(connection, Round, wanted)
 
+    def newest_rounds(self, run_id: str, limit: int) -> tuple[Round, ...]:
+        table = TABLES[Round]
+        newest_first = [table.c[name].desc() for name in Round.KEY]
+        wanted = _select_rounds().where(table.c.run_id == run_id).order_by(None).order_by(*newest_first).limit(limit)
+        with self._reading() as connection:
+            return _all(connection, Round, wanted)[::-1]
+
     def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
         with self._reading() as connection:
             return _all(connection, Evaluation, _select(Evaluation).where(TABLES[Evaluation].c.run_id == run_id))
@@ -189,8 +200,8 @@ class SqlStore(Store):
             )
         return self._corrupt(text)
 
-    def _no_server(self, text: str) -> DataDirUnusable:
-        return DataDirUnusable(
+    def _no_server(self, text: str) -> Unreachable:
+        return Unreachable(
             f"cannot reach the database {self._where}: {text}",
             "see that its server runs and admits the coordinator; what was acknowledged is there",
         )

@@ -73,6 +73,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def newest_rounds(self, run_id: str, limit: int) -> tuple[Round, ...]:
+        """The last `limit` of these, in the same order."""
+
+    @abstractmethod
     def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
         """All losses of a run, MUST be ordered by round."""
 

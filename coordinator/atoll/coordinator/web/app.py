@@ -76,10 +76,7 @@ class _Site:
         state = self._controller.state
         return Logs(
             evaluations={run_id: store.evaluations(run_id) for run_id in state.runs},
-            rounds={
-                run_id: store.rounds(run_id, max(0, run.head_round - RECENT_ROUNDS), 2 * RECENT_ROUNDS)
-                for run_id, run in state.runs.items()
-            },
+            rounds={run_id: store.newest_rounds(run_id, RECENT_ROUNDS) for run_id in state.runs},
             events=store.events(max(0, state.last_event_id - RECENT_EVENTS), RECENT_EVENTS),
         )
 

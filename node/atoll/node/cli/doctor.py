@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -138,13 +139,28 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
     if config.port == 0:
         yield Finding("port", True, "any free one (set --port behind a port forward)")
         return
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in config.listen else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.listen, config.port))
         except OSError as error:
-            yield Finding("port", False, f"{config.port}: {error.strerror}", "stop what uses it, or set --port")
+            ours = error.errno == errno.EADDRINUSE and _runs(config)
+            told = f"{config.port} is in use by this node" if ours else f"{config.port}: {error.strerror}"
+            yield Finding("port", ours, told, "" if ours else "stop what uses it, or set --port")
         else:
             yield Finding("port", True, f"{config.port} is free")
+
+
+def _runs(config: NodeConfig) -> bool:
+    """Whether the daemon of this data directory answers."""
+    from atoll.node.localclient import call
+
+    try:
+        call(config.data_dir, "status")
+    except AtollError:
+        return False
+    return True
 
 
 def _membership(config: NodeConfig) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.core.errors import Unreachable, UsageError
+from atoll.core.errors import NotRunning, UsageError
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.node.cli.options import DataDir, settings
 from atoll.node.config import NodeConfig, changed, limits_of, remember
@@ -35,7 +35,7 @@ def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = O
     loaded = settings(data_dir, None)
     try:
         answer = call(loaded.config.data_dir, "set", _TIMEOUT, limits=changes)
-    except Unreachable:
+    except NotRunning:
         answer = {"limits": limits_of(changed(loaded, changes)), "warnings": []}
         if changes:
             remember(changed(loaded, changes))
