@@ -14,15 +14,17 @@ from torch import Tensor
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import PeerMisbehaved
-from atoll.core.run_spec import parse_run_spec
+from atoll.core.run_spec import OptimizerSection, parse_run_spec
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.pipeline import messages as ms
+from atoll.node.pipeline.built_in import BuiltIn
 from atoll.node.pipeline.stage import Room
-from atoll.node.pipeline.wire import Channel, pack, read_header, unpack
+from atoll.node.pipeline.wire import FP32_BYTES, Channel, pack, read_header, unpack
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.shape import ModelShape
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
 
@@ -91,7 +93,26 @@ def test_what_is_not_finite_arrives_as_that(value: float) -> None:
     broken_BTD[1, 2, 3] = value
     arrived = carried(CHANNEL, "int8")(ms.Gradient(1, 0, broken_BTD))
     assert isinstance(arrived, ms.Gradient)
+    assert arrived.gradient_BTD.shape == broken_BTD.shape
     assert bool(arrived.gradient_BTD.isnan().all())
+    assert arrived.gradient_BTD.untyped_storage().nbytes() == FP32_BYTES  # a header costs its reader no tensor
+
+
+@pytest.mark.parametrize("broken_layer", [0, 2, 4], ids=["tied matrix", "activations", "gradients"])
+def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weights(broken_layer: int) -> None:
+    shape, room = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True), Room(samples=2, tokens=6)
+    channel = Channel(plan_version=3, route=1, samples=2, tokens=6, dimension=16, vocabulary=48)
+    reef = Reef(BuiltIn(shape), 3, OptimizerSection(), room, carry=carried(channel, "int8"))
+    reef.load(random(shape.parameters) * 0.1)
+    before_E, tokens = reef.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
+    broken = next(each.layer(broken_layer)[:1] for each in reef.models if broken_layer in each.cut.span)
+    whole = broken.clone()
+    broken.fill_(torch.nan)
+    assert reef.route.flush(tokens).verdict.factor is None
+    broken.copy_(whole)
+    assert torch.equal(reef.weights(), before_E)
+    assert reef.route.flush(tokens).verdict.factor is not None
+    assert bool(reef.weights().isfinite().all())
 
 
 def changed(**fields: object) -> pb.StageMessage:

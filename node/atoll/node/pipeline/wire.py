@@ -233,7 +233,7 @@ def _factor(said: pb.FlushVerdict | pb.FlushDecision) -> float | None:
 def _get(tensor: pb.StageTensor, coded: Buffer) -> Tensor:
     shape = tuple(tensor.shape)
     if tensor.not_finite:
-        return torch.full(shape, torch.nan)
+        return torch.full((), torch.nan).expand(shape)  # a header alone must not cost memory; nobody writes into it
     return BY_NUMBER[tensor.codec].decode(coded, math.prod(shape)).view(shape)
 
 
