@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.training import replica
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.device import device_facts
+from atoll.node.training.flat import FlatLayout
+from atoll.node.training.held import Pieces, SpreadWeights, WholeWeights
+from atoll.node.training.loader import Loader
 from atoll.node.training.loading import single_layer_times
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Snapshot
+from atoll.node.training.replica import Replica
 
 TINY = "dimension = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 48"
 LoopMaker = Callable[..., InnerLoop]
@@ -117,6 +123,45 @@ def test_a_pseudo_gradient_is_anchor_minus_weights_as_of_the_snapshot(make_loop:
     out_E = torch.empty_like(anchor_E)
     loop.pseudo_gradient_into(out_E)
     assert torch.equal(out_E, anchor_E - weights_E)
+
+
+class Allocations(TorchDispatchMode):
+    """Elements of the largest tensor that is made, views of others left out."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(("start", "end"), [(0, None), (0, 3000), (1500, None), (1234, 5678), (7, 7)])
+def test_a_device_has_room_for_a_piece_of_a_pseudo_gradient_and_no_more(
+    devices: int, start: int, end: int | None, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "PIECE_ELEMENTS", 1000)
+    layout = FlatLayout.of_layers({f"p{rows}": torch.empty(rows, 40)} for rows in (50, 1, 49, 60))
+    anchor_E, weights_E = (torch.randn(layout.elements, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    out_E, part = torch.zeros(layout.elements), slice(start, end)
+    for rank in range(devices):
+        pieces = Pieces.of(layout, rank, devices)
+        spread = SpreadWeights(pieces, [torch.zeros(it.stop - it.start) for it in pieces.slices], torch.device("cpu"))
+        weights = spread if devices > 1 else WholeWeights(torch.zeros(layout.elements))
+        one = Replica(tiny_spec(), weights, Loader(corpus, 1, 1, SystemClock()))
+        one.load(anchor_E)
+        weights.fill(weights_E)
+        one.snapshot(part)
+        with Allocations() as seen:
+            one.pseudo_gradient_into(out_E)
+        one.close()
+        assert seen.largest <= 1000
+    expected_E = torch.zeros(layout.elements)
+    expected_E[part] = anchor_E[part] - weights_E[part]
+    assert torch.equal(out_E, expected_E)
 
 
 def test_apply_carries_what_was_trained_since_the_snapshot(make_loop: LoopMaker) -> None:

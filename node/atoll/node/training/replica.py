@@ -27,6 +27,8 @@ from atoll.node.training.held import ALL, Weights
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
 
+PIECE_ELEMENTS = 1 << 22  # of a pseudo-gradient that the device has at once
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -64,8 +66,17 @@ class Replica:
         return self.progress.freeze(part.start, part.stop)
 
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
-        """anchor − weights as of the snapshot, into the snapshot's part of a host vector."""
-        self.weights.put(torch.sub(self._anchor_of(self._snapped), self._frozen()), out_E, self._snapped)
+        """anchor − weights as of the snapshot, into the snapshot's part of a host vector.
+
+        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`).
+        """
+        frozen, done = self._frozen(), 0
+        start, end, _ = self._snapped.indices(len(out_E))
+        for first in range(start, end, PIECE_ELEMENTS):
+            piece = slice(first, min(first + PIECE_ELEMENTS, end))
+            anchor = self._anchor_of(piece)
+            self.weights.put(torch.sub(anchor, frozen[done : done + len(anchor)]), out_E, piece)
+            done += len(anchor)
 
     def apply(
         self,
