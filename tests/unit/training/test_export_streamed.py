@@ -178,6 +178,30 @@ def test_shards_hold_what_one_file_holds_and_transformers_finds_it(family: str |
     assert torch.equal(*both)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # of peft, which merges otherwise
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["blocks", "head"])
+def test_a_tied_head_stays_tied_unless_adapters_are_merged_into_it(targets: list[str], tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def load(directory: Path):
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
+
+    small = {"tie_word_embeddings": True, "num_hidden_layers": 1}
+    base = pretrained(tmp_path / "base", "llama", **small)
+    spec = parse_run_spec(spec_text(model_section(config_of("llama", **small), base, targets)))
+    with stored(spec, state_of(spec, base)) as model:
+        export_huggingface(model, tmp_path / "adapter")
+        export_huggingface(model, tmp_path / "merged", base=base)
+    merged = load(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings is ("lm_head" not in targets)
+    assert ("lm_head.weight" in load_file(tmp_path / "merged/model.safetensors")) is ("lm_head" in targets)
+    tokens_BT = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(load(base), tmp_path / "adapter", local_files_only=True).eval()
+        torch.testing.assert_close(merged(tokens_BT).logits, adapted(tokens_BT).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_directory_is_the_one_that_transformers_saves(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

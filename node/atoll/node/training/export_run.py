@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ def write_run(
     empty = _empty_model(architecture)
     if base is not None:
         assert section.base is not None
-        groups = _merged(architecture, model, layout, BaseFiles(section.base, base))
+        borrower = _borrower(architecture, layout)
+        empty.config.tie_word_embeddings = borrower is not None
+        groups = _merged(architecture, model, layout, BaseFiles(section.base, base), borrower)
     else:
         groups = [
             [stored_part(model, slot, slot.name) for slot in layout.slots if slot.layer == layer]
@@ -84,10 +87,17 @@ def _write_adapter(section: HuggingFaceModel, model: StoredModel, layout: FlatLa
     write(Form(form.directory, form.dtype), parts, "adapter_model")  # peft reads one file
 
 
-def _merged(architecture: HuggingFace, model: StoredModel, layout: FlatLayout, base: BaseFiles) -> list[list[Part]]:
-    """The base's parameters with what the adapters add (Hu et al. 2021, section 4.1), a part a layer."""
+def _borrower(architecture: HuggingFace, layout: FlatLayout) -> str | None:
+    """The head's matrix if it is the embedding's; with adapters merged into it, it is not any more."""
+    tie, adapters = architecture.tie, f"{architecture.anatomy.head}.lora_"
+    return None if tie is None or any(slot.name.startswith(adapters) for slot in layout.slots) else tie.borrower
+
+
+def _merged(
+    architecture: HuggingFace, model: StoredModel, layout: FlatLayout, base: BaseFiles, borrower: str | None
+) -> list[list[Part]]:
+    """The base's parameters but `borrower`, with what adapters add (Hu et al. 2021, section 4.1), a part a layer."""
     whole = architecture.cut(Span(0, architecture.layers - 1))
-    borrower = architecture.tie.borrower if architecture.tie is not None else None
     slots = {slot.name: slot for slot in layout.slots}
 
     def merge(layer: int) -> dict[str, Tensor]:
@@ -120,12 +130,12 @@ def _plain(name: str) -> str:
 
 
 def _empty_model(architecture: HuggingFace) -> Any:
-    """Of the family's class, on the meta device."""
+    """Of the family's class, on the meta device, with a configuration of its own."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(architecture.config, dtype=torch.float32, trust_remote_code=False)
+        return auto.from_config(deepcopy(architecture.config), dtype=torch.float32, trust_remote_code=False)
 
 
 def _published(empty: Any, groups: Iterable[list[Part]]) -> list[Part]:
