@@ -76,15 +76,15 @@ class StageThread:
             return
         self.session.serve()
 
-    def answer(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None:
+    def answer(self, number: int, body: ms.Answer | ms.Pushed) -> None:
         """The session's word, in its thread."""
         with suppress(RuntimeError):  # the loop is gone
             self._loop.call_soon_threadsafe(self._hear, number, body)
 
-    def _hear(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None:
+    def _hear(self, number: int, body: ms.Answer | ms.Pushed) -> None:
         if isinstance(body, ms.TrainerStatus):
             self.status = body
-        elif not self._answers[number].done():
+        elif not isinstance(body, ms.Loading) and not self._answers[number].done():
             self._answers[number].set_result(body)
 
     async def order(self, order: ms.Order) -> ms.Answer:

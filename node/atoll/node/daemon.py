@@ -154,7 +154,7 @@ class Daemon:
             return None
         plan = self._directives.plan
         span = span_to_hold(plan, plan.span(self._identity.peer_id) if plan is not None else range(0))
-        return LoadingAhead(self._child, replace(limits, span=span), LOAD_TIMEOUT)
+        return LoadingAhead(self._child, replace(limits, span=span), LOAD_TIMEOUT, self._status.loading)
 
     async def _join_unless_leaving(self) -> SwarmHost | None:
         """None when a signal came first: seeds that do not answer must not hold up the end."""

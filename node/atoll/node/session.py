@@ -51,7 +51,7 @@ from atoll.node.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
-LOAD_TIMEOUT = timedelta(minutes=10)
+LOAD_TIMEOUT = timedelta(minutes=10)  # in which a trainer that loads must get on
 STOP_TIMEOUT = timedelta(seconds=5)
 LAST_EVALUATION = timedelta(seconds=60)  # of the driver, in which its route must stand
 ROUND_REST = timedelta(seconds=30)  # for a round to end before the engine does
@@ -175,7 +175,8 @@ class TrainingSession:
             limits = self._limits
             known = it.status.facts.layer_times if it.status.facts is not None else ()
             config = replace(limits, span=span, layer_times=known)
-            trainer = await Trainer.take(await Child.start(it.run_dir / LOG_NAME), config, timeout=LOAD_TIMEOUT)
+            child = await Child.start(it.run_dir / LOG_NAME)
+            trainer = await Trainer.take(child, config, timeout=LOAD_TIMEOUT, got_on=it.status.loading)
         self._trainer = trainer
         if self._limits != limits:  # changed while it loaded
             await trainer.limit(self._limits)

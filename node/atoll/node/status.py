@@ -8,6 +8,7 @@ from typing import Any
 from atoll.node.averaging.engine import RoundCounters
 from atoll.node.holdings import Holdings
 from atoll.node.on_route import OnRoute
+from atoll.node.training.messages import Loading
 from atoll.node.training.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
@@ -39,6 +40,11 @@ class LiveStatus:
     def enter(self, state: mb.NodeState, detail: str) -> None:
         """Move on, and say why in one sentence."""
         self.state, self.detail = state, detail
+
+    def loading(self, so_far: Loading) -> None:
+        """How far a trainer is that loads."""
+        if so_far.tokens and self.state in (mb.NODE_STATE_JOINING, mb.NODE_STATE_CATCHING_UP):
+            self.detail = f"reading the corpus: {so_far.tokens:,} tokens so far"
 
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
         """What goes into a heartbeat."""

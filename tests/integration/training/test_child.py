@@ -1,9 +1,11 @@
 """A trainer's process that was started before anybody knew what it is to train."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,11 +13,12 @@ import psutil
 import pytest
 from support.reef import MODEL, SPEC
 
-from atoll.core.errors import ChildDied, DataDirUnusable, RunSpecError
+from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, RunSpecError
 from atoll.node.training.child import Child
 from atoll.node.training.trainer import Trainer, TrainerConfig
 
 DEADLINE = timedelta(seconds=60)
+SILENCE = timedelta(seconds=8)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,6 +77,57 @@ async def test_one_that_died_while_it_waited_is_a_trainer_that_died(tmp_path: Pa
     with pytest.raises(ChildDied, match="killed by signal 9"):
         await Trainer.take(child, config(tmp_path), timeout=DEADLINE)
     assert open_files() == before
+
+
+async def feed(fifo: Path) -> None:
+    """Some text for who has opened it."""
+    while True:
+        try:
+            descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # nobody has opened it yet
+                raise
+            await asyncio.sleep(0.02)
+    os.write(descriptor, b"a reef grows where nobody looks\n" * 500)
+    os.close(descriptor)
+
+
+def slow_corpus(tmp_path: Path) -> tuple[TrainerConfig, list[Path]]:
+    """Of files that have something to read when the test says so."""
+    fifos = [tmp_path / "corpus" / f"{number}.txt" for number in range(6)]
+    fifos[0].parent.mkdir()
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    return replace(config(tmp_path), corpus_path=str(fifos[0].parent)), fifos
+
+
+async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Path) -> None:
+    slow, fifos = slow_corpus(tmp_path)
+    child = await Child.start(tmp_path / "log")
+    await has_torch(child.process.pid)
+    heard: list[int] = []
+    taking = asyncio.create_task(
+        Trainer.take(child, slow, timeout=SILENCE, got_on=lambda loading: heard.append(loading.tokens))
+    )
+    async with asyncio.timeout(DEADLINE.total_seconds()):
+        for fifo in fifos:
+            await asyncio.wait([taking], timeout=SILENCE.total_seconds() / 4)
+            if not taking.done():
+                await feed(fifo)
+        trainer = await taking
+    await trainer.stop(DEADLINE)
+    assert heard == sorted(heard)
+    assert 0 < heard[-2] < heard[-1]
+
+
+async def test_a_child_that_hangs_while_it_loads_is_given_up(tmp_path: Path) -> None:
+    slow, _ = slow_corpus(tmp_path)
+    child = await Child.start(tmp_path / "log")
+    async with asyncio.timeout(DEADLINE.total_seconds()):
+        with pytest.raises(DeadlineExceeded, match="did not get on"):
+            await Trainer.take(child, slow, timeout=timedelta(seconds=2))
+    assert not psutil.pid_exists(child.process.pid)
 
 
 async def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:

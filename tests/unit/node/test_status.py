@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from atoll.node.status import LiveStatus
-from atoll.node.training.messages import TrainerStatus
+from atoll.node.training.messages import Loading, TrainerStatus
+from atoll.v1 import membership_pb2 as mb
 from atoll.v1.plan_pb2 import Span
 
 
@@ -28,3 +29,14 @@ def test_the_time_of_its_layers_is_told_once_it_is_known() -> None:
     assert found.computed.seconds_per_token == 0.25
     assert not told(TrainerStatus(tokens_per_second=3.0), (4, 7)).to_proto(0, 0).HasField("computed")
     assert not told(TrainerStatus(busy_seconds_per_token=0.25), None).to_proto(0, 0).HasField("computed")
+
+
+def test_how_far_a_trainer_is_that_loads_is_told_while_nothing_else_is_going_on() -> None:
+    status = LiveStatus()
+    status.loading(Loading(0))
+    assert status.detail == "starting"
+    status.loading(Loading(1234567))
+    assert status.detail == "reading the corpus: 1,234,567 tokens so far"
+    status.enter(mb.NODE_STATE_DRAINING, "leaving")
+    status.loading(Loading(2345678))
+    assert status.detail == "leaving"

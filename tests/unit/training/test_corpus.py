@@ -102,6 +102,18 @@ def test_the_digest_names_text_tokenizer_and_cut(tmp_path: Path) -> None:
     assert digest != load_corpus(longer).digest
 
 
+def test_who_waits_hears_of_every_document_and_of_every_piece_that_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(TEXT)
+    heard: list[int] = []
+    digest = load_corpus(spec_for(tmp_path)).digest
+    monkeypatch.setattr("atoll.node.training.corpus._HASHED_TOKENS", len(TEXT))
+    assert load_corpus(spec_for(tmp_path), got_on=heard.append).digest == digest
+    assert heard == [len(TEXT) + 1, *4 * [2 * (len(TEXT) + 1)]]
+
+
 def test_a_large_corpus_lies_in_a_file_and_reads_the_same() -> None:
     texts = [b"one", b"", b"two", b"three"]
     small, large = pack(texts, ByteTokenizer()), pack(texts, ByteTokenizer(), in_memory_bytes=5)

@@ -60,10 +60,10 @@ class FakeChannel:
         self.answers: dict[int, ms.Answer] = {}
         self.pushed: list[ms.TrainerStatus] = []
 
-    def answer(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None:
+    def answer(self, number: int, body: ms.Answer | ms.Pushed) -> None:
         if isinstance(body, ms.TrainerStatus):
             self.pushed.append(body)
-        else:
+        elif not isinstance(body, ms.Loading):
             self.answers[number] = body
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.errors import BaseUnusable
@@ -42,10 +43,11 @@ class BaseFiles:
             )
         self._checked.add(name)
 
-    def check_all(self) -> None:
-        """Raise `BaseUnusable` unless all files are the run's."""
+    def check_all(self, got_on: Callable[[], object]) -> None:
+        """Raise `BaseUnusable` unless all files are the run's. `got_on` is called after each."""
         for name in self._section.files:
             self.check(name)
+            got_on()
 
 
 def digest_of(path: Path) -> str:

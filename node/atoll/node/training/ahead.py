@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from atoll.core.plan import Plan
 from atoll.node.training.child import Child
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.training.trainer import GotOn, Trainer, TrainerConfig, unheard
 
 
 def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:
@@ -22,9 +22,10 @@ def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:
 class LoadingAhead:
     """Has a child load at once; then one `take`, or `abandon`."""
 
-    def __init__(self, child: Child, config: TrainerConfig, timeout: timedelta) -> None:
+    def __init__(self, child: Child, config: TrainerConfig, timeout: timedelta, got_on: GotOn = unheard) -> None:
         self._child, self._span, self._taken = child, config.span, False
-        self._taking = asyncio.create_task(Trainer.take(child, config, timeout=timeout), name="loading-ahead")
+        taking = Trainer.take(child, config, timeout=timeout, got_on=got_on)
+        self._taking = asyncio.create_task(taking, name="loading-ahead")
 
     async def take(self, span: tuple[int, int] | None) -> Trainer | None:
         """The trainer, or what it raised. None, and the child is gone, when it loads other layers than these."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from atoll.node.training.sources import SourceReport, documents
 from atoll.node.training.tokenizer import Tokenizer, load_tokenizer
 
 IN_MEMORY_BYTES = 256 * 1024**2
+_HASHED_TOKENS = 1 << 24  # at once
+
+GotOn = Callable[[int], object]  # is told whenever some work is done, with how many tokens there are so far
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,13 @@ class Corpus:
         return range(self.training_samples, self.training_samples + self.validation_samples)
 
 
-def load_corpus(spec: RunSpec, path: str | None = None, tokenizer: Tokenizer | None = None) -> Corpus:
+def unheard(_: int) -> None:
+    """Nobody asks how many tokens there are so far."""
+
+
+def load_corpus(
+    spec: RunSpec, path: str | None = None, tokenizer: Tokenizer | None = None, got_on: GotOn = unheard
+) -> Corpus:
     """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`.
 
     `tokenizer`: the run's, when it was loaded already.
@@ -63,7 +72,7 @@ def load_corpus(spec: RunSpec, path: str | None = None, tokenizer: Tokenizer | N
     section, report = spec.data, SourceReport()
     where = path or section.path
     tokenizer = tokenizer or load_tokenizer(section.tokenizer)
-    tokens = pack(documents(section, where, report), tokenizer)
+    tokens = pack(documents(section, where, report), tokenizer, got_on=got_on)
     windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if windows <= section.validation_samples:
         raise CorpusError(
@@ -73,12 +82,13 @@ def load_corpus(spec: RunSpec, path: str | None = None, tokenizer: Tokenizer | N
             f"{section.sequence_length}, and {section.validation_samples} of them are held out",
             "give more text, or lower [data] validation_samples or sequence_length",
         )
-    return Corpus(
-        tokens, tokenizer, section.sequence_length, section.validation_samples, _digest(tokens, spec, tokenizer), report
-    )
+    digest = _digest(tokens, spec, tokenizer, got_on)
+    return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report)
 
 
-def pack(texts: Iterable[bytes], tokenizer: Tokenizer, in_memory_bytes: int = IN_MEMORY_BYTES) -> NDArray[Any]:
+def pack(
+    texts: Iterable[bytes], tokenizer: Tokenizer, in_memory_bytes: int = IN_MEMORY_BYTES, got_on: GotOn = unheard
+) -> NDArray[Any]:
     """All documents as one token array, each followed by the tokenizer's separator; empty ones left out."""
     dtype = token_dtype(tokenizer.vocabulary)
     separator = np.asarray(tokenizer.separator, dtype=dtype).tobytes()
@@ -95,6 +105,7 @@ def pack(texts: Iterable[bytes], tokenizer: Tokenizer, in_memory_bytes: int = IN
         if file is not None:
             file.writelines(parts)
             parts.clear()
+        got_on(size // dtype.itemsize)
     if file is None:
         return np.frombuffer(b"".join(parts), dtype=dtype)
     with file:  # unlinked from the start; the map keeps its space alive
@@ -107,7 +118,7 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
-def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer) -> str:
+def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, got_on: GotOn) -> str:
     named = {
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
@@ -115,5 +126,7 @@ def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer) -> str:
         "validation_samples": spec.data.validation_samples,
     }
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode() + b"\n")
-    digest.update(np.ascontiguousarray(tokens).view(np.uint8).data)
+    for start in range(0, len(tokens), _HASHED_TOKENS):
+        digest.update(np.ascontiguousarray(tokens[start : start + _HASHED_TOKENS]).view(np.uint8).data)
+        got_on(len(tokens))
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -39,10 +39,10 @@ class HuggingFaceRun:
         half, checkpointing = section.precision != "fp32", section.activation_checkpointing
         return replica_memory(self.table, samples * length, length, half=half, checkpointing=checkpointing)
 
-    def check(self, span: Span | None) -> None:
+    def check(self, span: Span | None, got_on: Callable[[], object] = lambda: None) -> None:
         """All files, where all layers or any may be needed; those of a span are compared when they are read."""
         if self._base is not None and span is None:
-            self._base.check_all()
+            self._base.check_all(got_on)
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
         """Drawn from the run's seed, or out of the base."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.span_model import layout_of
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.training.corpus import Corpus, load_corpus
+from atoll.node.training.corpus import Corpus, GotOn, load_corpus, unheard
 from atoll.node.training.device import (
     DeviceFacts,
     check_fits,
@@ -188,6 +189,7 @@ def load(
     cable: CableEnd | None,
     clock: Clock,
     several: Several | None = None,
+    got_on: GotOn = unheard,
 ) -> Loaded:
     """`facts` are of all devices together.
 
@@ -205,8 +207,9 @@ def load(
     torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
     times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
     _warm_up()
-    run.check(span)
-    corpus = load_corpus(spec, config.corpus_path, tokenizer)
+    got_on(0)
+    run.check(span, partial(got_on, 0))
+    corpus = load_corpus(spec, config.corpus_path, tokenizer, got_on)
     log.get("trainer").info(
         "corpus_loaded",
         tokens=len(corpus.tokens),

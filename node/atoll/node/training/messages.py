@@ -192,6 +192,13 @@ Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Dis
 
 
 @dataclass(frozen=True)
+class Loading:
+    """Pushed while the child loads and gets on; one that is silent for too long hangs."""
+
+    tokens: int  # of the corpus, so far
+
+
+@dataclass(frozen=True)
 class Ready:
     """The first word of a child that has corpus, model and device."""
 
@@ -247,15 +254,16 @@ class Text:
     text: str
 
 
+Pushed = Loading | TrainerStatus
 Answer = Ready | Refused | Done | Taken | Loss | Text
-Message = TrainerConfig | Order | Answer | TrainerStatus
+Message = TrainerConfig | Order | Answer | Pushed
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
         *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
-        *(Ready, Refused, Done, Taken, Loss, Text),
+        *(Loading, Ready, Refused, Done, Taken, Loss, Text),
     )
 }
 

@@ -5,7 +5,7 @@ There are two kinds, the built-in decoder and those of Hugging Face; nobody else
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -40,8 +40,11 @@ class RunModel(Protocol):
         """What training all layers takes of a device, at least, with so many samples at once."""
         ...
 
-    def check(self, span: Span | None) -> None:
-        """Look at all that a trainer of the span (of all layers) needs beside data. Raises `BaseUnusable`."""
+    def check(self, span: Span | None, got_on: Callable[[], object] = ...) -> None:
+        """Look at all that a trainer of the span (of all layers) needs beside data. Raises `BaseUnusable`.
+
+        `got_on` is called after each file.
+        """
         ...
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
@@ -66,7 +69,7 @@ class BuiltInRun:
     def whole_bytes(self, samples: int) -> int:
         return memory_needed_bytes(self._spec, self._shape, samples)
 
-    def check(self, span: Span | None) -> None:
+    def check(self, span: Span | None, got_on: Callable[[], object] = lambda: None) -> None:
         """It needs nothing."""
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,7 @@ class Channel(Protocol):
 
     events: queue.SimpleQueue[ms.Envelope | RouteEvent]
 
-    def answer(self, number: int, body: ms.Answer | ms.TrainerStatus) -> None: ...
+    def answer(self, number: int, body: ms.Answer | ms.Pushed) -> None: ...
 
 
 class Session:
@@ -75,11 +75,18 @@ class Session:
             meeting_fd = open_anonymous("atoll-meeting")
             self._followers = Followers(config, (anchor_fd, gradient_fd, meeting_fd), self._give_up)
             several = Several(devices, 0, meeting_fd, self._followers.tell)
-        self._here = load(config, facts, end, self._clock, several)
+        self._here = load(config, facts, end, self._clock, several, self._get_on)
         assert not isinstance(self._here.loop, FollowingStage)
         self._loop = self._here.loop
         self._orders = ModelOrders(self._here, config, anchor_fd, gradient_fd)
         self._introduce(ms.Probe(config.minimum_step_seconds, config.compute_share))
+
+    def _get_on(self, tokens: int) -> None:
+        """Tell the daemon, now and then, that loading does."""
+        now = self._clock.monotonic()
+        if now - self._pushed_at >= PUSH_SECONDS:
+            self._pushed_at = now
+            self._channel.answer(0, ms.Loading(tokens))
 
     def _introduce(self, probe: ms.Probe) -> None:
         anchor_E = self._orders.anchor_E

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,12 @@ __all__ = ["ChildExit", "Snapshot", "Trainer", "TrainerConfig", "TrainerFacts", 
 
 ORDER_TIMEOUT = timedelta(minutes=10)  # one inner step of a large model on a slow machine, and some
 _KILL_TIMEOUT = timedelta(seconds=10)
+
+GotOn = Callable[[ms.Loading], object]
+
+
+def unheard(_: ms.Loading) -> None:
+    """Nobody asks how far it is."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,11 @@ class Trainer:
     anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
     pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
 
-    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, got_on: GotOn) -> None:
         self.status = TrainerStatus()
         self.died: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
         self._child, self._reader, self._writer = child, reader, writer
+        self._got_on, self._got_on_at = got_on, asyncio.get_running_loop().time()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
         self._listening = asyncio.create_task(self._listen(), name="trainer-listen")
@@ -131,14 +138,15 @@ class Trainer:
         return await cls.take(await Child.start(log_path, cls.program), config, timeout=timeout)
 
     @classmethod
-    async def take(cls, child: Child, config: TrainerConfig, *, timeout: timedelta) -> Trainer:
+    async def take(cls, child: Child, config: TrainerConfig, *, timeout: timedelta, got_on: GotOn = unheard) -> Trainer:
         """Tell a child what to train and wait until it has corpus, model and device; it is this trainer's then.
 
+        That takes as long as it takes: `timeout` is for a child that does not get on; `got_on` is told when it does.
         Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`, `DeadlineExceeded`.
         """
         try:
             reader, writer = await asyncio.open_connection(sock=child.control, limit=ms.MAX_LINE_BYTES)
-            trainer = cls(child, reader, writer)
+            trainer = cls(child, reader, writer, got_on)
         except BaseException:
             await child.end()
             raise
@@ -146,7 +154,7 @@ class Trainer:
             if config.span is not None:
                 trainer.cable = await Cable.over(child.cable)
             writer.write(ms.Envelope(0, config).line())
-            ready = await trainer._answer(0, timeout)
+            ready = await trainer._loaded(timeout)
             assert isinstance(ready, ms.Ready)
             trainer.facts = TrainerFacts.of(ready)
             trainer.anchor, trainer.pseudo_gradient = (
@@ -282,6 +290,20 @@ class Trainer:
             self._child.kill()  # a device or a disk that hangs: another process may do better
             raise ChildDied(f"{error}: it was killed", f"{self._child.log_path} holds its output") from error
 
+    async def _loaded(self, silence: timedelta) -> ms.Answer:
+        """The child's first answer. Raises `DeadlineExceeded` when it has not got on for so long."""
+        loop, first = asyncio.get_running_loop(), self._waiting[0]
+        try:
+            while not first.done():
+                left = self._got_on_at + silence.total_seconds() - loop.time()
+                if left <= 0:
+                    raise DeadlineExceeded(f"the trainer loads, but did not get on for {silence.total_seconds():.0f} s")
+                await asyncio.wait([first], timeout=left)
+        except BaseException:
+            del self._waiting[0]  # nobody wants it any more
+            raise
+        return await self._answer(0, silence)
+
     async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
@@ -301,6 +323,9 @@ class Trainer:
                 envelope = ms.Envelope.parse(line)
                 if isinstance(envelope.body, TrainerStatus):
                     self.status = envelope.body
+                elif isinstance(envelope.body, ms.Loading):
+                    self._got_on_at = asyncio.get_running_loop().time()
+                    self._got_on(envelope.body)
                 elif (waiting := self._waiting.get(envelope.number)) is not None and not waiting.done():
                     waiting.set_result(cast("ms.Answer", envelope.body))
         except ConnectionError:  # killed with words of ours unread: the same end as end of file

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.node.heaps import give_back_large_blocks
-from atoll.node.training.messages import Answer, Envelope, Refused, TrainerConfig, TrainerStatus
+from atoll.node.training.messages import Answer, Envelope, Pushed, Refused, TrainerConfig
 
 PR_SET_PDEATHSIG = 1
 EXIT_ORPHANED = 86
@@ -48,7 +48,7 @@ class ControlChannel:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # orders, and what comes over the cable
         threading.Thread(target=self._read, name="control", daemon=True).start()
 
-    def answer(self, number: int, body: Answer | TrainerStatus) -> None:
+    def answer(self, number: int, body: Answer | Pushed) -> None:
         """Send one message; 0 numbers what was not asked for."""
         try:
             with self._sending:
