@@ -302,6 +302,10 @@ class ChildDied(AtollError):
     exit_code = ExitCode.RETRY
 
 
+class NotFinite(ChildDied):
+    """The trainer's weights are of no use any more: its hardware computes wrongly, or the run diverged."""
+
+
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of ours inside a group that tasks raised together, else the first of any kind."""
     leaves: list[BaseException] = []

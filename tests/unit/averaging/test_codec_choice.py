@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.machine_plans import POLICY
@@ -127,9 +128,9 @@ def test_rounds_name_the_codec_that_their_links_are_good_for():
 
     long, short = codecs_of(4000), codecs_of(50)
     assert long[0] == short[0] == CODECS["int4"].number  # nothing was seen yet
-    assert long[-1] == CODECS["fp16"].number
+    assert long[-1] == CODECS["bf16"].number
     assert CODECS["int2"].number in short
-    assert CODECS["fp16"].number not in short
+    assert CODECS["bf16"].number not in short
 
 
 def test_a_codec_that_the_spec_does_not_allow_is_refused():
@@ -143,3 +144,20 @@ def test_a_codec_that_the_spec_does_not_allow_is_refused():
     world.network.drop = forge
     world.run(30)
     assert world.rounds() == 0
+
+
+def test_who_is_alone_rounds_nothing_more_than_it_must():
+    world = World(1, policy=replace(POLICY, codecs=AUTO))
+    assert world.run(100, until=lambda: world.rounds() >= 2)
+    assert {head.manifest.codec for number, head in world.committed.items() if number} == {CODECS[AUTO[0]].number}
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-8])
+def test_a_more_precise_codec_is_that_at_any_scale(size):
+    values = size * torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    errors = []
+    for codec in map(CODECS.__getitem__, AUTO):
+        decoded = codec.decode(codec.encode(values), len(values))
+        errors.append(float((decoded - values).norm() / values.norm()))
+    assert errors == sorted(errors)
+    assert errors[0] < 0.01

@@ -5,7 +5,7 @@ from support.small_state import SPEC
 
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import ReduceRange, part_elements
-from atoll.node.averaging.round_policy import policy_of
+from atoll.node.averaging.round_policy import policy_of, screen_of
 
 HOME_UPLINK = 10e6 / 8  # bytes per second
 
@@ -53,3 +53,13 @@ def test_sizes_are_compared_where_everybody_takes_as_many_steps_for_as_many_toke
 def test_without_screening_nobody_is_judged():
     spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"screening": False})})
     assert policy_of(spec, (0, 10, 20, 1000)).screen is None
+
+
+def test_a_route_of_smaller_steps_than_a_replica_s_may_move_as_far_in_each() -> None:
+    optimizer = SPEC.optimizer.model_copy(update={"accumulate": 4})
+    pipeline = SPEC.pipeline.model_copy(update={"micro_batches": 1})
+    spec = SPEC.model_copy(update={"optimizer": optimizer, "pipeline": pipeline})
+    assert spec.tokens_per_flush < spec.tokens_per_step
+    replicas, routes = screen_of(spec), screen_of(spec, cuts=(3,))
+    assert replicas.change == pytest.approx(spec.optimizer.learning_rate / spec.tokens_per_step)
+    assert routes.change == pytest.approx(spec.optimizer.learning_rate / spec.tokens_per_flush)

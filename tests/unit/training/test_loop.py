@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.core.clock import SystemClock
+from atoll.core.errors import ChildDied, NotFinite
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.training import replica
 from atoll.node.training.corpus import Corpus, load_corpus
@@ -162,6 +163,17 @@ def test_a_device_has_room_for_a_piece_of_a_pseudo_gradient_and_no_more(
     expected_E = torch.zeros(layout.elements)
     expected_E[part] = anchor_E[part] - weights_E[part]
     assert torch.equal(out_E, expected_E)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_of_no_use_any_more_are_told_and_not_averaged(make_loop: LoopMaker, value: float) -> None:
+    """They would never become good again: no step is taken with them, and the carry keeps them."""
+    loop = make_loop()
+    loop.weights_E[-1] = value
+    loop.snapshot()
+    with pytest.raises(NotFinite):
+        loop.pseudo_gradient_into(torch.zeros(loop.weights_E.numel()))
+    assert issubclass(NotFinite, ChildDied)  # so the session starts another trainer from the anchor
 
 
 def test_apply_carries_what_was_trained_since_the_snapshot(make_loop: LoopMaker) -> None:

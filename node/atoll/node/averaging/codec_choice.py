@@ -21,7 +21,7 @@ from statistics import median
 from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec
 from atoll.v1 import common_pb2 as pb
 
-AUTO = ("fp16", "int8", "int4", "int2")  # by precision
+AUTO = ("bf16", "int8", "int4", "int2")  # by precision, whatever the scale: fp16 loses updates of 1e-7 and below
 _FIRST = "int4"  # before anything was seen
 _SHARE = 0.25  # of a round's time
 _SPARE = 0.8  # of that, for a finer codec than the last: else the choice would swing
@@ -74,6 +74,11 @@ class CodecChoice:
             times.seen.clear()
         times.seen.append(seconds)
         times.last = self._count
+
+    @property
+    def finest(self) -> Codec:
+        """For a member that is alone: nothing travels."""
+        return CODECS[self.names[0]]
 
     def forget_round(self) -> None:
         """This node was away: since when the others train is unknown."""

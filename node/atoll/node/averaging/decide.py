@@ -128,6 +128,8 @@ def check_settle(start: dp.Start, settle: dp.Settle) -> None:
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     if len(settle.digests) != parts_total(start) or any(len(item) not in (0, 32) for item in settle.digests):
         raise PeerMisbehaved("Settle does not have one digest for each part")
+    if settle.digests and not any(settle.digests):
+        raise PeerMisbehaved("Settle gives up every part")
     for repair in settle.repairs:
         if repair.part >= len(settle.digests) or not set(repair.peer_ids) <= set(present):
             raise PeerMisbehaved("Settle repairs a part that is none, or from somebody who is gone")

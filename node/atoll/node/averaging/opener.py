@@ -265,7 +265,8 @@ class Opener:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        codec = self.paces.codec.choose(self.enough_since if self.enough_since is not None else self.now)
+        began = self.enough_since if self.enough_since is not None else self.now
+        codec = self.paces.codec.choose(began) if len(self._ready) > 1 else self.paces.codec.finest
         seconds = self.paces.exchange(codec.number).patience
         self._start = build_start(
             self.policy,
@@ -295,6 +296,9 @@ class Opener:
             self._abandon(self._shortfall())
             return
         digests, holders, partial = settle(self._parts, summed)
+        if digests and not any(digests):  # a commit would count what everybody trained and take none of it
+            self._abandon("nobody has any part of the average: all who sum parts are gone")
+            return
         told = [Missed(self.round_id, peer, tuple(sorted(set(self._parts[peer].partial)))) for peer in summed]
         self.out += [missed for missed in told if missed.contributors]
         self._learn(far=all(digests))

@@ -28,9 +28,10 @@ def minimum_lease(spec: RunSpec) -> int:
 
 
 def screen_of(spec: RunSpec, cuts: tuple[int, ...] = ()) -> Screen:
-    """How contributions are judged: a route's step may take more tokens than that of a whole model beside it."""
-    change = spec.optimizer.learning_rate / spec.tokens_per_step
-    return Screen(change) if not cuts or spec.tokens_per_flush == spec.tokens_per_step else Screen(change, least=0.0)
+    """How contributions are judged: a route's step may take other tokens than that of a whole model beside it."""
+    if not cuts or spec.tokens_per_flush == spec.tokens_per_step:
+        return Screen(spec.optimizer.learning_rate / spec.tokens_per_step)
+    return Screen(spec.optimizer.learning_rate / min(spec.tokens_per_flush, spec.tokens_per_step), least=0.0)
 
 
 def policies(spec: RunSpec, layer_offsets: Sequence[int]) -> PolicyOf:

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from atoll.core.data_position import Range
+from atoll.core.errors import NotFinite
 from atoll.core.run_spec import RunSpec
+from atoll.node.averaging.codecs import is_finite
 from atoll.node.training.feed import SampleFeed
 from atoll.node.training.held import ALL, Weights
 from atoll.node.training.loader import Loader
@@ -68,14 +70,20 @@ class Replica:
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
         """anchor − weights as of the snapshot, into the snapshot's part of a host vector.
 
-        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`).
+        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `NotFinite`: such weights
+        do not become good again, so who has them starts anew from the anchor.
         """
         frozen, done = self._frozen(), 0
         start, end, _ = self._snapped.indices(len(out_E))
         for first in range(start, end, PIECE_ELEMENTS):
             piece = slice(first, min(first + PIECE_ELEMENTS, end))
             anchor = self._anchor_of(piece)
-            self.weights.put(torch.sub(anchor, frozen[done : done + len(anchor)]), out_E, piece)
+            moved = torch.sub(anchor, frozen[done : done + len(anchor)])
+            if not is_finite(moved):
+                raise NotFinite(
+                    "the weights hold values that are not finite: hardware that errs, or a run that diverged"
+                )
+            self.weights.put(moved, out_E, piece)
             done += len(anchor)
 
     def apply(
