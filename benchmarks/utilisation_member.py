@@ -135,6 +135,9 @@ class Device:
             self._progress.reset()
             self._busy_until += self._copy_seconds
 
+    async def set_ranges(self, ranges: Sequence[Range]) -> None:
+        """Nothing to copy."""
+
     async def discard(self) -> None:
         """Nothing to copy."""
         with self._lock:

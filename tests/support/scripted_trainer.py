@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atoll.core.errors import InvalidTransition
 from atoll.node.training.feed import Taken
 from atoll.node.training.messages import TrainerStatus
 from atoll.node.training.progress import Progress, Snapshot
@@ -28,6 +29,7 @@ class ScriptedTrainer:
         self._known_E, self._snapshot_E, self._part = torch.zeros(elements), torch.zeros(0), slice(0, 0)
         self._random = torch.Generator().manual_seed(seed)
         self._progress = Progress()
+        self._snapped = False
         self._stepping: asyncio.Task[None] | None = None
 
     @property
@@ -37,7 +39,7 @@ class ScriptedTrainer:
     async def load(self, *, ranges, committed_tokens) -> None:
         for vector_E in (self.weights_E, self._known_E):
             vector_E.copy_(self.anchor)
-        self.ranges = ranges
+        self.ranges, self._snapped = ranges, False
         self._progress.reset()
 
     async def train(self) -> None:
@@ -51,28 +53,34 @@ class ScriptedTrainer:
             self._progress.add(STEP_TOKENS, Taken((), fresh))
 
     async def snapshot(self, start: int, end: int) -> Snapshot:
-        self._part = slice(start, end)
+        self._part, self._snapped = slice(start, end), True
         self._snapshot_E = self.weights_E[self._part].clone()
         self.pseudo_gradient[self._part] = self._known_E[self._part] - self._snapshot_E
         return self._progress.freeze(start, end)
 
     async def apply(self, *, ranges, committed_tokens, moved=None) -> None:
+        if not self._snapped:
+            raise InvalidTransition("the trainer was told to apply an anchor without a snapshot")
         self._known_E[self._part] = self._snapshot_E
         self._move(moved)
         self._progress.commit()
-        self.ranges = ranges
+        self.ranges, self._snapped = ranges, False
 
     async def rebase(self, *, ranges, committed_tokens, moved=None) -> None:
         self._move(moved)
         self._progress.thaw()
-        self.ranges = ranges
+        self.ranges, self._snapped = ranges, False
 
     def _move(self, moved) -> None:
         part = slice(*moved) if moved is not None else slice(None)
         self.weights_E[part] += self.anchor[part] - self._known_E[part]
         self._known_E[part] = self.anchor[part]
 
+    async def set_ranges(self, ranges) -> None:
+        self.ranges = ranges
+
     async def discard(self) -> None:
+        self._snapped = False
         self._progress.thaw()
 
     async def evaluate(self) -> float:

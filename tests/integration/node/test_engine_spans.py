@@ -242,47 +242,56 @@ class OnRoute(ScriptedTrainer):
             self._progress.add(STEP_TOKENS, Taken((), STEP_SAMPLES if self is self.driver else 0))
 
 
-@pytest.mark.parametrize("turn", [0, 1], ids=["of its own layers", "of others' layers"])
-async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_path, monkeypatch, turn):
-    """Without any the only route would stand still, and with it the rounds that give samples out."""
-    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)
-    text = SPEC.format(model=MODEL, nodes=3, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
-    spec = parse_run_spec(text + "round_growth = 1000.0\nscreening = false\n")
-    hub = MemoryHub()
-    spans = {"driver": range(3), "standby": range(3), "last": range(3, 6)}
-    identities = {name: Identity.generate() for name in spans}
-    stages = {
-        name: Stage(identities[name], span, hub.join(identities[name].peer_id), tmp_path / name, seed)
-        for seed, (name, span) in enumerate(spans.items())
-    }
-    zero_E = torch.zeros(OFFSETS[-1])
-    layers = layer_states(zero_E, zero_E, OFFSETS, 0)
-    genesis = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="reef"), layers=layers)
-    head = Head(manifest_pb2.CommittedManifest(payload=genesis.SerializeToString()))
-    base = Base(head.hash, tuple(sorted(it.peer_id for it in identities.values())))
+SPANS = {"driver": range(3), "standby": range(3), "last": range(3, 6)}
 
-    def plan(version: int, *, drives: str, stands_by: str | None) -> Plan:
-        here = sorted(filter(None, (drives, stands_by, "last")), key=lambda name: identities[name].peer_id)
+
+class OneRoute:
+    """Stages of a route of two, and one that stands by; at genesis, which is zero."""
+
+    def __init__(self, tmp_path) -> None:
+        text = SPEC.format(model=MODEL, nodes=3, tokens=10**9, corpus="nowhere.txt", round_tokens=4000, codec="int8")
+        self.spec, self.hub = parse_run_spec(text + "round_growth = 1000.0\nscreening = false\n"), MemoryHub()
+        identities = {name: Identity.generate() for name in SPANS}
+        self.peers = {name: identity.peer_id for name, identity in identities.items()}
+        self.stages = {
+            name: Stage(identities[name], span, self.hub.join(self.peers[name]), tmp_path / name, seed)
+            for seed, (name, span) in enumerate(SPANS.items())
+        }
+        zero_E = torch.zeros(OFFSETS[-1])
+        layers = layer_states(zero_E, zero_E, OFFSETS, 0)
+        genesis = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="reef"), layers=layers)
+        self.head = Head(manifest_pb2.CommittedManifest(payload=genesis.SerializeToString()))
+
+    def plan(self, version: int, *, drives: str, stands_by: str | None) -> Plan:
+        here = sorted(filter(None, (drives, stands_by, "last")), key=lambda name: self.peers[name])
         assignments = tuple(
             Assignment(
-                identities[name].peer_id,
-                spans[name].start,
-                spans[name].stop - 1,
-                ((0, 256),) if name == drives and version == 1 else (),
+                self.peers[name],
+                SPANS[name].start,
+                SPANS[name].stop - 1,
+                ((0, 256),) if name == drives == "driver" else (),
                 0 if name == stands_by else 100_000,
                 0 if name == stands_by else 1000,
             )
             for name in here
         )
-        route = (identities[drives].peer_id, identities["last"].peer_id)
-        return Plan("reef", version, assignments, (route,), base)
+        route = (self.peers[drives], self.peers["last"])
+        return Plan("reef", version, assignments, (route,), Base(self.head.hash, tuple(sorted(self.peers.values()))))
 
-    first, second = plan(1, drives="driver", stands_by="standby"), plan(2, drives="standby", stands_by=None)
+
+@pytest.mark.parametrize("turn", [0, 1], ids=["of its own layers", "of others' layers"])
+async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_path, monkeypatch, turn):
+    """Without any the only route would stand still, and with it the rounds that give samples out."""
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)
+    world = OneRoute(tmp_path)
+    stages, hub = world.stages, world.hub
+    first = world.plan(1, drives="driver", stands_by="standby")
+    second = world.plan(2, drives="standby", stands_by=None)
     for name in ("driver", "last"):
         stages[name].trainer.driver = stages["driver"].trainer
     async with AsyncExitStack() as stack:
         for stage in stages.values():
-            await stage.begin(spec, head, first)
+            await stage.begin(world.spec, world.head, first)
             stack.push_async_callback(stage.end)
         last, standby = stages["last"], stages["standby"]
         await asyncio.gather(*(stage.reach(4) for stage in stages.values()))
@@ -293,7 +302,7 @@ async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_p
         for stage in stages.values():
             stage.trainer.driver = None
         await stages["driver"].end()
-        await hub.cut(identities["driver"].peer_id)
+        await hub.cut(world.peers["driver"])
         for stage in (standby, last):
             stage.engine.plan_received(second)
             stage.trainer.driver = standby.trainer
@@ -303,9 +312,30 @@ async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_p
             it.hash for it in last.heads if it.round == standby.heads[-3].round
         ]
         assert any(item.weight for item in weights_of(standby))
-        assert set(last.heads[-1].data.holdings) == {identities["standby"].peer_id}
+        assert set(last.heads[-1].data.holdings) == {world.peers["standby"]}
         await stack.aclose()
         await hub.close()
+
+
+async def test_who_drives_again_at_the_same_head_applies_the_snapshot_that_others_saw_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)  # nothing is trained: no round opens
+    world = OneRoute(tmp_path)
+    driver = world.stages["driver"]
+    await driver.begin(world.spec, world.head, world.plan(1, drives="driver", stands_by="standby"))
+    try:
+        await driver.trainer.snapshot(0, 1000)
+        driver.trainer.ranges = ()
+        driver.engine.plan_received(world.plan(2, drives="standby", stands_by="driver"))
+        async with asyncio.timeout(TIMEOUT):
+            while driver.engine.plan.version < 2:
+                await asyncio.sleep(0.01)
+            driver.engine.plan_received(world.plan(3, drives="driver", stands_by="standby"))
+            while not driver.trainer.ranges:
+                await asyncio.sleep(0.01)
+        await driver.trainer.apply(ranges=((0, 256),), committed_tokens=0, moved=(0, 1000))
+    finally:
+        await driver.end()
+        await world.hub.close()
 
 
 def weights_of(stage: Stage) -> list[manifest_pb2.Contribution]:

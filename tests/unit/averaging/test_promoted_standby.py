@@ -34,7 +34,7 @@ def plan(version: int, spans: Spans, routes: list[list[str]], base: Base) -> Pla
 
 
 class Swarm(World):
-    """Who stands by trains nothing; a driver that is new gets samples, and its trainer's snapshot is gone then."""
+    """Who stands by trains nothing; a driver that is new gets samples, and its trainer keeps its snapshot then."""
 
     snapped: set[str]
 
@@ -47,12 +47,10 @@ class Swarm(World):
         if idle and node.trained < before:
             node.trained = before
 
-    def feed(self, peer: str, event: rt.Event) -> None:
-        node = self.nodes[peer]
-        before = node.machine.plan.drivers
-        super().feed(peer, event)
-        if peer in node.machine.plan.drivers and peer not in before:
-            self.snapped.discard(peer)
+    def _perform(self, node: machine_world.Node, action: rt.Action) -> None:
+        super()._perform(node, action)
+        if isinstance(action, rt.Release) and action.thaw:
+            self.snapped.discard(node.peer)
 
     def _freeze_snapshot(self, node: machine_world.Node, *rest: object) -> None:
         self.snapped.add(node.peer)
@@ -60,6 +58,7 @@ class Swarm(World):
 
     def _install(self, node: machine_world.Node, head: Head, counted: rt.Counted) -> None:
         assert counted is rt.Counted.NOTHING or node.peer in self.snapped, "a result is applied without a snapshot"
+        self.snapped.discard(node.peer)
         super()._install(node, head, counted)
 
 
@@ -125,3 +124,23 @@ def test_a_driver_s_standby_drives(swarm: Callable[[int, int, Plan], Swarm], see
     world.at(seconds, lambda: world.issue(later, [whole, last, standby]))
     world.run(60)
     assert world.nodes[standby].machine.head.round > head + 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_drives_again_at_the_same_head_brings_what_it_showed_before(
+    swarm: Callable[[int, int, Plan], Swarm], seed: int
+) -> None:
+    whole, driver, last = peers = ("p0", "p1", "p2")
+    base = Base(GENESIS.hash, peers)
+    spans: Spans = {whole: (0, 2), driver: (0, 1), last: (2, 2)}
+    world = swarm(3, seed, plan(1, spans, [[whole], [driver, last]], base))
+    world.run(8 + seed)
+    dies_as_opener(world, last, driver)
+    world.freeze(whole)  # so that the head stands still
+    head = world.nodes[driver].machine.head.round
+    without, again = plan(2, spans, [[whole]], base), plan(3, spans, [[whole], [driver, last]], base)
+    world.at(4.0, lambda: world.issue(without))
+    world.at(9.0, lambda: world.issue(again))
+    world.at(10.0, lambda: (world.thaw(whole), world.restart(last)))
+    world.run(60)
+    assert world.nodes[driver].machine.head.round > head + 2

@@ -227,6 +227,20 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
     assert rounds.progress.samples_repeated == 0
 
 
+def test_new_samples_at_the_same_anchor_leave_the_snapshot_and_all_progress(make_loop: LoopMaker) -> None:
+    loop = make_loop()
+    anchor_E = started(loop, ((0, 100),))
+    loop.step()
+    snapshot, weights_E = loop.snapshot(), loop.weights_E.clone()
+    loop.step()
+    loop.set_ranges(((200, 300),))
+    out_E = torch.empty_like(anchor_E)
+    loop.pseudo_gradient_into(out_E)
+    assert torch.equal(out_E, anchor_E - weights_E)
+    loop.apply(anchor_E - out_E, ranges=((200 + snapshot.samples, 300),))
+    assert loop.snapshot() == Snapshot(64, 4, 1, 64)
+
+
 def test_fragments_take_turns_and_each_holds_what_was_trained_since_its_own(make_loop: LoopMaker) -> None:
     """A node alone, whose outer step takes over its own update: its weights never move but by training."""
     plain, turns = make_loop(), make_loop()

@@ -99,6 +99,7 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
         ms.Load(((0, 100),), 0),
         ms.Apply((), 0, (0, 9)),
         ms.TakeSnapshot(0, 9),
+        ms.SetRanges(((0, 100),)),
         ms.Apply(((0, 100),), 10, (0, 99)),
         ms.Discard(),
         ms.Evaluate(),
@@ -106,10 +107,10 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
     reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
     assert reasons == dict.fromkeys((1, 2, 3, 6), "InvalidTransition")
     assert channel.answers[7] == ms.Taken(0, 0, 0, 0)
-    loss = channel.answers[10]
+    loss = channel.answers[11]
     assert isinstance(loss, ms.Loss)
     assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
-    assert channel.answers[11] == ms.Done()
+    assert channel.answers[12] == ms.Done()
     assert not channel.pushed[-1].training
 
 

@@ -242,9 +242,11 @@ class AveragingEngine:
             self._orders.put_nowait(self._drive)
 
     async def _drive(self) -> None:
-        """This node took the place of a driver, with the layers that it has: from now on it has samples."""
-        head = self.head
-        await self._trainer.rebase(ranges=self._ranges(head), committed_tokens=head.committed_tokens, moved=(0, 0))
+        """This node took the place of a driver, with the layers that it has: from now on it has samples.
+
+        If it drove before, others may have its snapshot, and commit it.
+        """
+        await self._trainer.set_ranges(self._ranges(self.head))
 
     def _perform(self, action: rt.Action) -> None:
         match action:

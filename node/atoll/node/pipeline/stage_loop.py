@@ -107,9 +107,9 @@ class StageLoop(Replica):
         self._batch = None
         super().load(anchor_E, ranges=ranges, committed_tokens=committed_tokens)
 
-    def _set_ranges(self, ranges: Sequence[Range]) -> None:
+    def set_ranges(self, ranges: Sequence[Range]) -> None:
         self._batch = None  # it is not consumed, so the new ranges hold it if anybody's do
-        super()._set_ranges(ranges)
+        super().set_ranges(ranges)
 
     def set_committed_tokens(self, committed_tokens: int) -> None:
         super().set_committed_tokens(committed_tokens)

@@ -109,6 +109,13 @@ class Rebase:
 
 
 @dataclass(frozen=True)
+class SetRanges:
+    """Other samples at the same anchor; snapshot and progress stay."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
 class Discard:
     """Forget the snapshot, keep the progress."""
 
@@ -183,8 +190,8 @@ class Stop:
     """End the process."""
 
 
-Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Discard | Evaluate | Generate | Limit) | (
-    EnterRoute | WriteInitial | Probe | Compute | Step | Stop
+Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate) | (
+    Generate | Limit | EnterRoute | WriteInitial | Probe | Compute | Step | Stop
 )
 
 
@@ -261,8 +268,8 @@ Message = TrainerConfig | Order | Answer | Pushed
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, Discard),
-        *(Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
+        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, SetRanges),
+        *(Discard, Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
         *(Loading, Ready, Refused, Done, Taken, Loss, Text),
     )
 }

@@ -14,7 +14,17 @@ from atoll.node.training.loading import Loaded
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.shared import map_vector, size_for
 
-OF_THE_MODEL = (ms.Load, ms.TakeSnapshot, ms.Apply, ms.Rebase, ms.Discard, ms.Evaluate, ms.Generate, ms.Limit)
+OF_THE_MODEL = (
+    ms.Load,
+    ms.TakeSnapshot,
+    ms.Apply,
+    ms.Rebase,
+    ms.SetRanges,
+    ms.Discard,
+    ms.Evaluate,
+    ms.Generate,
+    ms.Limit,
+)
 
 
 class ModelOrders:
@@ -59,6 +69,9 @@ class ModelOrders:
                 require(self.loaded, "rebase before an anchor was loaded")
                 loop.rebase(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
                 self._snapped = False
+            case ms.SetRanges(ranges):
+                require(self.loaded, "take ranges before an anchor was loaded")
+                loop.set_ranges(ranges)
             case ms.Discard():
                 loop.discard()
                 self._snapped = False

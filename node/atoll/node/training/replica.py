@@ -104,7 +104,7 @@ class Replica:
         self._snapshot = None
         self.progress.commit()
         if ranges is not None:
-            self._set_ranges(ranges)
+            self.set_ranges(ranges)
         if committed_tokens is not None:
             self.set_committed_tokens(committed_tokens)
 
@@ -118,7 +118,7 @@ class Replica:
         """
         self._move_to(new_anchor_E, moved)
         self.discard()
-        self._set_ranges(ranges)
+        self.set_ranges(ranges)
         self.set_committed_tokens(committed_tokens)
 
     def discard(self) -> None:
@@ -134,7 +134,7 @@ class Replica:
             anchor.copy_(self.weights.take(new_anchor_E, moved))
             weights.add_(anchor)
 
-    def _set_ranges(self, ranges: Sequence[Range]) -> None:
+    def set_ranges(self, ranges: Sequence[Range]) -> None:
         """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
         self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
 

@@ -223,6 +223,10 @@ class Trainer:
         """
         await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all), timeout)
 
+    async def set_ranges(self, ranges: Sequence[Range], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Other samples, not consumed as of the anchor that is loaded; a snapshot stays, and all progress."""
+        await self._order(ms.SetRanges(tuple(ranges)), timeout)
+
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """An abandoned round: forget the snapshot, keep all progress."""
         await self._order(ms.Discard(), timeout)
