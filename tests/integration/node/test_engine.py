@@ -407,7 +407,7 @@ async def test_what_a_commit_held_is_known_though_the_machine_went_on_meanwhile(
                 await asyncio.sleep(0.02)
         *_, before, last = made[0].heads
         assert made[0].identity.peer_id in {item.peer_id for item in last.manifest.contributions}
-        assert await made[0].engine._counted_after(before) is rt.Counted.SNAPSHOT
+        assert await made[0].engine._counted_after(before, last) is rt.Counted.SNAPSHOT
 
 
 @pytest.mark.timeout(120)

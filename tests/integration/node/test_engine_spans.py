@@ -18,6 +18,7 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.averaging import engine as engine_module
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
 from atoll.node.averaging.allreduce import ExchangeServer
@@ -240,6 +241,43 @@ class OnRoute(ScriptedTrainer):
                 continue
             self.weights_E += 1e-3 * torch.randn(self.weights_E.shape, generator=self._random)
             self._progress.add(STEP_TOKENS, Taken((), STEP_SAMPLES if self is self.driver else 0))
+
+
+@pytest.fixture
+async def left_behind(tmp_path):
+    """The engine of a stage that cannot tell what was counted of it, and three heads, one after the other."""
+    async with swarm(tmp_path, set()) as (stages, _, _):
+        await asyncio.gather(*(stage.reach(4) for stage in stages))
+        for stage in stages:
+            await stage.end()
+        engine, (before, after, head, *_) = stages[0].engine, stages[0].heads
+        engine._accounted = (b"", rt.Counted.UNKNOWN)
+        yield engine, before, after, head
+
+
+async def test_a_round_without_the_votes_that_decide_it_says_nothing_of_our_progress(left_behind, monkeypatch):
+    engine, before, after, head = left_behind
+    manifest = manifest_pb2.Manifest.FromString(after.committed.payload)
+    del manifest.contributions[:]
+    forged = Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
+    honest = max(peer for peer in engine.plan.members if peer != engine._me)
+    told: dict[str, Head] = {}
+
+    async def tells(network, peer, run_id, number):
+        return told.get(peer, forged)
+
+    monkeypatch.setattr(engine_module, "fetch_manifest", tells)
+    assert await engine._counted_after(before, head) is rt.Counted.UNKNOWN
+    told[honest] = after
+    monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
+    assert await engine._counted_after(before, head) == after.manifest
+
+
+async def test_the_head_itself_says_what_it_holds_of_our_progress_where_it_is_the_next(left_behind, monkeypatch):
+    engine, before, after, _ = left_behind
+    monkeypatch.setattr(engine_module, "fetch_manifest", None)  # nobody is asked
+    monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
+    assert await engine._counted_after(before, after) == after.manifest
 
 
 SPANS = {"driver": range(3), "standby": range(3), "last": range(3, 6)}

@@ -36,6 +36,7 @@ from atoll.node.averaging.seals import IdentitySeals
 from atoll.node.averaging.tally import Tally
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
+from atoll.node.state.heads import follows
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.trainer import Trainer
@@ -508,7 +509,7 @@ class AveragingEngine:
                 if fetched is None:
                     return
                 head = fetched.head
-                counted = counted or await self._counted_after(before)
+                counted = counted or await self._counted_after(before, head)
                 await asyncio.to_thread(self._manifests.keep, head)
             except AtollError as error:
                 _log.warning("catch-up failed", reason=str(error))
@@ -525,25 +526,33 @@ class AveragingEngine:
         finally:
             self._catching_up = False
 
-    async def _counted_after(self, before: Head) -> rt.Counted:
-        """What the round after `before` holds of ours: only that one can.
+    async def _counted_after(self, before: Head, head: Head) -> rt.Counted:
+        """What the round after `before`, on the way to `head`, holds of ours: only that one can.
 
         The machine may have committed that round itself since we began to catch up, and forgotten what it brought.
         """
+        after = head if head.round == before.round + 1 else await self._round_after(before)
+        previous_hash, counted = self._accounted
+        if previous_hash == before.hash:
+            return counted
+        if after is None or after.manifest.previous_hash != before.hash:
+            return rt.Counted.UNKNOWN
+        return self._machine.counted(after.manifest)
+
+    async def _round_after(self, before: Head) -> Head | None:
+        """With the votes that decided it, from any member that has it."""
+        plan = self._machine.plan
 
         async def one(peer: str) -> Head | None:
             try:
                 after = await fetch_manifest(self._network, peer, self._spec.run.name, before.round + 1)
             except AtollError:
                 return None
-            return after if after.manifest.previous_hash == before.hash else None
+            return after if follows(plan, self._operator_key, before, after) else None
 
-        others = [peer for peer in self._machine.plan.members if peer != self._me]
-        answers = [head for head in await asyncio.gather(*map(one, others)) if head is not None]
-        previous_hash, counted = self._accounted
-        if previous_hash == before.hash:
-            return counted
-        return self._machine.counted(answers[0].manifest) if answers else rt.Counted.UNKNOWN
+        others = [peer for peer in plan.members if peer != self._me]
+        answers = await asyncio.gather(*map(one, others))
+        return next((after for after in answers if after is not None), None)
 
     async def _keep_progress(self, before: Head, head: Head, counted: rt.Counted) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""

@@ -157,13 +157,14 @@ async def _history(
                 there = before.round
                 for peer in inquiry.to_ask(offering):
                     for found in await inquiry.stored(peer, range(before.round + 1, min(there + _BATCH, last) + 1)):
-                        if _follows(plan, operator_key, before, found):
+                        if follows(plan, operator_key, before, found):
                             before = found
                             hashes.add(found.hash)
     return hashes
 
 
-def _follows(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
+def follows(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
+    """Whether `found` is the round after `before`, decided by those who had to."""
     if found.manifest.previous_hash != before.hash or not plan.accepts(found):
         return False
     try:
