@@ -123,10 +123,13 @@ class Device:
             self._progress.commit()
             self._busy_until += self._share(moved) * self._copy_seconds
 
-    async def rebase(self, *, ranges: Sequence[Range], committed_tokens: int, moved: Range | None = None) -> None:
+    async def rebase(
+        self, *, ranges: Sequence[Range], committed_tokens: int, spent: int = 0, moved: Range | None = None
+    ) -> None:
         """The device copies in what `moved` (all)."""
         with self._lock:
             self._progress.thaw()
+            self._progress.spend(spent)
             self._busy_until += self._share(moved) * self._copy_seconds
 
     async def load(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atoll.core.data_position import Range, drop
 from atoll.core.errors import InvalidTransition
 from atoll.node.training.feed import Taken
 from atoll.node.training.messages import TrainerStatus
@@ -36,6 +37,11 @@ class ScriptedTrainer:
     def status(self) -> TrainerStatus:
         return TrainerStatus(tokens=self._progress.tokens_total, step_seconds=0.01, training=True)
 
+    @property
+    def ahead(self) -> tuple[Range, ...]:
+        """The samples that it trains next."""
+        return drop(self.ranges, self._progress.samples)
+
     async def load(self, *, ranges, committed_tokens) -> None:
         for vector_E in (self.weights_E, self._known_E):
             vector_E.copy_(self.anchor)
@@ -66,9 +72,10 @@ class ScriptedTrainer:
         self._progress.commit()
         self.ranges, self._snapped = ranges, False
 
-    async def rebase(self, *, ranges, committed_tokens, moved=None) -> None:
+    async def rebase(self, *, ranges, committed_tokens, spent=0, moved=None) -> None:
         self._move(moved)
         self._progress.thaw()
+        self._progress.spend(spent)
         self.ranges, self._snapped = ranges, False
 
     def _move(self, moved) -> None:

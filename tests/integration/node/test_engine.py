@@ -26,6 +26,7 @@ from atoll.node.averaging import engine as engine_module
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
 from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.brought import Share
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import PROTOCOL as ROUND
@@ -407,7 +408,8 @@ async def test_what_a_commit_held_is_known_though_the_machine_went_on_meanwhile(
                 await asyncio.sleep(0.02)
         *_, before, last = made[0].heads
         assert made[0].identity.peer_id in {item.peer_id for item in last.manifest.contributions}
-        assert await made[0].engine._counted_after(before, last) is rt.Counted.SNAPSHOT
+        share = await made[0].engine._share_after(before, last)
+        assert share.counted is rt.Counted.SNAPSHOT
 
 
 @pytest.mark.timeout(120)
@@ -431,7 +433,7 @@ async def test_progress_that_cannot_be_kept_ends_the_engine_and_not_only_a_catch
         monkeypatch.setattr(engine, "_move", moves)
         monkeypatch.setattr(engine, "_keep_progress", fails)
         with pytest.raises(Unreachable, match="trainer"):
-            await engine._catch_up(rt.Counted.NOTHING)
+            await engine._catch_up(Share(rt.Counted.NOTHING))
 
 
 @pytest.mark.timeout(120)

@@ -22,6 +22,7 @@ from atoll.node.averaging import engine as engine_module
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import PROTOCOL as AVERAGE
 from atoll.node.averaging.allreduce import ExchangeServer
+from atoll.node.averaging.brought import Share
 from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
 from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import holds, layer_states
@@ -267,17 +268,40 @@ async def test_a_round_without_the_votes_that_decide_it_says_nothing_of_our_prog
         return told.get(peer, forged)
 
     monkeypatch.setattr(engine_module, "fetch_manifest", tells)
-    assert await engine._counted_after(before, head) is rt.Counted.UNKNOWN
+    assert await engine._share_after(before, head) == Share(rt.Counted.UNKNOWN)
     told[honest] = after
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
-    assert await engine._counted_after(before, head) == after.manifest
+    assert (await engine._share_after(before, head)).counted == after.manifest
 
 
 async def test_the_head_itself_says_what_it_holds_of_our_progress_where_it_is_the_next(left_behind, monkeypatch):
     engine, before, after, _ = left_behind
     monkeypatch.setattr(engine_module, "fetch_manifest", None)  # nobody is asked
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
-    assert await engine._counted_after(before, after) == after.manifest
+    share = await engine._share_after(before, after)
+    assert share.counted == after.manifest
+    assert share.samples == next(it.samples for it in after.manifest.contributions if it.peer_id == engine._me) > 0
+
+
+async def test_who_is_in_a_round_with_what_an_earlier_life_brought_skips_no_sample(tmp_path, monkeypatch):
+    async with swarm(tmp_path, set()) as (stages, _, _):
+        whole = stages[0]
+        await whole.reach(2)
+        ahead: list[tuple[int, int]] = []
+        rebase = whole.trainer.rebase
+
+        async def watched(**how):
+            before = whole.trainer.ahead[0][0]
+            await rebase(**how)
+            if how["spent"]:
+                ahead.append((before, whole.trainer.ahead[0][0]))
+
+        monkeypatch.setattr(whole.trainer, "rebase", watched)
+        monkeypatch.setattr(whole.engine._machine, "counted", lambda manifest: rt.Counted.NOTHING)
+        async with asyncio.timeout(TIMEOUT):
+            while len(ahead) < 2:
+                await asyncio.sleep(0.01)
+        assert all(before == after for before, after in ahead)
 
 
 SPANS = {"driver": range(3), "standby": range(3), "last": range(3, 6)}

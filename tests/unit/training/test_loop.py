@@ -227,6 +227,19 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
     assert rounds.progress.samples_repeated == 0
 
 
+@pytest.mark.parametrize(("spent", "first"), [(40, 40), (8, 12), (0, 12)])
+def test_samples_that_an_earlier_life_brought_to_a_round_are_not_skipped_once_more(
+    make_loop: LoopMaker, spent: int, first: int
+) -> None:
+    loop = make_loop()
+    anchor_E = started(loop)
+    for _ in range(3):
+        loop.step()
+    loop.rebase(anchor_E, ranges=((spent, 10_000),), committed_tokens=0, spent=spent)
+    assert loop._loader.next().taken.samples[0] == first
+    assert loop.snapshot().samples == max(0, 12 - spent)
+
+
 def test_new_samples_at_the_same_anchor_leave_the_snapshot_and_all_progress(make_loop: LoopMaker) -> None:
     loop = make_loop()
     anchor_E = started(loop, ((0, 100),))

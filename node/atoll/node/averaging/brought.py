@@ -7,10 +7,24 @@ with other cuts makes it useless, another takes its place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
 from atoll.v1 import manifest_pb2
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a round holds of one node."""
+
+    counted: rt.Counted  # of its progress
+    samples: int = 0  # taken from its ranges, by whichever life of it
+
+    @classmethod
+    def of(cls, peer: str, manifest: manifest_pb2.Manifest, counted: rt.Counted) -> Share:
+        """With the samples that the manifest has for it."""
+        return cls(counted, sum(item.samples for item in manifest.contributions if item.peer_id == peer))
 
 
 class Brought:

@@ -26,6 +26,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.beside import Beside
+from atoll.node.averaging.brought import Share
 from atoll.node.averaging.decide import is_witness, position_at
 from atoll.node.averaging.inbox import Inbox
 from atoll.node.averaging.links import RoundLinks
@@ -135,7 +136,7 @@ class AveragingEngine:
         self._tally = Tally(trainer.status.tokens, head.round)
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
-        self._accounted = (b"", rt.Counted.UNKNOWN)  # the head before the last commit; what that commit holds of ours
+        self._accounted = (b"", Share(rt.Counted.UNKNOWN))  # the head before the last commit; what that holds of ours
         self._looking = False
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self._last_look = clock.monotonic()
@@ -270,8 +271,9 @@ class AveragingEngine:
             case rt.Release(round_id, thaw):
                 self._release(round_id, thaw)
             case rt.Install(head, opened_here, counted):
-                self._account(head, counted)
-                self._orders.put_nowait(lambda: self._install(head, opened_here, counted))
+                share = Share.of(self._me, head.manifest, counted)
+                self._account(head, share)
+                self._orders.put_nowait(lambda: self._install(head, opened_here, share))
             case rt.CatchUp(reason):
                 self._look(reason)
             case rt.Missed(round_id, peer, contributors):
@@ -321,50 +323,51 @@ class AveragingEngine:
         self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
         self._events.put(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
-    def _account(self, head: Head, counted: rt.Counted) -> None:
+    def _account(self, head: Head, share: Share) -> None:
         """What a round holds of ours is not reported again, while its state is still being written."""
         self._head_is_new = True
-        self._accounted = (head.manifest.previous_hash, counted)
+        self._accounted = (head.manifest.previous_hash, share)
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             self._tally.pass_by(self._trainer.status.tokens)
-        elif counted is rt.Counted.SNAPSHOT:
+        elif share.counted is rt.Counted.SNAPSHOT:
             self._tally.count(head.round)
-        elif counted is rt.Counted.UNKNOWN:
+        elif share.counted is rt.Counted.UNKNOWN:
             self._tally.begin_anew(self._trainer.status.tokens)
 
-    async def _install(self, head: Head, opened_here: bool, counted: rt.Counted) -> None:
+    async def _install(self, head: Head, opened_here: bool, share: Share) -> None:
         if head.round <= self.head.round:
             return  # we caught up with a later one meanwhile
         if is_witness(self._machine.plan, self._me, head.committed.payload):
-            await self._witness(head, opened_here)
+            await self._witness(head, opened_here, share)
             return
         staged = self._results.of_layers(head.manifest.layers)
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
-            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", counted)
+            self._begin_catch_up(f"the state of round {head.round} is not kept here any more", share)
             return
         await asyncio.to_thread(self._manifests.keep, head)
         await self._move(head, self._state.commit, staged)
         self._results.forget()
         self._counters.committed += 1
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
-        await self._take_anchor(head, counted, (own.start, own.stop))
+        await self._take_anchor(head, share, (own.start, own.stop))
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
         await self._end_turn(head, opened_here)
 
-    async def _take_anchor(self, head: Head, counted: rt.Counted, moved: tuple[int, int] | None = None) -> None:
+    async def _take_anchor(self, head: Head, share: Share, moved: tuple[int, int] | None = None) -> None:
         """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told."""
         ranges, committed_tokens = self._ranges(head), head.committed_tokens
-        match counted:
+        match share.counted:
             case rt.Counted.NOTHING:
-                await self._trainer.rebase(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
+                spent = share.samples
+                await self._trainer.rebase(ranges=ranges, committed_tokens=committed_tokens, spent=spent, moved=moved)
             case rt.Counted.SNAPSHOT:
                 await self._trainer.apply(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
             case rt.Counted.UNKNOWN:
                 await self._trainer.load(ranges=ranges, committed_tokens=committed_tokens)
                 self._tally.begin_anew(self._trainer.status.tokens)
 
-    async def _witness(self, head: Head, opened_here: bool) -> None:
+    async def _witness(self, head: Head, opened_here: bool, share: Share) -> None:
         """A round of layers that are not held here: what we trained of ours goes on."""
         if head.manifest.previous_hash != self.head.hash:
             self._begin_catch_up(f"round {head.round} does not follow our state")
@@ -373,8 +376,7 @@ class AveragingEngine:
         await self._move(head, lambda: None)
         self._results.forget()
         self._counters.witnessed += 1
-        ranges = self._ranges(head)
-        await self._trainer.rebase(ranges=ranges, committed_tokens=head.committed_tokens, moved=(0, 0))
+        await self._take_anchor(head, Share(rt.Counted.NOTHING, share.samples), moved=(0, 0))
         _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)
         await self._end_turn(head, opened_here)
 
@@ -493,15 +495,15 @@ class AveragingEngine:
         finally:
             self._looking = False
 
-    def _begin_catch_up(self, reason: str, counted: rt.Counted | None = None) -> None:
-        """Fetch the head that the others agree on. `counted` is of the round after ours, where that is known."""
+    def _begin_catch_up(self, reason: str, share: Share | None = None) -> None:
+        """Fetch the head that the others agree on. `share` is of the round after ours, where that is known."""
         if self._catching_up:
             return
         self._catching_up = True
         _log.warning("behind", reason=reason)
-        self._orders.put_nowait(lambda: self._catch_up(counted))
+        self._orders.put_nowait(lambda: self._catch_up(share))
 
-    async def _catch_up(self, counted: rt.Counted | None) -> None:
+    async def _catch_up(self, share: Share | None) -> None:
         plan, before = self._machine.plan, self.head
         try:
             try:
@@ -509,7 +511,7 @@ class AveragingEngine:
                 if fetched is None:
                     return
                 head = fetched.head
-                counted = counted or await self._counted_after(before, head)
+                share = share or await self._share_after(before, head)
                 await asyncio.to_thread(self._manifests.keep, head)
             except AtollError as error:
                 _log.warning("catch-up failed", reason=str(error))
@@ -517,7 +519,7 @@ class AveragingEngine:
                 return
             await self._move(head, self._state.adopt, fetched)
             self._results.forget()
-            await self._keep_progress(before, head, counted)
+            await self._keep_progress(before, head, share)
             self._catching_up = False  # it may not be the end of it
             self._step(rt.HeadMoved(head))
             self._tick()  # so that others hear at once that we are there
@@ -526,18 +528,18 @@ class AveragingEngine:
         finally:
             self._catching_up = False
 
-    async def _counted_after(self, before: Head, head: Head) -> rt.Counted:
+    async def _share_after(self, before: Head, head: Head) -> Share:
         """What the round after `before`, on the way to `head`, holds of ours: only that one can.
 
         The machine may have committed that round itself since we began to catch up, and forgotten what it brought.
         """
         after = head if head.round == before.round + 1 else await self._round_after(before)
-        previous_hash, counted = self._accounted
+        previous_hash, share = self._accounted
         if previous_hash == before.hash:
-            return counted
+            return share
         if after is None or after.manifest.previous_hash != before.hash:
-            return rt.Counted.UNKNOWN
-        return self._machine.counted(after.manifest)
+            return Share(rt.Counted.UNKNOWN)
+        return Share.of(self._me, after.manifest, self._machine.counted(after.manifest))
 
     async def _round_after(self, before: Head) -> Head | None:
         """With the votes that decided it, from any member that has it."""
@@ -554,16 +556,16 @@ class AveragingEngine:
         answers = await asyncio.gather(*map(one, others))
         return next((after for after in answers if after is not None), None)
 
-    async def _keep_progress(self, before: Head, head: Head, counted: rt.Counted) -> None:
+    async def _keep_progress(self, before: Head, head: Head, share: Share) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        usual, was_counted = self._tally.usual, counted is rt.Counted.SNAPSHOT
+        usual, was_counted = self._tally.usual, share.counted is rt.Counted.SNAPSHOT
         if was_counted:
             self._tally.count(before.round + 1)
         tokens = self._tally.uncounted(self._trainer.status.tokens)
         missed = head.round - before.round - was_counted
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
         stale = whole_turn and is_stale(tokens, usual, missed)
-        await self._take_anchor(head, rt.Counted.UNKNOWN if stale else counted)
+        await self._take_anchor(head, Share(rt.Counted.UNKNOWN) if stale else share)
 
     def _report(self, action: rt.Report) -> None:
         self._listener.report(

@@ -106,6 +106,7 @@ class Rebase:
     ranges: Ranges
     committed_tokens: int
     moved: tuple[int, int]
+    spent: int = 0  # samples of ours that the round took
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,10 @@ class ModelOrders:
                 require(self._snapped, "apply an anchor without a snapshot")
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
                 self._snapped = False
-            case ms.Rebase(ranges, committed_tokens, moved):
+            case ms.Rebase(ranges, committed_tokens, moved, spent):
                 require(self.loaded, "rebase before an anchor was loaded")
-                loop.rebase(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
+                part = slice(*moved)
+                loop.rebase(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens, spent=spent, moved=part)
                 self._snapped = False
             case ms.SetRanges(ranges):
                 require(self.loaded, "take ranges before an anchor was loaded")

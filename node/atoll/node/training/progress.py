@@ -78,6 +78,10 @@ class Progress:
         self.steps -= self._frozen.steps
         self._frozen = Snapshot()
 
+    def spend(self, samples: int) -> None:
+        """A round took that many from the beginning of the ranges, and holds nothing of this progress."""
+        self.samples = max(0, self.samples - samples)
+
     def thaw(self) -> None:
         """The marked part was not committed; it stays progress."""
         self._frozen = Snapshot()

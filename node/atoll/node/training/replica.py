@@ -109,15 +109,23 @@ class Replica:
             self.set_committed_tokens(committed_tokens)
 
     def rebase(
-        self, new_anchor_E: Tensor, *, ranges: Sequence[Range], committed_tokens: int, moved: slice = ALL
+        self,
+        new_anchor_E: Tensor,
+        *,
+        ranges: Sequence[Range],
+        committed_tokens: int,
+        spent: int = 0,
+        moved: slice = ALL,
     ) -> None:
         """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
 
-        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor; `moved`
-        holds the elements in which the new one differs.
+        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor, without the
+        `spent` samples that an earlier life of this node brought to the round; `moved` holds the elements in which the
+        new anchor differs.
         """
         self._move_to(new_anchor_E, moved)
         self.discard()
+        self.progress.spend(spent)
         self.set_ranges(ranges)
         self.set_committed_tokens(committed_tokens)
 

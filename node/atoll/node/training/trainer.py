@@ -214,14 +214,16 @@ class Trainer:
         *,
         ranges: Sequence[Range],
         committed_tokens: int,
+        spent: int = 0,
         moved: Range | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
         """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
 
-        `moved` are the elements in which the anchor is another one (all).
+        `moved` are the elements in which the anchor is another one (all). `spent` samples of the ranges before the
+        round took all the same, for what an earlier life of this node brought.
         """
-        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all), timeout)
+        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, spent), timeout)
 
     async def set_ranges(self, ranges: Sequence[Range], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Other samples, not consumed as of the anchor that is loaded; a snapshot stays, and all progress."""
