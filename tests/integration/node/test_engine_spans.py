@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -395,6 +396,24 @@ async def test_who_drives_again_at_the_same_head_applies_the_snapshot_that_other
             while not driver.trainer.ranges:
                 await asyncio.sleep(0.01)
         await driver.trainer.apply(ranges=((0, 256),), committed_tokens=0, moved=(0, 1000))
+    finally:
+        await driver.end()
+        await world.hub.close()
+
+
+async def test_a_driver_whose_samples_a_newer_plan_gives_to_another_trains_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)
+    world = OneRoute(tmp_path)
+    driver = world.stages["driver"]
+    first = world.plan(1, drives="driver", stands_by="standby")
+    later = world.plan(2, drives="driver", stands_by="standby")
+    moved = tuple(replace(it, data_ranges=((256, 512),)) if it.data_ranges else it for it in later.assignments)
+    await driver.begin(world.spec, world.head, first)
+    try:
+        driver.engine.plan_received(replace(later, assignments=moved))
+        async with asyncio.timeout(TIMEOUT):
+            while driver.trainer.ranges != ((256, 512),):
+                await asyncio.sleep(0.01)
     finally:
         await driver.end()
         await world.hub.close()

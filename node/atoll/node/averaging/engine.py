@@ -240,11 +240,14 @@ class AveragingEngine:
         before = self._machine.plan
         for action in self._machine.step(event, self._clock.monotonic(), unix_ms(self._clock)):
             self._perform(action)
-        if self._me in self._machine.plan.drivers and self._me not in before.drivers:
-            self._orders.put_nowait(self._drive)
+        plan = self._machine.plan
+        if plan is not before and self._me in plan.drivers:
+            moved = self._ranges(self.head, plan) != self._ranges(self.head, before)
+            if moved or self._me not in before.drivers:
+                self._orders.put_nowait(self._drive)
 
     async def _drive(self) -> None:
-        """This node took the place of a driver, with the layers that it has: from now on it has samples.
+        """This node drives a route, with the layers that it has, on other samples than before, or for the first time.
 
         If it drove before, others may have its snapshot, and commit it.
         """
@@ -582,6 +585,7 @@ class AveragingEngine:
 
     # --- small words -----------------------------------------------------------------------------------
 
-    def _ranges(self, head: Head) -> tuple[tuple[int, int], ...]:
+    def _ranges(self, head: Head, plan: Plan | None = None) -> tuple[tuple[int, int], ...]:
+        """Our samples at `head`, under the plan that rounds run under now, or another one."""
         lease = self._machine.policy.minimum_lease
-        return position_at(head, self._machine.plan, lease).holdings.get(self._me, ())
+        return position_at(head, plan or self.plan, lease).holdings.get(self._me, ())
