@@ -68,11 +68,11 @@ def reader(colors: bool) -> Callable[[str], str]:
             entry = json.loads(line)
             when = datetime.fromisoformat(entry["timestamp"]).astimezone()
             trouble = [_trace(error) for error in entry.pop("exception", ())]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            told = {_printable(key): _printable(it) if isinstance(it, str) else it for key, it in entry.items()}
+            first = str(console(None, "", {**told, "timestamp": when.strftime("%H:%M:%S")}))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return line
-        entry = {key: _printable(value) if isinstance(value, str) else value for key, value in entry.items()}
-        told = {**entry, "timestamp": when.strftime("%H:%M:%S")}
-        return "\n".join([str(console(None, "", told)), *map(_printable, "\n".join(trouble).splitlines())])
+        return "\n".join([first, *map(_printable, "\n".join(trouble).splitlines())])
 
     return read
 

@@ -32,17 +32,19 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
             connection.connect(path)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             line = connection.makefile("rb").readline(MAX_LINE)
-    except TimeoutError as error:
+    except (TimeoutError, BlockingIOError) as error:  # the latter: many wait for it already
         raise DeadlineExceeded(
             f"the daemon on {data_dir} did not answer within {timeout.total_seconds():.0f} s",
             "it may still do what it was asked for: see `atoll status`",
         ) from error
     except (ConnectionResetError, BrokenPipeError) as error:
         raise _hung_up(data_dir) from error
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         raise NotRunning(
             f"no atoll daemon runs on {data_dir}", "start one with `atoll join`, or name its directory with --data-dir"
         ) from error
+    except OSError as error:
+        raise Unreachable(f"the daemon on {data_dir} cannot be asked: {error.strerror}") from error
     if not line:
         raise _hung_up(data_dir)
     try:

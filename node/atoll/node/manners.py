@@ -142,7 +142,8 @@ class Manners:
             self._lapse()
         await self._cap_power(subjects)
         before, seen = self.verdict, await self._seen()
-        self._forced &= objecting(self.config.policy, seen)  # who allows it again is asked anew the next time
+        told = {before.cause} if not before.train else set()  # also while mains power has to last
+        self._forced &= objecting(self.config.policy, seen) | told  # who allows it again is asked anew the next time
         self.verdict = decide(self.config.policy, seen, before, self._forced)
         if self.verdict.cause is not before.cause:
             _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
@@ -244,8 +245,8 @@ class Manners:
 
     async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
         self._training()
-        cause = self.verdict.cause
-        self._forced = self._forced | {cause} if request.get("force") and cause is not None else frozenset()
+        told = {self.verdict.cause} if self.verdict.cause is not None else set()
+        self._forced = self._forced | told if request.get("force") else frozenset()
         self._remember(Wish())
         if self._subjects is not None:
             await self._look()  # with that limit overruled, another may hold

@@ -434,14 +434,16 @@ class Event(_message.Message):
     def __init__(self, id: _Optional[int] = ..., unix_ms: _Optional[int] = ..., kind: _Optional[str] = ..., run_id: _Optional[str] = ..., subject: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ListRoundsRequest(_message.Message):
-    __slots__ = ("run_id", "after_round", "limit")
+    __slots__ = ("run_id", "after_round", "limit", "newest")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     AFTER_ROUND_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     after_round: int
     limit: int
-    def __init__(self, run_id: _Optional[str] = ..., after_round: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    newest: bool
+    def __init__(self, run_id: _Optional[str] = ..., after_round: _Optional[int] = ..., limit: _Optional[int] = ..., newest: _Optional[bool] = ...) -> None: ...
 
 class RoundView(_message.Message):
     __slots__ = ("round", "committed", "reason", "tokens", "members", "seconds", "unix_ms", "parts_zeroed", "opener", "present", "partial", "void", "screened", "codec")

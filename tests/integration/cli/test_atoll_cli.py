@@ -214,6 +214,16 @@ def test_who_does_not_answer_in_time_is_not_taken_for_nobody(tmp_path):
         server.listen()
         with pytest.raises(DeadlineExceeded, match="did not answer within 0 s"):
             call(tmp_path, "status", timedelta(milliseconds=100))
+        waiting = []
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(1000):  # as many as may wait
+                waiting.append(socket.socket(socket.AF_UNIX))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(tmp_path / "atoll.sock"))
+        with pytest.raises(DeadlineExceeded):
+            call(tmp_path, "status", timedelta(milliseconds=100))
+        for one in waiting:
+            one.close()
     with pytest.raises(NotRunning):
         call(tmp_path, "status")
 

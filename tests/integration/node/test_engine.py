@@ -485,4 +485,4 @@ async def test_an_automatic_codec_follows_the_link(tmp_path):
 
         await until_codec({"int2"})
         slow.clear()
-        await until_codec({"fp16", "int8", "int4"})
+        await until_codec({"bf16", "int8", "int4"})

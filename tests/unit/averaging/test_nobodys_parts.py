@@ -48,6 +48,25 @@ def test_a_round_of_which_nobody_has_any_part_spends_nothing(size: int, monkeypa
     assert any("nobody has any part" in report.reason for report in world.reports if report.manifest is None)
 
 
+def test_exchanges_in_which_nobody_had_the_time_for_any_part_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that grew slow fails again and again else."""
+    world = World(3, seed=1)
+    assert world.run(200, until=lambda: world.rounds() >= 12)
+
+    def nothing(_round: RoundId, _peer: str, start: dp.Start) -> tuple[tuple[bytes, ...], tuple[()], tuple[()]]:
+        return (b"",) * parts_total(start), (), ()
+
+    def patience() -> float:
+        paces = [node.machine._paces_by_fragment[0] for node in world.nodes.values()]
+        return sum(it.exchange(CODECS["int4"].number).patience for it in paces)
+
+    before, failed = patience(), len(world.reports)
+    monkeypatch.setattr(world._exchanges, "parts", nothing)
+    assert world.run(200, until=lambda: len(world.reports) >= failed + 6)
+    assert "nobody has any part" in world.reports[-1].reason
+    assert patience() > before
+
+
 def test_a_settle_that_gives_up_everything_is_refused() -> None:
     ready = {peer: dp.Ready(tokens=100, samples=10) for peer in ("p0", "p1")}
     plan = make_plan(["p0", "p1"])

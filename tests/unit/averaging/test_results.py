@@ -162,7 +162,7 @@ async def test_a_word_that_comes_while_the_state_is_made_waits_for_that_or_makes
     assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
     mean_E[:PART] = 0.0
     assert (await trio.next("b", rt.Staged)).layers == trio.layers_of(mean_E)
-    assert len(finishes) == len(PEERS) + 1
+    await until(lambda: len(finishes) == len(PEERS) + 1)
     await trio.close()
 
 

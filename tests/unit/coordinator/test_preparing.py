@@ -285,3 +285,19 @@ def test_a_freed_name_gives_its_next_owner_no_layers(pair: RoutedWorld) -> None:
     pair.wait(3)
     assert pair.identities["cid"].peer_id in pair.plan.members
     assert pair.identities["eve"].peer_id not in pair.plan.members
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_member_that_changes_its_name_all_the_time_keeps_nobody_else_out(pair: RoutedWorld, prepared: bool) -> None:
+    pair.answers = prepared
+    pair.cards(cid=12)
+    for number in range(20):
+        pair.wait(1)
+        rename(pair, "bob", f"bob-{number}")
+        question = pair.state.memory[RUN].question
+        if question is not None:
+            rename(pair, "bob", f"rob-{number}")
+            pair.bring(question, pair.find(question))
+        pair.fetches = number > 3
+    assert pair.plan.span(pair.identities["cid"].peer_id) == range(LAYERS)
+    assert pair.told("plan.abandoned") == []

@@ -261,6 +261,11 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path
     assert "server" in refusal.value.remedy
 
 
+def test_a_server_that_does_not_admit_us_is_no_reason_to_try_again(server: Postgres) -> None:
+    with pytest.raises(ConfigError, match="does not admit us"):
+        SqlStore(server.url("nowhere"))
+
+
 def test_writes_are_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
     store = SqlStore(f"sqlite:///{tmp_path / 'c.db'}")
     with store._engine.connect() as connection:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,9 +65,29 @@ except KeyError:
 
 
 def test_what_a_log_says_does_not_move_the_cursor() -> None:
-    line = {"event": "\x1b[2J", "timestamp": "2026-01-01T00:00:00Z", "level": "info", "told": "a\rb\x1b]0;c\x07"}
+    line = {
+        "\x1b[2J": 1,
+        "event": "\x1b[2J",
+        "timestamp": "2026-01-01T00:00:00Z",
+        "level": "info",
+        "told": "a\rb\x1b]0;c\x07",
+    }
     shown = log.reader(colors=False)(json.dumps(line))
     assert all(it.isprintable() for it in shown)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"timestamp": "2026-01-01T00:00:00Z", "level": 5},
+        {"timestamp": "2026-01-01T00:00:00Z", "level": None},
+        {"timestamp": "2026-01-01T00:00:00Z", "stack": 7},
+        {"timestamp": "2026-01-01T00:00:00Z", "exception": ["a"]},
+        {"timestamp": "0001-01-01T00:00:00+14:00"},
+    ],
+)
+def test_a_line_that_only_looks_like_ours_ends_nothing(line: dict[str, object]) -> None:
+    assert isinstance(log.reader(colors=False)(json.dumps(line)), str)
 
 
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))

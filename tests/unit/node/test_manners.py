@@ -154,6 +154,7 @@ async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(no
     await node.ask("pause")
     assert node.resting == "paused by its owner"
     await node.ask("resume", force=True)
+    assert not node.resting
     node.clock.advance(15 * 3600)  # 23:00: now they allow it
     await node.ask("set", limits={"on_battery": "train"})
     node.clock.advance(9 * 3600)  # 08:00 again: the force is spent
@@ -180,8 +181,33 @@ async def test_force_overrules_the_limit_that_it_was_said_against_and_no_other(
     on_battery = True
     await node.ask("set", limits={"cpu_threads": 1})
     assert node.resting == "on battery"  # it allowed it meanwhile
+    await node.ask("resume", force=True)
+    on_battery = False
+    await node.ask("resume", force=True)  # twice is no less
+    assert not node.resting
     answer = await node.ask("resume")  # without force all limits hold again
     assert "22:00" in answer["reason"]
+
+
+async def test_force_also_overrules_the_minute_for_which_mains_power_must_last(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_battery = True
+    monkeypatch.setattr("atoll.node.manners.on_battery", lambda: on_battery)
+    await node.ask("set", limits={"on_battery": "pause"})
+    assert node.resting == "on battery"
+    on_battery = False
+    await node.manners._look()
+    assert "mains power is back" in node.resting
+    assert (await node.ask("resume", force=True))["paused"] is False
+    assert not node.resting
+    await node.manners._look()
+    assert not node.resting
+    node.clock.advance(61)
+    await node.manners._look()
+    on_battery = True
+    await node.manners._look()
+    assert node.resting == "on battery"
 
 
 async def test_the_owner_is_told_first_of_his_own_pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -365,7 +365,7 @@ async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has
         driver_loop._patience = Pace(300.0, 300.0)
         await until(lambda: not route.stages[1].session._between_steps)
         assert await route.stages[1].order(ms.Pause()) == ms.Done()
-        assert driver_loop.flushes_aborted > 0
+        await until(lambda: driver_loop.flushes_aborted > 0)
 
 
 async def test_a_flush_of_more_micro_batches_than_the_run_s_is_refused(corpus: str) -> None:

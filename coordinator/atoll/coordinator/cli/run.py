@@ -113,8 +113,11 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credenti
 def rounds(
     run: RunArgument = "",
     after: Annotated[
-        int, typer.Option(min=0, max=MAX_NUMBER, metavar="ROUND", help="the first after this one; 0: the newest")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, max=MAX_NUMBER, metavar="ROUND", help="the first after this one", show_default="the newest"
+        ),
+    ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -125,7 +128,7 @@ def rounds(
       atollctl run rounds --after 120
     """
     with connect(credentials) as client:
-        request = wire.ListRoundsRequest(run_id=run, after_round=after, limit=_ROUNDS)
+        request = wire.ListRoundsRequest(run_id=run, after_round=after or 0, limit=_ROUNDS, newest=after is None)
         found = client.call(client.stub.ListRounds, request).rounds
     show(output, {"rounds": [plain(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found])
     if len(found) == _ROUNDS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from atoll.coordinator.planner.drafting import Route
 from atoll.coordinator.state.paths import Path
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
@@ -54,6 +55,7 @@ class Question:
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: who may have these layers or none
     current: tuple[NamedRoute, ...] = ()  # that they follow, with who is gone by now
+    routes: tuple[Route, ...] = ()  # the same by peer ids
     standbys: NamedRoute = ()  # who holds which layers without a place on a route, in no order
     wanted: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
     preferences: Preferences = Preferences()

@@ -207,7 +207,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
 
         def wanted(store: Store) -> tuple[Round, ...]:
-            return store.rounds(run_id, after_round, limit) if after_round else store.newest_rounds(run_id, limit)
+            newest = request.newest
+            return store.newest_rounds(run_id, limit) if newest else store.rounds(run_id, after_round, limit)
 
         rows = await self._controller.read(wanted)
         return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])

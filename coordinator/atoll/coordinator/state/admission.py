@@ -128,11 +128,15 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
 
 
 def _enrolled(state: State, now: Moment, known: Node | None, token: Token, applicant: Applicant) -> Node:
-    """The row of who is admitted. In the same run it stays what it was known as: pinned, asked to drain, often away."""
+    """The row of who is admitted. In the same run it stays what it was known as: pinned, often away.
+
+    Who was asked to drain and shows a new token is wanted again.
+    """
     name = _free_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
-        return replace(admitted, epoch=known.epoch + 1, left=False)
+        draining = known.draining and known.token_id == token.token_id
+        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining)
     return Node(
         peer_id=applicant.peer_id,
         name=name,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atoll.coordinator.planner.drafting import Part, Route
+from atoll.coordinator.planner.drafting import Part, Route, routes_of
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.state import asking, doubts, preparation, standbys
 from atoll.coordinator.state.edges import move
@@ -59,8 +59,9 @@ def _about_asked(state: State, run_id: str, question: Question, here: Present) -
 def _still_holds(state: State, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
     """Whether those that the answer gives a part are as they were when it was asked for."""
     peers = _used(question, answer)
-    pinned = all(span_of(state.nodes[it]) == question.pins.get(state.nodes[it].name) for it in peers)
-    as_asked = asking.named(state, state.memory[run_id].plan) == question.current
+    names, plan = {node.peer_id: node.name for node in question.nodes}, state.memory[run_id].plan
+    pinned = all(span_of(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
+    as_asked = question.routes == (routes_of(plan) if plan is not None else ())
     return as_asked and pinned and not _changed(state, question, peers, here)
 
 

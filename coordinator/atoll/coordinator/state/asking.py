@@ -36,6 +36,7 @@ def ask(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
         pins=pins_of(state, usable),
         kept=_kept(state, memory, usable, now.monotonic),
         current=named(state, memory.plan),
+        routes=routes_of(memory.plan) if memory.plan else (),
         standbys=_standbys(state, memory.plan),
         preferences=policy.preferences,
         seconds=policy.solve_seconds,

@@ -49,6 +49,7 @@ from atoll.coordinator.state.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
 _R = TypeVar("_R", bound=Record)
+_NOT_ADMITTED = ("authentication failed", "does not exist", "no password supplied")  # of PostgreSQL, for good
 _BUSY_SECONDS = 10
 
 
@@ -186,8 +187,10 @@ class SqlStore(Store):
                 "run the release that wrote it, or a newer one",
             ) from error
         except DBAPIError as error:
-            lost = self._engine.dialect.name != "sqlite" and isinstance(error, OperationalError)
-            raise (self._no_server if lost else self._failure)(str(error.orig)) from error
+            text, lost = str(error.orig), self._engine.dialect.name != "sqlite" and isinstance(error, OperationalError)
+            if lost and any(word in text for word in _NOT_ADMITTED):
+                raise ConfigError(f"{self._where} does not admit us: {text}", "see --database") from error
+            raise (self._no_server if lost else self._failure)(text) from error
         except (SQLAlchemyError, ValueError) as error:
             raise self._corrupt(str(error)) from error
 

@@ -128,7 +128,8 @@ class Follower:
             self.out.append((self.opener, dp.RoundMessage(parts=dp.Parts(round=self.round_id.to_proto()))))
             return
         self.phase = Phase.EXCHANGING
-        self.paces.codec.begin(message.codec, now)
+        if len(message.partition) > 1:  # else nothing says how long it would take over links
+            self.paces.codec.begin(message.codec, now)
         self.out.append(RunExchange(self.round_id, message, seconds, self.fragment))
 
     def parted(self, event: Parted, now: float) -> None:

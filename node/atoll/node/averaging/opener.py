@@ -297,6 +297,8 @@ class Opener:
             return
         digests, holders, partial = settle(self._parts, summed)
         if digests and not any(digests):  # a commit would count what everybody trained and take none of it
+            if not self._is_overdue:  # perhaps links grew slow, and nobody had the time for any part
+                self._learn(far=False, failed=True)
             self._abandon("nobody has any part of the average: all who sum parts are gone")
             return
         told = [Missed(self.round_id, peer, tuple(sorted(set(self._parts[peer].partial)))) for peer in summed]
@@ -450,11 +452,16 @@ class Opener:
 
     def _abandon(self, reason: str) -> None:
         self.done = True
-        if self.now >= self.deadline and self._waiting_for() - self._standbys:
+        if self._is_overdue:
             self._learn(failed=True)
         self.out.append(Report(self.round_id, None, reason, self.now - self._opened))
         abandon = dp.Abandon(round=self.round_id.to_proto(), reason=reason[:500])
         self._tell(self.plan.members, dp.RoundMessage(abandon=abandon))
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether somebody did not answer in time."""
+        return self.now >= self.deadline and bool(self._waiting_for() - self._standbys)
 
     def _ask(self, payload: bytes) -> None:
         self._asked.add(payload)
