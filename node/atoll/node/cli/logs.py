@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from atoll.core import log
 from atoll.core.errors import NotFound
 from atoll.node.cli.options import DataDir, directory
 
@@ -33,7 +32,13 @@ def logs(
     if not found:
         raise NotFound(f"no log under {where}", "the node has not started training yet, or --data-dir is another")
     human = sys.stdout.isatty() if log_format == "auto" else log_format == "console"
-    _print(found[-1], lines, follow, log.reader(sys.stdout.isatty()) if human else str)
+    _print(found[-1], lines, follow, _reader() if human else str)
+
+
+def _reader() -> Callable[[str], str]:
+    from atoll.core import log  # structlog takes long to import: only for who needs it
+
+    return log.reader(sys.stdout.isatty())
 
 
 def _print(path: Path, lines: int, follow: bool, told: Callable[[str], str]) -> None:
