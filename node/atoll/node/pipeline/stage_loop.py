@@ -175,12 +175,11 @@ class StageLoop(Replica):
     @property
     def has_work(self) -> bool:
         """Whether `work` would do something."""
-        if self.between_steps:
-            self._idle_at = self.clock.monotonic()
         return self._attached > 0 and (not self._waiting or self._may_feed or self._overdue or self._stale)
 
     def work(self) -> StepResult | None:
         """The next action of the flush under way, or of a new one; what was trained when it ended one."""
+        self._look_whether_idle()
         if self._overdue:
             seconds = self._patience.patience
             self._patience.miss(seconds, failed=True)
@@ -200,6 +199,7 @@ class StageLoop(Replica):
 
     def take(self, event: RouteEvent) -> None:
         """What came over the cable."""
+        self._look_whether_idle()
         if isinstance(event, Arrived):
             self._cable.taken()
         match event:
@@ -237,6 +237,11 @@ class StageLoop(Replica):
     def _stale(self) -> bool:
         """Whether a driver that cannot or will not end its flush holds up what this stage was told to do."""
         return not self.between_steps and self.clock.monotonic() - self._idle_at > STALE_SECONDS
+
+    def _look_whether_idle(self) -> None:
+        """Before each action and message: between two flushes there is always one."""
+        if self.between_steps:
+            self._idle_at = self.clock.monotonic()
 
     def _feed(self) -> None:
         self._fed_at = self.clock.monotonic()
