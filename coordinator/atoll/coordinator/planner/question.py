@@ -62,8 +62,12 @@ class Question:
     seconds: float = 2.0  # to search
     steps: int | None = None  # of the search, at most; where a result must repeat
 
+    def names(self) -> dict[str, str]:
+        """What nodes were called when it was asked, by peer id: the answer's names."""
+        return {node.peer_id: node.name for node in self.nodes}
+
     def peers(self) -> dict[str, str]:
-        """Peer ids by the names that the answer uses: nodes may be called otherwise by then."""
+        """The other way round; nodes may be called otherwise by then."""
         return {node.name: node.peer_id for node in self.nodes}
 
 

@@ -59,7 +59,7 @@ def _about_asked(state: State, run_id: str, question: Question, here: Present) -
 def _still_holds(state: State, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
     """Whether those that the answer gives a part are as they were when it was asked for."""
     peers = _used(question, answer)
-    names, plan = {node.peer_id: node.name for node in question.nodes}, state.memory[run_id].plan
+    names, plan = question.names(), state.memory[run_id].plan
     pinned = all(span_of(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
     as_asked = question.routes == (routes_of(plan) if plan is not None else ())
     return as_asked and pinned and not _changed(state, question, peers, here)
@@ -159,7 +159,7 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> Non
 def _left_out(state: State, here: Present, question: Question, answer: Answer, now: float) -> dict[str, str]:
     """By peer id: those that the planner left out, and those that it was not asked about."""
     placed = {name for route in answer.routes for name, _, _ in route}
-    names = {node.peer_id: node.name for node in question.nodes}
+    names = question.names()
     return {
         peer: answer.left_out.get(names.get(peer, "")) or _why_not_asked_about(state, peer, now)
         for peer in here.fit

@@ -299,7 +299,7 @@ class Opener:
         if digests and not any(digests):  # a commit would count what everybody trained and take none of it
             if not self._is_overdue:  # perhaps links grew slow, and nobody had the time for any part
                 self._learn(far=False, failed=True)
-            self._abandon("nobody has any part of the average: all who sum parts are gone")
+            self._abandon("nobody has any part of the average")
             return
         told = [Missed(self.round_id, peer, tuple(sorted(set(self._parts[peer].partial)))) for peer in summed]
         self.out += [missed for missed in told if missed.contributors]
