@@ -162,9 +162,10 @@ async def upload_status(node: Node, messages: Iterable[mb.CheckpointUpload]) -> 
 
 
 def renamed(files: Files, ticket: bytes) -> list[mb.CheckpointUpload]:
-    messages = files.messages(ticket)
-    messages[0].opening.files[0].name = "../anchor"
-    return messages
+    """The opening alone: a client that still writes when it is refused is sometimes told only that writing failed."""
+    opening = files.opening(ticket)
+    opening.files[0].name = "../anchor"
+    return [mb.CheckpointUpload(opening=opening)]
 
 
 def other(node: Node, ticket: bytes) -> list[mb.CheckpointUpload]:
@@ -172,8 +173,9 @@ def other(node: Node, ticket: bytes) -> list[mb.CheckpointUpload]:
 
 
 def forged(files: Files, ticket: bytes) -> list[mb.CheckpointUpload]:
+    """Wrong in the last piece: an operator who sees it earlier goes while the node still sends, or not, by chance."""
     messages = files.messages(ticket)
-    messages[2].data = b"\0" * len(messages[2].data)
+    messages[-1].data = b"\0" * len(messages[-1].data)
     return messages
 
 
