@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
 from support.members import certificate_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority
+from atoll.node.direct import dialler
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.pacer import Pacer
@@ -29,7 +31,7 @@ from atoll.node.swarm.traffic import Traffic
 from atoll.node.transport import Stream
 from atoll.node.transport_memory import MemoryHub
 
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=20)
 TALK = "/talk/1"
 CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1"}))
 
@@ -102,6 +104,15 @@ class Pair:
                 await asyncio.sleep(0.005)
 
 
+@contextmanager
+def unhurried_dialling() -> Iterator[None]:
+    """A test process that stops for a moment is no reason to go over libp2p."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dialler, "PATIENCE", timedelta(seconds=10))
+        patch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=10))
+        yield
+
+
 @asynccontextmanager
 async def direct_pair(directory: Path, at_once: Collection[str] = ()) -> AsyncIterator[Pair]:
     """Two members of one run that know each other; `at_once`: protocols whose conversations need not be let in."""
@@ -110,7 +121,8 @@ async def direct_pair(directory: Path, at_once: Collection[str] = ()) -> AsyncIt
     pair.a.gate.admit(pair.b.peer_id, pair.b.gate.hello())
     pair.b.gate.admit(pair.a.peer_id, pair.a.gate.hello())
     try:
-        yield pair
+        with unhurried_dialling():
+            yield pair
     finally:
         await pair.a.close()
         await pair.b.close()

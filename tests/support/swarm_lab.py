@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.direct_pair import unhurried_dialling
 from support.members import certificate_of
 
 from atoll.core.clock import SystemClock
@@ -106,8 +107,9 @@ def short_dir() -> Iterator[Path]:
 async def lab(short_dir: Path) -> AsyncIterator[Lab]:
     """The lab that a test starts its hosts in."""
     made = Lab(short_dir)
-    yield made
-    await made.close()
+    with unhurried_dialling():
+        yield made
+        await made.close()
 
 
 async def echo(stream: Stream) -> None:

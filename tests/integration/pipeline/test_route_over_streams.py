@@ -38,6 +38,14 @@ from atoll.v1 import pipeline_pb2 as pb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+async def struck_in_a_flush(pid: int) -> None:
+    """Kill it when a flush waits for it: the driver, that may rest between two, has long begun the next."""
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.5)
+    os.kill(pid, signal.SIGKILL)
+
+
 SPEC = """
 version = 1
 [run]
@@ -101,7 +109,7 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
         async with bridged(stages, hosts, dispatchers):
             await until(lambda: stages[2].status.steps >= 3)
             assert stages[0].status.flushes_aborted == 0
-            os.kill(hosts[2].p2pd_pid, signal.SIGKILL)
+            await struck_in_a_flush(hosts[2].p2pd_pid)
             await until(lambda: stages[0].status.flushes_aborted == 1)
             taken = await stages[0].order(ms.TakeSnapshot(0, 9))
             assert isinstance(taken, ms.Taken)
@@ -221,9 +229,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
 
         await driver.train()
         await until(lambda: driver.status.steps >= steps + 3)
-        os.kill(middle.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.3)
-        os.kill(middle.pid, signal.SIGKILL)
+        await struck_in_a_flush(middle.pid)
         with pytest.raises(ChildDied):
             await bridges[1]
         await until(lambda: driver.status.flushes_aborted == 1)
@@ -272,7 +278,7 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
             await driver.train()
             assert await driver.evaluate() == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
         (follower,) = psutil.Process(last.pid).children()
-        os.kill(follower.pid, signal.SIGKILL)
+        await struck_in_a_flush(follower.pid)
         await asyncio.wait_for(last.died, 60)
         with pytest.raises(ChildDied):
             await bridges[2]

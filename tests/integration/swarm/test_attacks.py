@@ -96,7 +96,7 @@ async def test_an_outsider_downloads_no_state(lab: Lab, outsider: P2P) -> None:
         assert unpack_prefix(answer[:16]).kind is FrameKind.REFUSAL
         assert b"NotIntroduced" in answer
         assert not served
-        ping = bare_stub(outsider, PeerID.from_base58(victim.peer_id)).rpc_ping(dht.PingRequest(), timeout=5)
+        ping = bare_stub(outsider, PeerID.from_base58(victim.peer_id)).rpc_ping(dht.PingRequest(), timeout=30)
         with pytest.raises(Exception, match="NotIntroduced"):
             await ping
     finally:
@@ -150,7 +150,7 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
         expiration_time=[1e300],
         in_cache=[False],
     )
-    assert (await stub.rpc_store(theft, timeout=5)).store_ok == [True]
+    assert (await stub.rpc_store(theft, timeout=30)).store_ok == [True]
     assert not await first.store(heads_key("reef"), b"the owner's", time.time() + 60, subkey="owner")
     await first.shutdown()
     await naive.shutdown()

@@ -419,7 +419,7 @@ async def test_more_connections_than_a_peer_may_have_are_not_let_in(
 
 
 async def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialler, "IDLE_TIMEOUT", timedelta(milliseconds=50))
+    monkeypatch.setattr(dialler, "IDLE_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
         pair.b.door.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)

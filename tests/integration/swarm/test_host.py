@@ -45,9 +45,10 @@ async def test_members_in_directories_with_long_paths_talk_too(tmp_path: Path) -
     lab = Lab(deep)
     try:
         seed = await lab.start("seed", relay_service=True)
+        seed.handle("/echo/1", echo)
+        await seed.ready()
         for name, direct in (("a", None), ("b", DIRECT)):
             host = await lab.start(name, seeds=seed.multiaddrs(), direct=direct)
-            seed.handle("/echo/1", echo)
             stream = await host.open(seed.peer_id, "/echo/1", SOON)
             await stream.send(FrameKind.PART, b"header", b"body")
             frame = await stream.receive(SOON)

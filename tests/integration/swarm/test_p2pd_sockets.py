@@ -91,6 +91,13 @@ class Watching:
         async with asyncio.timeout(SECONDS):
             await self.changed.wait()
 
+    async def until_watched(self, sockets: P2pdSockets, before: Any = None) -> list[Any]:
+        """Other connections than that; the child's bytes may come after the first look."""
+        async with asyncio.timeout(SECONDS):
+            while not self.watched or before in self.watched:
+                await self.until_looked(sockets)
+        return self.watched
+
 
 def watched(dialler: Child, *, loopback: bool = True) -> tuple[Watching, P2pdSockets]:
     pacer = Watching()
@@ -131,8 +138,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        await pacer.until_looked(sockets)
-        (lent,) = pacer.watched
+        (lent,) = await pacer.until_watched(sockets)
         assert lent.peer_id == "127.0.0.1"
         figures = tcp.info(lent.sock)
         assert figures is not None
@@ -153,8 +159,7 @@ async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -
 async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        await pacer.until_looked(sockets)
-        (lent,) = pacer.watched
+        (lent,) = await pacer.until_watched(sockets)
         await sockets.close()
         assert not pacer.watched
         borrowing = Lent(os.pidfd_open(dialler.pid), lent._descriptor, "127.0.0.1")
@@ -172,15 +177,11 @@ async def test_a_connection_in_the_place_of_another_is_a_new_one() -> None:
     """p2pd dials from its listening port: even both ends of it may have the same addresses."""
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        await pacer.until_looked(sockets)
-        (before,) = pacer.watched
+        (before,) = await pacer.until_watched(sockets)
         talk.take_all()
         dialler.does("close")
         with closing(Conversation(dialler)):  # on the same descriptor
-            await pacer.until_looked(sockets)
-            await pacer.until_looked(sockets)
-            (now,) = pacer.watched
-            assert now is not before
+            (now,) = await pacer.until_watched(sockets, before)
             assert tcp.info(now.sock) is not None
         await sockets.close()
 
@@ -189,8 +190,7 @@ async def test_a_connection_in_the_place_of_another_is_a_new_one() -> None:
 async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        await pacer.until_looked(sockets)
-        (lent,) = pacer.watched
+        (lent,) = await pacer.until_watched(sockets)
         talk.take_all()
         dialler.does("pipe")
         before = len(os.listdir("/proc/self/fd"))

@@ -112,9 +112,9 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
 ) -> None:
     seed, node = await two(lab)
     whole = await node.open(seed.peer_id, AVERAGE, SOON)
-    monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.5))
     stripe = wire.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
     for said in ([], [stripe]):
+        monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=3 if said else 0.5))
         refused = seed.streams_refused
         stream = node._stream(seed.peer_id, AVERAGE, *await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON))
         for header in said:

@@ -103,12 +103,12 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         spec = spec_text(model_section(config_of("llama", tie_word_embeddings=False), base, ["q_proj", "v_proj"]))
     elif family:
         spec = spec_text(model_section(config_of(family)))
-    async with trainer_on(text, devices, spec, base) as trainer:
+    async with trainer_on(text, devices, spec, base, step=0.1) as trainer:
         await trainer.initialise()
         genesis_E = trainer.anchor.clone()
         await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
         first = await trainer.evaluate()
-        await steps_of(trainer, STEPS)
+        await steps_of(trainer, STEPS)  # not many more, even where this process stops for a moment: errors grow
         middle = trainer.facts.layer_offsets[2]
         taken = await trainer.snapshot(0, middle)
         loop = alone(text, spec, base, taken.steps, genesis_E)
@@ -144,7 +144,7 @@ async def test_when_one_device_is_lost_the_trainer_is(text):
         (follower,) = psutil.Process(trainer.pid).children()
         os.kill(follower.pid, signal.SIGKILL)
         died = await asyncio.wait_for(trainer.died, DEADLINE.total_seconds())
-        assert "cpu" in died.last_line
+        assert "cpu" in died.last_line or "closed by peer" in died.last_line  # who notices first
         with pytest.raises(ChildDied):
             await trainer.evaluate()
 
