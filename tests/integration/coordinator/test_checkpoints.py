@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
-import pytest
 from click.testing import Result
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator
 from integration.coordinator.test_membership import training
@@ -114,7 +113,7 @@ async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
         await hold(nodes[0], checkpoint(nodes[0].identity, 7))
         await hold(nodes[1], checkpoint(nodes[1].identity, 9))
         await hold(nodes[0], checkpoint(nodes[0].identity, 8))  # 7 is gone
-    async with coordinator(data_dir) as home:
+    async with coordinator(data_dir, lost_after_seconds=60.0) as home:  # no news beside the JSON
         listed = json.loads((await ctl(home, "list", "--output", "json")).stdout)["checkpoints"]
         assert [(item["checkpoint"]["round"], item["connected"]) for item in listed] == [(9, False), (8, False)]
         result = await ctl(home, "pull", "--unverified", "--to", str(tmp_path / "x"))
@@ -205,14 +204,9 @@ async def test_a_node_that_goes_ends_the_pull_at_once(tmp_path: Path) -> None:
         assert isinstance(await pulling, Unreachable)
 
 
-async def refusal_of(node, files, ticket: bytes) -> grpc.StatusCode:
-    """How an upload ends. A client that still writes when it is refused is sometimes told only that writing failed."""
-    for _ in range(5):
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await upload(node, files.messages(ticket))
-        if refusal.value.code() is not grpc.StatusCode.INTERNAL:
-            break
-    return refusal.value.code()
+async def refusal_of(node: Node, files: Files, ticket: bytes) -> grpc.StatusCode:
+    """How an opening ends. It comes alone: who still writes when refused is sometimes told only that writing failed."""
+    return await upload_status(node, [mb.CheckpointUpload(opening=files.opening(ticket))])
 
 
 async def test_only_the_node_that_was_asked_may_answer(tmp_path: Path) -> None:
@@ -251,9 +245,10 @@ async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path:
     count = PARTS_AT_ONCE + 3
     files = checkpoint(Identity.generate())
     wanted = [Checkpoint(f"peer-{part}", 5, "reef", b"h", 1, 0, 0, part, part) for part in range(count)]
-    named = {item.peer_id: SimpleNamespace(name=item.peer_id) for item in wanted}
+    named = {item.peer_id: SimpleNamespace(name=item.peer_id, banned=False) for item in wanted}
+    live = {item.peer_id: SimpleNamespace(connected=True) for item in wanted}
     asked = asyncio.Event()
-    uploads = Uploads(SimpleNamespace(notify=asked.set, state=SimpleNamespace(nodes=named)))  # type: ignore[arg-type]
+    uploads = Uploads(SimpleNamespace(notify=asked.set, state=SimpleNamespace(nodes=named, live=live)))  # type: ignore[arg-type]
     passed: list[mb.CheckpointUpload] = []
     checked: list[str] = []
 

@@ -77,7 +77,7 @@ def test_a_run_that_cannot_begin_in_a_lab_is_refused_before_anything_is_built(tm
 @needs_wan[1]
 def test_the_rows_of_a_check_are_for_programs_too(tmp_path):
     (tmp_path / "tiny.toml").write_text(TINY)
-    done = run(ATOLL, "lab", "check", str(tmp_path / "tiny.toml"), "--seconds", "1", "-o", "json")
+    done = run(ATOLL, "lab", "check", str(tmp_path / "tiny.toml"), "--seconds", "3", "-o", "json")
     result = json.loads(done.stdout)["lab_check"]
     assert done.returncode == (0 if result["ok"] else 1)
     assert (result["topology"], result["congestion"]) == ("tiny", "cubic")

@@ -120,7 +120,7 @@ async def test_behind_nat_only_own_calls_work():
         for caller in ("seed", "h1"):
             assert not (await ask(network, caller, "h0", task="call", seconds=1.0))["connected"]
         assert (await ask(network, "h0", "seed", task="call", seconds=5.0))["connected"]
-        found = await ask(network, "h0", "seed", task="download", warm_up=1.0, seconds=1.0)
+        found = await ask(network, "h0", "seed", task="download", warm_up=1.0, seconds=3.0)
         assert found["mbit"] > 30
         assert network.counters().hosts["h0"].dropped_segments["nat"] >= 2
 
@@ -142,7 +142,7 @@ async def test_a_changed_rate_holds_at_once():
         rates = []
         for uplink in (50, 10):
             network.set_host("h0", uplink_mbit=uplink)
-            found = await ask(network, "h0", "h1", task="upload", warm_up=1.0, seconds=1.0)
+            found = await ask(network, "h0", "h1", task="upload", warm_up=1.0, seconds=3.0)
             rates.append(found["mbit"])
     assert 40 < rates[0] < 51
     assert 8 < rates[1] < 10.5
