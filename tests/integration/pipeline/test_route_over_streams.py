@@ -38,14 +38,6 @@ from atoll.v1 import pipeline_pb2 as pb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-async def struck_in_a_flush(pid: int) -> None:
-    """Kill it when a flush waits for it: the driver, that may rest between two, has long begun the next."""
-    os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(1.5)
-    os.kill(pid, signal.SIGKILL)
-
-
 SPEC = """
 version = 1
 [run]
@@ -155,6 +147,13 @@ class Swarm:
         task.cancel()
         with suppress(asyncio.CancelledError, ChildDied):
             await task
+
+
+async def struck_in_a_flush(pid: int) -> None:
+    """Kill it when a flush waits for it: the driver, that may rest between two, has long begun the next."""
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.5)
+    os.kill(pid, signal.SIGKILL)
 
 
 @asynccontextmanager

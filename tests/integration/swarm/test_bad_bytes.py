@@ -35,8 +35,8 @@ from atoll.node.state.serve import StateServer
 from atoll.node.swarm.door import MAX_STREAMS_PER_PEER
 from atoll.node.swarm.hello import PROTOCOL as HELLO
 from atoll.node.swarm.host import SwarmHost
+from atoll.node.swarm.stripes import GATHER_TIMEOUT, STRIPES
 from atoll.node.swarm.stripes import PROTOCOL as STRIPED
-from atoll.node.swarm.stripes import STRIPES
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -207,7 +207,8 @@ async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples
     assert len(refused) > examples / 10
     assert {line["peer"] for line in refused} == {attacker.peer_id}
     assert {peer for peer, _ in node.heard} <= {attacker.peer_id}
-    async with asyncio.timeout(SOON.total_seconds()):
+    patience = GATHER_TIMEOUT + SOON  # a stream that says it is one of four waits for the others
+    async with asyncio.timeout(patience.total_seconds()):
         while any(stream.protocol != HELLO for stream in node.host.gate._streams.get(attacker.peer_id, ())):  # type: ignore[attr-defined]
             await asyncio.sleep(0.05)
     await honest_life_goes_on(lab, node, "honest")

@@ -97,7 +97,7 @@ async def test_a_blocked_port_costs_little_and_once(lab: Lab, monkeypatch: pytes
         if how == "refused":
             deaf.close()
         began = time.monotonic()
-        await works(await a.open(seed.peer_id, "/echo/1", SOON))
+        await works(await a.open(seed.peer_id, "/echo/1", 4 * SOON))  # waits for half of it, had it no patience
         assert time.monotonic() - began < dialler.DIAL_TIMEOUT.total_seconds()
         async with asyncio.timeout(SOON.total_seconds()):
             while not a._direct._dialler._failures:  # type: ignore[union-attr]

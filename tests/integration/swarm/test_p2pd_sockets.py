@@ -56,7 +56,11 @@ class Child:
         assert self._process.stdout is not None
         self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
-        return list(iter(lambda: self._process.stdout.readline().strip(), "done"))  # type: ignore[union-attr]
+        said: list[str] = []
+        while (line := self._process.stdout.readline()) != "done\n":
+            assert line, "the child died"
+            said.append(line.strip())
+        return said
 
 
 @contextmanager

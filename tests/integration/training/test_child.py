@@ -119,7 +119,7 @@ async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Pat
         trainer = await taking
     await trainer.stop(DEADLINE)
     assert heard == sorted(heard)
-    assert sorted(set(heard))[-2] > 0
+    assert len(set(heard) - {0}) > 1
 
 
 async def test_a_child_that_hangs_while_it_loads_is_given_up(tmp_path: Path) -> None:
