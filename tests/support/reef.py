@@ -14,13 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
+from atoll.core.errors import Unreachable
 from atoll.core.manifest import Head
 from atoll.node.lab.launcher import LocalSwarm
+from atoll.node.localclient import call
 from atoll.node.state.manifests import ManifestStore
 
 READY = timedelta(seconds=120)
 ROUNDS = timedelta(seconds=120)
 GONE = timedelta(seconds=5)
+BUSY = timedelta(seconds=30)
 MARK = "REEF_TEST_ROOT"
 
 SPEC = """
@@ -93,12 +96,20 @@ class Reef(LocalSwarm):
     async def reach(self, name: str, state: str) -> None:
         await self.until(lambda: self.in_state(name, state), f"{name} did not become {state}", READY)
 
+    def status(self, name: str) -> dict[str, Any] | None:
+        """None where no daemon runs, or hangs up. One that is busy for a while is waited for."""
+        try:
+            return call(self.root / name, "status", BUSY)
+        except Unreachable:
+            return None
+
     def round(self, name: str) -> int:
         status = self.status(name)
         return status["round"] if status else -1
 
     async def rounds(self, name: str, more: int) -> None:
         """Wait for `more` further committed rounds."""
+        await self.until(lambda: self.status(name) is not None, f"{name} does not answer", READY)
         target = max(0, self.round(name)) + more
         await self.until(lambda: self.round(name) >= target, f"{name} did not reach round {target}", ROUNDS)
 
