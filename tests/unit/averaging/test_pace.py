@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.averaging.pace import Pace
+from atoll.core.learned_deadline import Pace
 
 FLOOR, CEILING = 1.0, 60.0
 seconds = st.floats(0, 300)

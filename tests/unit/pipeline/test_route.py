@@ -28,8 +28,8 @@ from atoll.core.errors import (
     Unreachable,
 )
 from atoll.core.frames import Frame, FrameKind
+from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline import bridge, dispatcher, links, stage_loop
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable, Word, pack_prefix, said

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.learned_deadline import Answers, Pace
 from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
@@ -32,7 +33,6 @@ from atoll.node.averaging.decide import (
     manifest_payload,
     parts_total,
 )
-from atoll.node.averaging.pace import Answers, Pace
 from atoll.node.averaging.round_types import Action, AskCoordinator, Missed, Report, RoundPolicy, Seals, TieBreak
 from atoll.node.averaging.settlement import check_report, settle
 from atoll.v1 import common_pb2 as pb

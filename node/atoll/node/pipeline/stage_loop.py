@@ -23,9 +23,9 @@ from atoll.core.errors import (
     InvalidTransition,
     PeerMisbehaved,
 )
+from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.pace import Pace
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
