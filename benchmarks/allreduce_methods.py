@@ -18,9 +18,9 @@ from atoll.node.averaging.allreduce import Exchange, ExchangeServer
 from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.partition import part_elements, partition
 from atoll.node.averaging.screening import Screen
-from atoll.node.heaps import share_heaps
 from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
+from atoll.node.system.malloc_arenas import share_heaps
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from benchmarks.member_host import greet_all, peer_of, start_member

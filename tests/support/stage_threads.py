@@ -24,9 +24,9 @@ from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.system.shared_vectors import map_vector
 from atoll.node.training import messages as ms
 from atoll.node.training.session import Session
-from atoll.node.training.shared import map_vector
 from atoll.node.training.trainer import TrainerFacts
 from atoll.node.transport import Network
 from atoll.v1 import plan_pb2

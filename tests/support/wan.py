@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from atoll.node import processes
 from atoll.node.lab.wan import namespaces, probe
 from atoll.node.lab.wan.network import WanNetwork
 from atoll.node.lab.wan.topology import Topology, parse_topology
+from atoll.node.system import processes
 
 _problem = namespaces.why_unavailable()
 needs_wan = (

@@ -33,7 +33,6 @@ from atoll.node.control.upload import Uploads
 from atoll.node.direct.path import DirectConfig
 from atoll.node.localapi import LocalApi
 from atoll.node.manners import Manners, Subjects
-from atoll.node.ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
 from atoll.node.probe.paths import PathProber
 from atoll.node.session import LOAD_TIMEOUT, NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
@@ -42,6 +41,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
 from atoll.node.training.ahead import LoadingAhead, span_to_hold
 from atoll.node.training.child import Child
 from atoll.node.training.trainer import TrainerConfig

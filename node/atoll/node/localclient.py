@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import DeadlineExceeded, NotRunning, ProtocolMismatch, Unreachable, by_reason
-from atoll.node.socket_paths import SocketDirectory
+from atoll.node.system.socket_paths import SocketDirectory
 
 SOCKET_NAME = "atoll.sock"
 MAX_LINE = 1 << 20

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from support.wan import PROBE, needs_wan, small
 
-from atoll.node import processes
 from atoll.node.lab.wan import memory, namespaces
 from atoll.node.lab.wan.network import wan_network
+from atoll.node.system import processes
 
 pytestmark = [*needs_wan, pytest.mark.timeout(120)]
 LAB = """

@@ -52,9 +52,9 @@ def check(
     """
     import asyncio
 
-    from atoll.node import processes
     from atoll.node.lab.wan.check import check_topology
     from atoll.node.lab.wan.topology import load_topology
+    from atoll.node.system import processes
 
     wanted = load_topology(topology)
     processes.end_alike()
@@ -90,10 +90,10 @@ def run(
     import asyncio
 
     from atoll.core.run_spec import check_codec
-    from atoll.node import processes
     from atoll.node.lab.demo_view import live_view
     from atoll.node.lab.wan.run import LabRunOptions, run_lab
     from atoll.node.lab.wan.topology import load_topology
+    from atoll.node.system import processes
 
     check_codec(codec)
     text = _read(spec) if spec is not None else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from atoll.core.errors import DataDirUnusable
-from atoll.node.training.shared import FP32_BYTES, map_vector
+from atoll.node.system.shared_vectors import FP32_BYTES, map_vector
 
 
 def mapped_vector(folder: Path, elements: int) -> Tensor:

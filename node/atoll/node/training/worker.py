@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from atoll.core import log
 from atoll.core.errors import AtollError
-from atoll.node.heaps import give_back_large_blocks
+from atoll.node.system.malloc_arenas import give_back_large_blocks
 from atoll.node.training.messages import Answer, Envelope, Pushed, Refused, TrainerConfig
 
 PR_SET_PDEATHSIG = 1

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.core.errors import DeadlineExceeded
-from atoll.node import processes
 from atoll.node.lab.wan import control, namespaces
 from atoll.node.lab.wan.errors import LabBroken
 from atoll.node.lab.wan.hub import Seat, enter_namespace
 from atoll.node.lab.wan.memory import MemoryLimit, limit_hosts
 from atoll.node.lab.wan.topology import Topology
+from atoll.node.system import processes
 
 T = TypeVar("T")
 
