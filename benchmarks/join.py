@@ -30,7 +30,7 @@ from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 from benchmarks.common import Report
 from benchmarks.join_state import RUN, commit, make_state, mapped, offsets_of, plan_of, read_head, write_head
 from benchmarks.member_host import OPERATOR_KEY, start_host

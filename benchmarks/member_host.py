@@ -13,7 +13,7 @@ from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
 from atoll.node.direct.path import DirectConfig
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 
 OPERATOR_KEY = "operator.key"
 _HELLO = "/bench/hello/1"

@@ -29,11 +29,11 @@ from atoll.core.membership import EMPTY_DENY, Authority
 from atoll.core.records import build_head, heads_key
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.msgpack_scan import MAX_DEPTH
 from atoll.node.swarm.p2p import GatedP2P
-from atoll.node.swarm.traffic import Traffic
 from atoll.node.swarm.validators import MemberRecords
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
 
 OPERATOR, OWN, PEER, HONEST = (Identity.generate() for _ in range(4))

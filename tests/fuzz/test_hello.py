@@ -18,9 +18,9 @@ from atoll.core.errors import AtollError
 from atoll.core.frames import PREFIX, Frame, FrameKind, unpack_prefix
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import COURTESY, HELLO_TIMEOUT, Introductions
-from atoll.node.swarm.traffic import Traffic
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 

@@ -25,11 +25,11 @@ from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm.door import Door, request_bytes
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import Introductions
-from atoll.node.swarm.traffic import Traffic
-from atoll.node.transport import Stream
 from atoll.node.transport_memory import MemoryHub
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.traffic import Traffic
+from atoll.node.wire.transport import Stream
 
 SOON = timedelta(seconds=20)
 TALK = "/talk/1"

@@ -28,7 +28,7 @@ from atoll.node.system.shared_vectors import map_vector
 from atoll.node.training import messages as ms
 from atoll.node.training.session import Session
 from atoll.node.training.trainer import TrainerFacts
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 from atoll.v1 import plan_pb2
 
 

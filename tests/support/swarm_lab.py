@@ -19,7 +19,7 @@ from atoll.core.membership import EMPTY_DENY, Authority, Deny
 from atoll.node.direct.path import DirectConfig
 from atoll.node.direct.protocol import BULK
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 from atoll.v1 import common_pb2 as pb
 
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)

@@ -47,7 +47,7 @@ from atoll.node.status import LiveStatus
 from atoll.node.training.ahead import LoadingAhead, span_to_hold
 from atoll.node.training.child import LOG_NAME, Child
 from atoll.node.training.trainer import Trainer, TrainerConfig
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 

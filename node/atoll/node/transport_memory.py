@@ -22,8 +22,8 @@ from datetime import timedelta
 
 from atoll.core.errors import AtollError, DeadlineExceeded, Unreachable
 from atoll.core.frames import PREFIX, Buffer, Frame, FrameKind, pack_prefix
-from atoll.node.swarm.refusals import receive_or_refusal, run_handler
-from atoll.node.transport import Handler
+from atoll.node.wire.refusals import receive_or_refusal, run_handler
+from atoll.node.wire.transport import Handler
 
 QUEUE_FRAMES = 8  # like a socket's buffer: a sender waits for a receiver that falls behind
 

@@ -25,9 +25,9 @@ from atoll.core.errors import PeerMisbehaved, Rejected
 from atoll.core.frames import FrameKind, unpack_prefix
 from atoll.core.identity import Identity
 from atoll.core.records import build_head, heads_key
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.transport import Stream
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.transport import Stream
 
 SOON = timedelta(seconds=10)
 PROTOCOL = "/atoll/state/1"

@@ -18,8 +18,8 @@ from atoll.node.direct import dialler, tcp
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.swarm.streams import SocketStream
-from atoll.node.transport import Stream
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.transport import Stream
 
 BODY = bytes(range(256)) * 4096 * 4
 

@@ -26,10 +26,11 @@ from atoll.core.membership import Deny
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm import door, streams
+from atoll.node.swarm import door
 from atoll.node.swarm.door import Door
-from atoll.node.swarm.streams import SocketStream
-from atoll.node.transport import Stream
+from atoll.node.wire import streams
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.transport import Stream
 
 BODY = bytes(range(256)) * 4096
 

@@ -22,7 +22,7 @@ from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.node.direct import listener, tls
 from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.tickets import proof
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 QUIET_SECONDS = 0.05

@@ -15,7 +15,7 @@ from atoll.core.errors import Banned, ConfigError, PortInUse, ProtocolMismatch, 
 from atoll.core.frames import FrameKind
 from atoll.core.membership import Deny
 from atoll.node.swarm.dht import RPC_TIMEOUT
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 
 LIFETIME = timedelta(minutes=5)
 

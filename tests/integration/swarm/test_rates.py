@@ -11,7 +11,7 @@ from support.swarm_lab import DIRECT, Lab
 
 from atoll.core.frames import FrameKind
 from atoll.node.direct.stream import DirectStream
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 
 SOON = timedelta(seconds=20)
 RATE = 2e6  # bytes a second

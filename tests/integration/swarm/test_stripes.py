@@ -17,7 +17,7 @@ from atoll.node.swarm import stripes
 from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.stripes import PROTOCOL, STRIPES
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 AVERAGE = "/atoll/average/1"

@@ -18,7 +18,7 @@ from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, 
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.training.messages import TrainerStatus
 from atoll.node.training.trainer import Trainer
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 from atoll.v1 import plan_pb2
 
 SPEC = """

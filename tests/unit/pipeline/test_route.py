@@ -39,8 +39,8 @@ from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
 from atoll.node.training.shape import layer_table, resolve_shape
-from atoll.node.transport import Network, Stream
 from atoll.node.transport_memory import MemoryHub, Passage
+from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
 

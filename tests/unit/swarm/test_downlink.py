@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.swarm.downlink import MEMORY_SECONDS, WINDOW_SECONDS, Downlink
+from atoll.node.wire.downlink import MEMORY_SECONDS, WINDOW_SECONDS, Downlink
 
 
 @given(

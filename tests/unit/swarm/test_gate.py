@@ -9,8 +9,8 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import Banned, CertificateInvalid, NotIntroduced, ProtocolMismatch
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, GRACE, Authority, Deny
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import BURST, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, RATE_PER_SECOND, StrangerLimit
+from atoll.node.wire.gate import Gate
 from atoll.v1 import common_pb2 as pb
 
 OPERATOR, OWN, PEER = Identity.generate(), Identity.generate(), Identity.generate()

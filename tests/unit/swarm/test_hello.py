@@ -15,9 +15,9 @@ from atoll.core.errors import Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY, Authority
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import COURTESY, Introductions
-from atoll.node.swarm.traffic import Traffic
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.traffic import Traffic
 
 OPERATOR = Identity.generate()
 LOW, HIGH = sorted((Identity.generate(), Identity.generate()), key=lambda identity: identity.peer_id)

@@ -23,10 +23,10 @@ from atoll.core.errors import (
     UsageError,
 )
 from atoll.core.frames import FrameKind, pack_prefix
-from atoll.node.swarm import streams
-from atoll.node.swarm.refusals import printable, refusal_header
-from atoll.node.swarm.streams import SocketStream
-from atoll.node.swarm.traffic import Traffic
+from atoll.node.wire import streams
+from atoll.node.wire.refusals import printable, refusal_header
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.traffic import Traffic
 
 SOON = timedelta(milliseconds=20)
 

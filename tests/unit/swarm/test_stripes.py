@@ -16,11 +16,12 @@ from support.byte_stream import KeptWriter, reader_of
 from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.swarm import streams, stripes
-from atoll.node.swarm.gate import Gate
-from atoll.node.swarm.streams import SocketStream
+from atoll.node.swarm import stripes
 from atoll.node.swarm.stripes import STRIPES, UNIT_BYTES, Gatherings, StripedReader, StripedWriter, together
-from atoll.node.swarm.traffic import Traffic
+from atoll.node.wire import streams
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.traffic import Traffic
 from atoll.v1 import dataplane_pb2 as wire
 
 AVERAGE, STATE = "/atoll/average/1", "/atoll/state/1"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from atoll.core.clock import ManualClock, SystemClock
 from atoll.core.errors import Busy, Unreachable
 from atoll.core.frames import FrameKind
-from atoll.node.swarm.streams import SocketStream
-from atoll.node.swarm.traffic import Line, Traffic
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.traffic import Line, Traffic
 
 RATE = 1e6
 LOOKS = 5

@@ -10,8 +10,8 @@ import pytest
 
 from atoll.core.errors import DeadlineExceeded, FrameInvalid, InvalidRequest, Unreachable
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.transport import Network, Stream
 from atoll.node.transport_memory import MemoryHub, Passage
+from atoll.node.wire.transport import Network, Stream
 
 SECOND = timedelta(seconds=1)
 SOON = timedelta(milliseconds=20)

@@ -41,7 +41,7 @@ from atoll.node.averaging.patience import next_frame
 from atoll.node.averaging.reducer import Reducer
 from atoll.node.averaging.repair import PROTOCOL, RepairDesk, Repairer
 from atoll.node.averaging.screening import Screen
-from atoll.node.transport import Network, Stream
+from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -41,7 +41,7 @@ from atoll.node.state.heads import follows
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.trainer import Trainer
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from atoll.core import log
 from atoll.core.errors import AtollError, DeadlineExceeded, PeerMisbehaved, Unreachable
 from atoll.core.frames import FrameKind
-from atoll.node.transport import Network, Stream
+from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/round/1"

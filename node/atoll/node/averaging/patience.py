@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreachable
 from atoll.core.frames import Frame
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 
 SLICES = 4
 

@@ -29,7 +29,7 @@ from atoll.node.averaging.partition import Part, Share
 from atoll.node.averaging.patience import SLICES, happens, next_frame
 from atoll.node.averaging.screening import Screen
 from atoll.node.averaging.sums import Source, encoded_mean, factors_of, plain
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 from atoll.v1 import manifest_pb2
 
 _READ_AHEAD = 2  # parts of a contributor that wait while earlier ones are summed

@@ -17,7 +17,7 @@ from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.averaging.average import Average
 from atoll.node.averaging.patience import next_frame
-from atoll.node.transport import Network, Stream
+from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/average/1"

@@ -28,7 +28,7 @@ from atoll.node.averaging.outer import outer_schedule
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.state.anchor import AnchorState, Staged, Staging
 from atoll.node.state.catchup import fetch_staged
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -33,9 +33,9 @@ from atoll.node.direct.protocol import AT_ONCE, BULK, MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import TICKET_BYTES, Tickets
 from atoll.node.direct.wire import Wire, when_lost
-from atoll.node.swarm.gate import Gate
-from atoll.node.swarm.traffic import Traffic
-from atoll.node.transport import Stream
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.traffic import Traffic
+from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 _SHA256_BYTES = 32

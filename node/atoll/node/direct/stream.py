@@ -22,8 +22,8 @@ from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreac
 from atoll.core.frames import MAX_FRAME_BYTES, Buffer, Frame, FrameKind, Prefix, check_frame, pack_prefix
 from atoll.node.direct import tcp
 from atoll.node.direct.protocol import MAX_BEGIN_BYTES, PROTOCOL
-from atoll.node.swarm.streams import SocketStream
-from atoll.node.swarm.traffic import Traffic
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.traffic import Traffic
 from atoll.v1 import dataplane_pb2 as wire
 
 END_TIMEOUT = timedelta(seconds=10)  # for the other side to end, too, when we have: its handler may be busy

@@ -23,7 +23,7 @@ from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.links import Links
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.wire import Channel
-from atoll.node.transport import Stream
+from atoll.node.wire.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
 from atoll.v1 import plan_pb2
 

@@ -30,8 +30,8 @@ from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.messages import Ready
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.wire import Channel, class_of, read_header
-from atoll.node.swarm.refusals import refusal_header
-from atoll.node.transport import Network, Stream
+from atoll.node.wire.refusals import refusal_header
+from atoll.node.wire.transport import Network, Stream
 
 _OPEN_TIMEOUT = timedelta(seconds=10)
 _LEAVE = timedelta(seconds=0.5)

@@ -20,7 +20,7 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, PeerMisbehaved, Unreachable
 from atoll.core.frames import FrameKind
-from atoll.node.transport import Network, Stream
+from atoll.node.wire.transport import Network, Stream
 
 PROTOCOL = "/atoll/probe/1"
 ECHO_BYTES = 16

@@ -24,7 +24,7 @@ from atoll.node.state.conversation import Conversation
 from atoll.node.state.fetch import FetchPolicy, StateMoved, Wanted, fetch_state
 from atoll.node.state.heads import Believed, believe
 from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 from atoll.v1 import manifest_pb2
 
 _ANSWER = timedelta(seconds=10)

@@ -12,7 +12,7 @@ from atoll.core.errors import NotFound, PeerMisbehaved
 from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head, read_head
 from atoll.node.state.pieces import Kind
-from atoll.node.transport import Network, Stream
+from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/state/1"

@@ -14,7 +14,7 @@ from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, Unre
 from atoll.node.state.conversation import Conversation
 from atoll.node.state.ledger import Ledger
 from atoll.node.state.pieces import Piece, Workspace
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 
 _log = log.get("catchup")
 

@@ -22,7 +22,7 @@ from atoll.core.manifest import Head, require_quorum
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.node.state.conversation import Conversation
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 
 _ANSWER = timedelta(seconds=10)
 _STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered

@@ -25,7 +25,7 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.formers import unchanged
 from atoll.node.state.mapped import mapped_vector
-from atoll.node.transport import Network
+from atoll.node.wire.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
 _RETRY = timedelta(seconds=2)

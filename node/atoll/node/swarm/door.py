@@ -27,11 +27,11 @@ from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
 from atoll.node.direct import protocol as direct
 from atoll.node.swarm import hello, stripes
 from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
-from atoll.node.swarm.gate import Gate
-from atoll.node.swarm.refusals import refusal_header, run_handler
-from atoll.node.swarm.streams import ByteReader, ByteWriter, SocketStream
-from atoll.node.swarm.traffic import Traffic
-from atoll.node.transport import Handler
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.refusals import refusal_header, run_handler
+from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream
+from atoll.node.wire.traffic import Traffic
+from atoll.node.wire.transport import Handler
 
 REQUEST_BYTES = {
     "/atoll/round/1": 1 << 20,

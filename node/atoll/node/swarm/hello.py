@@ -21,11 +21,11 @@ from google.protobuf.message import DecodeError
 from atoll.core.clock import Clock
 from atoll.core.errors import FrameInvalid
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.swarm.gate import Gate
-from atoll.node.swarm.refusals import run_handler
-from atoll.node.swarm.streams import SocketStream
-from atoll.node.swarm.traffic import Traffic
-from atoll.node.transport import Stream
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.refusals import run_handler
+from atoll.node.wire.streams import SocketStream
+from atoll.node.wire.traffic import Traffic
+from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 PROTOCOL = "/atoll/hello/1"

@@ -38,13 +38,13 @@ from atoll.node.swarm import hello, stripes
 from atoll.node.swarm.addresses import AddressBook, readable_seeds, worth_telling
 from atoll.node.swarm.dht import Directory
 from atoll.node.swarm.door import Door, request_bytes
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 from atoll.node.swarm.p2pd_sockets import P2pdSockets
-from atoll.node.swarm.streams import ByteReader, ByteWriter, SocketStream
-from atoll.node.swarm.traffic import Traffic
-from atoll.node.transport import Handler
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream
+from atoll.node.wire.traffic import Traffic
+from atoll.node.wire.transport import Handler
 from atoll.v1 import common_pb2 as pb
 
 MAX_LIFETIME = timedelta(seconds=540)  # a minute below what records allow: clocks differ

@@ -24,10 +24,10 @@ from atoll.core.errors import DeadlineExceeded, NotIntroduced, NotPermitted, Pee
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.control import Control
 from atoll.node.swarm.dht_messages import check_dht_message
-from atoll.node.swarm.gate import Gate
 from atoll.node.swarm.hello import Introductions
 from atoll.node.swarm.p2pd import P2pdConfig
-from atoll.node.swarm.traffic import Traffic
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
 MAX_UNARY_BYTES = 1024 * 1024  # records of some 800 members; p2pd itself would pass 4 MiB, which parse to 100 and more

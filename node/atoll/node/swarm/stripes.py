@@ -27,9 +27,9 @@ from google.protobuf.message import DecodeError
 
 from atoll.core.errors import AtollError, DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable, first_error
 from atoll.core.frames import Buffer, Frame, FrameKind
-from atoll.node.swarm.gate import Gate
-from atoll.node.swarm.streams import ByteReader, ByteTransport, ByteWriter
-from atoll.node.transport import Stream
+from atoll.node.wire.gate import Gate
+from atoll.node.wire.streams import ByteReader, ByteTransport, ByteWriter
+from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 PROTOCOL = "/atoll/stripes/1"

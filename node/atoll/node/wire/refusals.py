@@ -28,7 +28,7 @@ from atoll.core.errors import (
     by_reason,
 )
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.transport import Handler, Stream
+from atoll.node.wire.transport import Handler, Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 MAX_SENTENCE_CHARACTERS = 500

@@ -32,8 +32,8 @@ from atoll.core.frames import (
     pack_prefix,
     unpack_prefix,
 )
-from atoll.node.swarm.refusals import LINGER, receive_or_refusal
-from atoll.node.swarm.traffic import SMALL_FRAME_BYTES, Traffic
+from atoll.node.wire.refusals import LINGER, receive_or_refusal
+from atoll.node.wire.traffic import SMALL_FRAME_BYTES, Traffic
 
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
 CLOSE_TIMEOUT = timedelta(seconds=5)

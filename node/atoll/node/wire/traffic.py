@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
 from atoll.core.frames import Buffer
-from atoll.node.swarm.downlink import Downlink
+from atoll.node.wire.downlink import Downlink
 
 SMALL_FRAME_BYTES = 4 * 1024
 _PIECE_SECONDS = 0.05  # how long one stream may have the line before the next one's turn
