@@ -27,11 +27,11 @@ from pathlib import Path
 from atoll.coordinator.planner.capacity import room
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.lab.corpus import write_python_corpus
+from atoll.node.model.run_model import RunModel, run_model
+from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.span import Span
 from atoll.node.training.loading import stage_bytes
-from atoll.node.training.run_model import RunModel, run_model
 from atoll.node.training.trainer import TrainerConfig
 from atoll.node.transport_memory import MemoryHub
 from benchmarks.common import Report

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.node.lab.wan.network import WanNetwork, wan_network
-from atoll.node.pipeline.span import equal_cuts
+from atoll.node.model.span import equal_cuts
 from benchmarks.allreduce import Setting, goodput
 from benchmarks.common import Report
 from benchmarks.lab_members import Member, members, together

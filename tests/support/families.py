@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.model.span_model import SpanModel
 
 VOCABULARY = 48
 

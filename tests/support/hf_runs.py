@@ -15,13 +15,13 @@ from atoll.core.clock import SystemClock
 from atoll.core.data_position import Range
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.pipeline.base_files import digest_of
-from atoll.node.pipeline.configuration import configuration, lora_configuration
-from atoll.node.pipeline.span import Span
+from atoll.node.model.base_files import digest_of
+from atoll.node.model.hf_configuration import configuration, lora_configuration
+from atoll.node.model.run_model import hold, run_model
+from atoll.node.model.span import Span
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
-from atoll.node.training.run_model import hold, run_model
 
 WINDOW = 16
 _COMMON: dict[str, Any] = {

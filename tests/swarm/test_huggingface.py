@@ -10,8 +10,8 @@ import torch
 from support.hf_runs import config_of, model_section, pretrained
 from support.reef import Reef, reef
 
+from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import read_checkpoint
-from atoll.node.training.run_model import run_model
 
 pytestmark = [
     pytest.mark.swarm,

@@ -16,10 +16,10 @@ from support.reef import READY, Reef, nothing_left, reef
 
 from atoll.core.manifest import Head, changed_layers
 from atoll.node.lab.trouble import kill
+from atoll.node.model.flat import FlatLayout
+from atoll.node.model.llama import Decoder
+from atoll.node.model.shape import resolve_shape
 from atoll.node.state.checkpoint import read_checkpoint
-from atoll.node.training.flat import FlatLayout
-from atoll.node.training.model import Decoder
-from atoll.node.training.shape import resolve_shape
 
 SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four
 HALVES = ("bob", "cleo")

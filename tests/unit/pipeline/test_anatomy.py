@@ -11,9 +11,9 @@ from support.routes import Reef
 
 from atoll.core.errors import ConfigError, InvalidRequest, UnsupportedModel
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import SpanModel
 from atoll.node.pipeline.stage import Room
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from atoll.core.errors import AtollError, CheckpointCorrupt, ConfigError, UnsupportedModel
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.node.cli.main import app
-from atoll.node.pipeline.describe import describe
-from atoll.node.pipeline.span import Span
-from atoll.node.training.run_model import run_model
+from atoll.node.model.describe import describe
+from atoll.node.model.run_model import run_model
+from atoll.node.model.span import Span
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

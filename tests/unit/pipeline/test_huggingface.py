@@ -10,7 +10,7 @@ from support.routes import Reef
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.huggingface import HuggingFace
+from atoll.node.model.huggingface import HuggingFace
 from atoll.node.pipeline.stage import Room
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

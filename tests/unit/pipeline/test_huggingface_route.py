@@ -10,10 +10,10 @@ from support.hf_runs import TARGETS, config_of, model_section, pretrained, spec_
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
 from atoll.core.errors import BaseUnusable
+from atoll.node.model.run_model import hold, run_model
+from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
-from atoll.node.pipeline.span import Span
 from atoll.node.training import messages as ms
-from atoll.node.training.run_model import hold, run_model
 from atoll.node.transport_memory import MemoryHub
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -13,17 +13,17 @@ from support.live_bytes import LiveBytes
 
 from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
-from atoll.node.pipeline.built_in import BuiltIn
-from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.memory import SpanMemory, Traffic, span_memory
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Architecture, SpanModel
+from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.layer_table import layer_table as table_of
+from atoll.node.model.memory_estimate import SpanMemory, Traffic, span_memory
+from atoll.node.model.run_model import run_model
+from atoll.node.model.shape import ModelShape, layer_table
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.pipeline.stage import Room, Stage
-from atoll.node.pipeline.table import layer_table as table_of
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.run_model import run_model
-from atoll.node.training.shape import ModelShape, layer_table
 from atoll.v1 import plan_pb2
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -30,6 +30,7 @@ from atoll.core.errors import (
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.model.shape import layer_table, resolve_shape
 from atoll.node.pipeline import bridge, dispatcher, links, stage_loop
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.cable import Cable, Word, pack_prefix, said
@@ -38,7 +39,6 @@ from atoll.node.pipeline.messages import Begin
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.training import messages as ms
-from atoll.node.training.shape import layer_table, resolve_shape
 from atoll.node.transport_memory import MemoryHub, Passage
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import common_pb2

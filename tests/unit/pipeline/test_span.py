@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import InvalidRequest
-from atoll.node.pipeline.span import Span, check_route, equal_cuts
+from atoll.node.model.span import Span, check_route, equal_cuts
 
 
 @given(st.integers(1, 100), st.data())

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.flat import FlatLayout
+from atoll.node.model.llama import Decoder, initialise
+from atoll.node.model.shape import ModelShape
+from atoll.node.model.span import Span
 from atoll.node.pipeline.in_process import Pick, oldest
 from atoll.node.pipeline.messages import (
     Activation,
@@ -29,11 +33,7 @@ from atoll.node.pipeline.messages import (
     TiedWeights,
     Verdict,
 )
-from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.stage import Room
-from atoll.node.training.flat import FlatLayout
-from atoll.node.training.model import Decoder, initialise
-from atoll.node.training.shape import ModelShape
 
 SHAPE = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True)
 SECTION = OptimizerSection(learning_rate=0.01, clip_norm=0.3)

@@ -10,11 +10,11 @@ import torch
 from support.families import FAMILIES, VOCABULARY, config_of, lora_of
 
 from atoll.core.errors import CheckpointCorrupt, ConfigError
-from atoll.node.pipeline import weights
-from atoll.node.pipeline.base_tensors import read_tensor
-from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.span import Span, equal_cuts
-from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.model import weights
+from atoll.node.model.base_tensors import read_tensor
+from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.span import Span, equal_cuts
+from atoll.node.model.span_model import SpanModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 CPU = torch.device("cpu")

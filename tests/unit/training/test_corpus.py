@@ -13,8 +13,8 @@ import pytest
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.model.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.node.training.corpus import load_corpus, pack
-from atoll.node.training.tokenizer import ByteTokenizer, load_tokenizer
 
 TEXT = ("The quick brown fox jumps over the lazy dog. " * 40).encode()
 

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, UnsupportedModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.cli.main import app
+from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.tensor_file import Layers
 from atoll.node.training import shards
 from atoll.node.training.export import export_huggingface
-from atoll.node.training.run_model import run_model
 
 BUILT_IN = """[model]
 dimension = {dimension}

@@ -12,10 +12,10 @@ from support.hf_runs import config_of, model_section, pretrained, spec_of, text_
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, ModelTooLarge, UnsupportedModel
+from atoll.node.model.run_model import run_model
 from atoll.node.training.device import DeviceFacts
 from atoll.node.training.loading import load
 from atoll.node.training.messages import TrainerConfig
-from atoll.node.training.run_model import run_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -106,7 +106,7 @@ def test_a_pretrained_directory_of_another_shape(tmp_path: Path) -> None:
     """Its digests are right, and it is not of this configuration."""
     base = pretrained(tmp_path, intermediate_size=64)
     run = run_model(spec_of(model_section(config_of("llama"), base)), 256, base)
-    from atoll.node.pipeline.span import Span
+    from atoll.node.model.span import Span
 
     with pytest.raises(AtollError, match="has shape"):
         list(run.initial_parameters(Span(1, 1)))

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.built_in import BuiltIn
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import SpanModel
-from atoll.node.training.model import initial_parameters
+from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.llama import initial_parameters
+from atoll.node.model.shape import ModelShape
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import SpanModel
 from atoll.node.training.optim import InnerOptimizer, Stepper
-from atoll.node.training.shape import ModelShape
 
 SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
 CPU = torch.device("cpu")

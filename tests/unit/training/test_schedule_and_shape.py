@@ -11,11 +11,11 @@ from atoll.core.errors import ModelTooLarge, UnsupportedModel
 from atoll.core.model_spec import ModelSection
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.core.units import bytes_text
+from atoll.node.model.flat import FlatLayout
+from atoll.node.model.llama import Decoder
+from atoll.node.model.shape import PRESETS, layer_offsets, layer_table, resolve_shape
 from atoll.node.training.device import DeviceFacts, check_fits, memory_needed_bytes
-from atoll.node.training.flat import FlatLayout
-from atoll.node.training.model import Decoder
 from atoll.node.training.schedule import learning_rate
-from atoll.node.training.shape import PRESETS, layer_offsets, layer_table, resolve_shape
 
 
 def spec_of(optimizer: str = "", model: str = "", stop_tokens: int = 100_000) -> RunSpec:

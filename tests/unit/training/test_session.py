@@ -19,18 +19,18 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
 from atoll.core.files import open_anonymous
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.model.genesis_file import write_initial
+from atoll.node.model.llama import Decoder, initialise
+from atoll.node.model.run_model import run_model
+from atoll.node.model.shape import ModelShape
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.training import messages as ms
 from atoll.node.training import session as session_module
 from atoll.node.training.device import DeviceFacts, choose_device, computing_seconds, device_facts
-from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
-from atoll.node.training.model import Decoder, initialise
 from atoll.node.training.pace import TIMED_STEPS, Pace, Work
-from atoll.node.training.run_model import run_model
 from atoll.node.training.session import Session
-from atoll.node.training.shape import ModelShape
 from atoll.v1 import plan_pb2
 
 SPEC = """

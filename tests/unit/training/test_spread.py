@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.built_in import BuiltIn
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import layout_of
+from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.flat import FlatLayout
+from atoll.node.model.local_weights import ALL, Pieces, SpreadWeights, WholeWeights
+from atoll.node.model.run_model import run_model
+from atoll.node.model.shape import ModelShape
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import layout_of
+from atoll.node.model.spread_memory import usable_bytes
 from atoll.node.training.device import DeviceFacts
 from atoll.node.training.device_names import names_of
-from atoll.node.training.flat import FlatLayout
 from atoll.node.training.group import Group, Several, devices_of, facts_of, nobody
-from atoll.node.training.held import ALL, Pieces, SpreadWeights, WholeWeights
 from atoll.node.training.loading import load, stage_bytes, usable
 from atoll.node.training.messages import TrainerConfig
-from atoll.node.training.run_model import run_model
-from atoll.node.training.shape import ModelShape
-from atoll.node.training.spread_memory import usable_bytes
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), max_size=5)  # none: all is frozen

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Cut, Tie
-from atoll.node.training.model import Decoder, Head
-from atoll.node.training.shape import ModelShape
+from atoll.node.model.llama import Decoder, Head
+from atoll.node.model.shape import ModelShape
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Cut, Tie
 
 
 class BuiltIn:

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import INDEX, BaseSection, HuggingFaceModel
 from atoll.core.run_spec import toml_table
-from atoll.node.pipeline.base_files import digest_of
-from atoll.node.pipeline.configuration import NOT_THE_MODEL, configuration, known_keys, require_library
-from atoll.node.pipeline.huggingface import configuration_of, of_stranger
-from atoll.node.pipeline.weights import files_of
+from atoll.node.model.base_files import digest_of
+from atoll.node.model.hf_configuration import NOT_THE_MODEL, configuration, known_keys, require_library
+from atoll.node.model.huggingface import configuration_of, of_stranger
+from atoll.node.model.weights import files_of
 
 _TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # do not change the model
 

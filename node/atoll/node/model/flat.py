@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from atoll.node.training.model import Decoder
+from atoll.node.model.llama import Decoder
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from atoll.core.errors import DataDirUnusable
-from atoll.node.pipeline.span import Span
-from atoll.node.training.run_model import RunModel
+from atoll.node.model.run_model import RunModel
+from atoll.node.model.span import Span
 
 
 def write_initial(run: RunModel, path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, UnsupportedModel
 from atoll.core.model_spec import MAX_CONFIG_LAYERS, AdapterSection
-from atoll.node.training.tokenizer import HF_REMEDY
+from atoll.node.model.tokenizer import HF_REMEDY
 
 _LEGACY_ROPE = {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}
 _UNDECLARED = {"head_dim"}  # which families read whether or not their configuration declares it

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, ConfigError, UnsupportedModel
-from atoll.node.pipeline.anatomy import PassOn, dissect, rebuild_buffers
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Cut, Tie
+from atoll.node.model.anatomy import PassOn, dissect, rebuild_buffers
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Cut, Tie
 
 
 class HuggingFace:

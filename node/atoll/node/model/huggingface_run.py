@@ -10,15 +10,15 @@ from torch import Tensor
 
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
-from atoll.node.pipeline import weights
-from atoll.node.pipeline.base_files import BaseFiles
-from atoll.node.pipeline.configuration import check_targets, configuration, lora_configuration
-from atoll.node.pipeline.huggingface import HuggingFace, of_stranger
-from atoll.node.pipeline.initial import initial_adapter, initialise_layer
-from atoll.node.pipeline.memory import replica_memory
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import SpanModel, TrainedModel, layout_of
-from atoll.node.pipeline.table import layer_table
+from atoll.node.model import weights
+from atoll.node.model.base_files import BaseFiles
+from atoll.node.model.hf_configuration import check_targets, configuration, lora_configuration
+from atoll.node.model.huggingface import HuggingFace, of_stranger
+from atoll.node.model.initial import initial_adapter, initialise_layer
+from atoll.node.model.layer_table import layer_table
+from atoll.node.model.memory_estimate import replica_memory
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import SpanModel, TrainedModel, layout_of
 
 _CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import UnsupportedModel
-from atoll.node.pipeline.span_model import SpanModel
+from atoll.node.model.span_model import SpanModel
 
 
 def initialise_layer(model: SpanModel, seed: int) -> None:

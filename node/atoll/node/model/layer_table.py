@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, is_block, nth_block
-from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Cut
+from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Cut
 from atoll.v1 import plan_pb2
 
 FP32_BYTES = 4

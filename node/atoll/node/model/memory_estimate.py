@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.core.layer_kinds import is_block
-from atoll.node.pipeline.span import Span
+from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 
 FP32_BYTES = 4

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from atoll.node.pipeline.span import Span
-from atoll.node.training.flat import FlatLayout
-from atoll.node.training.held import Weights, WholeWeights
+from atoll.node.model.flat import FlatLayout
+from atoll.node.model.local_weights import Weights, WholeWeights
+from atoll.node.model.span import Span
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A planner counts a node's memory as one device's, so what being several costs is
 from __future__ import annotations
 
 from atoll.core.layer_kinds import is_block
-from atoll.node.pipeline.memory import FP32_BYTES
+from atoll.node.model.memory_estimate import FP32_BYTES
 from atoll.v1 import plan_pb2
 
 

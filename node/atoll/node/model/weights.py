@@ -20,9 +20,9 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
 from atoll.core.model_spec import INDEX, WHOLE
-from atoll.node.pipeline.base_tensors import names_in, read_tensor
-from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.span_model import TrainedModel
+from atoll.node.model.base_tensors import names_in, read_tensor
+from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.span_model import TrainedModel
 
 Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20

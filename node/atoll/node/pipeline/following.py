@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from atoll.core.clock import Clock
 from atoll.core.run_spec import RunSpec
-from atoll.node.pipeline.span import Span
+from atoll.node.model.run_model import RunModel
+from atoll.node.model.span import Span
 from atoll.node.pipeline.spread_stage import SpreadStage, part_of_stage
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.group import Group
 from atoll.node.training.loader import Loader
 from atoll.node.training.replica import Replica
-from atoll.node.training.run_model import RunModel
 from atoll.node.training.schedule import learning_rate
 
 

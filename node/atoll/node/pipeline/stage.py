@@ -18,8 +18,8 @@ from torch import Tensor
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
+from atoll.node.model.span_model import RouteModel
 from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
-from atoll.node.pipeline.span_model import RouteModel
 from atoll.node.training.loop import cross_entropy
 from atoll.node.training.optim import InnerOptimizer
 

@@ -26,12 +26,13 @@ from atoll.core.errors import (
 from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging.codecs import CODECS
+from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
+from atoll.node.model.span import Span
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.link_codec import NARROW
 from atoll.node.pipeline.runner import Compute, Runner
-from atoll.node.pipeline.span import Span
 from atoll.node.pipeline.spread_stage import LedStage, part_of_stage
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.pipeline.wire import Channel
@@ -41,7 +42,6 @@ from atoll.node.training.feed import Taken
 from atoll.node.training.group import Group
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.training.schedule import learning_rate
 
 PATIENCE_FLOOR_SECONDS = 5.0

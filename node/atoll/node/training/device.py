@@ -19,7 +19,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
 from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text
-from atoll.node.training.shape import ModelShape
+from atoll.node.model.shape import ModelShape
 
 THREADS_BYTES = 32 << 20  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
 FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, UnsupportedModel, UsageError
 from atoll.core.model_spec import HuggingFaceModel
-from atoll.node.pipeline import weights
-from atoll.node.pipeline.base_files import BaseFiles
-from atoll.node.pipeline.configuration import lora_configuration
-from atoll.node.pipeline.huggingface import HuggingFace
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import SpanModel, layout_of
-from atoll.node.pipeline.table import layer_table
+from atoll.node.model import weights
+from atoll.node.model.base_files import BaseFiles
+from atoll.node.model.flat import FlatLayout
+from atoll.node.model.hf_configuration import lora_configuration
+from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.huggingface_run import architecture_of
+from atoll.node.model.layer_table import layer_table
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import SpanModel, layout_of
+from atoll.node.model.tokenizer import Tokenizer
 from atoll.node.state.stored import StoredModel
 from atoll.node.state.tensor_file import Layers
-from atoll.node.training.flat import FlatLayout
-from atoll.node.training.huggingface_run import architecture_of
 from atoll.node.training.shards import Form, Part, Shape, stored_part, write
-from atoll.node.training.tokenizer import Tokenizer
 
 Publish = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from atoll.core.clock import Clock
 from atoll.core.errors import UnsupportedModel
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Architecture, SpanModel
+from atoll.node.model.llama import INITIAL_STD
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.training.device import computing_seconds, finish
-from atoll.node.training.model import INITIAL_STD
 
 REPETITIONS = 5
 LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.run_spec import RunSpec
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Cut, TrainedModel
+from atoll.node.model.generate import generate
+from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Cut, TrainedModel
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
-from atoll.node.training.generate import generate
 from atoll.node.training.group import Group
 from atoll.node.training.loader import Loader
 from atoll.node.training.optim import Stepper
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.training.schedule import learning_rate
 from atoll.node.training.spread import spread
 

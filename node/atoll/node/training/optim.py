@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.span_model import TrainedModel
+from atoll.node.model.span_model import TrainedModel
 
 _FUSED = ("cpu", "cuda", "mps")
 

@@ -21,6 +21,7 @@ from typing import Protocol
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, by_reason
 from atoll.core.files import open_anonymous
+from atoll.node.model.genesis_file import write_initial
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.following import FollowingStage
@@ -29,7 +30,6 @@ from atoll.node.training import messages as ms
 from atoll.node.training.device import computing_seconds, finish, limit_memory
 from atoll.node.training.followers import Followers
 from atoll.node.training.group import Several, devices_of, facts_of
-from atoll.node.training.initial_file import write_initial
 from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.orders import OF_THE_MODEL, ModelOrders, require

@@ -18,7 +18,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.core.run_spec import DataSection
-from atoll.node.training.tokenizer import HF_REMEDY
+from atoll.node.model.tokenizer import HF_REMEDY
 
 SUFFIXES = {
     "text": frozenset({".txt", ".text", ".md", ".rst", ".py", ".tex"}),

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from atoll.core.errors import ConfigError
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.pipeline.span import Span
-from atoll.node.pipeline.span_model import Cut, Tie, layout_of, move_buffers, named
+from atoll.node.model.local_weights import Pieces, SpreadWeights, Weights
+from atoll.node.model.run_model import RunModel
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import Cut, Tie, layout_of, move_buffers, named
 from atoll.node.training.device import working_precision
 from atoll.node.training.group import Group
-from atoll.node.training.held import Pieces, SpreadWeights, Weights
-from atoll.node.training.run_model import RunModel
 
 
 class SpreadModel:

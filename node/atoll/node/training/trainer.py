@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atoll.core.data_position import Range
 from atoll.core.errors import ChildDied, DeadlineExceeded, by_reason
+from atoll.node.model.shape import layer_offsets
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.system.shared_vectors import map_vector
@@ -29,7 +30,6 @@ from atoll.node.training import messages as ms
 from atoll.node.training.child import PROGRAM, Child
 from atoll.node.training.messages import TrainerConfig, TrainerStatus
 from atoll.node.training.progress import Snapshot
-from atoll.node.training.shape import layer_offsets
 from atoll.v1 import plan_pb2
 
 __all__ = ["ChildExit", "Snapshot", "Trainer", "TrainerConfig", "TrainerFacts", "TrainerStatus"]

@@ -14,8 +14,8 @@ from atoll.coordinator.planner.problem import Wishes
 from atoll.coordinator.planner.question import Measured
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.memory import Traffic, trainer_memory
-from atoll.node.pipeline.span import Span
+from atoll.node.model.memory_estimate import Traffic, trainer_memory
+from atoll.node.model.span import Span
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
