@@ -30,7 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from atoll.node.lab.wan.network import WanNetwork, wan_network
 from atoll.node.lab.wan.topology import Topology, parse_topology
 from benchmarks.common import Report

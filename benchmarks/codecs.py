@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from benchmarks.common import Report, median_seconds
 
 ELEMENTS = 4 * 1024 * 1024

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import hold
 from atoll.node.model.span import equal_cuts
 from atoll.node.pipeline import wire

@@ -13,7 +13,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.node.averaging.outer import by_tokens
 from atoll.node.averaging.round_types import PolicyOf, RoundPolicy
-from atoll.node.averaging.screening import Screen
+from atoll.node.exchange.screening import Screen
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import hashlib, sys, torch
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from atoll.node.averaging.outer import digest, outer_step, weighted_mean
 data = open(sys.argv[1], "rb").read()
 values = torch.frombuffer(bytearray(data), dtype=torch.float32)
@@ -31,7 +31,7 @@ for threads in (1, 2):
 def inputs(tmp_path_factory):
     import torch
 
-    from atoll.node.averaging.codecs import CODECS
+    from atoll.node.exchange.codecs import CODECS
 
     path = tmp_path_factory.mktemp("bits") / "values"
     values = torch.randn(600_000, generator=torch.Generator().manual_seed(1))

@@ -21,8 +21,8 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.direct.path import DirectConfig
+from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.on_route import OnRoute
 from atoll.node.pipeline import link_codec, links
 from atoll.node.pipeline.bridge import RouteBridge

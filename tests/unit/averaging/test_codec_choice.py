@@ -10,7 +10,7 @@ from support.machine_plans import POLICY
 from support.machine_world import World
 
 from atoll.node.averaging.codec_choice import AUTO, CodecChoice, allowed
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 
 ELEMENTS = 1_000_000
 SHARE, SPARE = 0.25, 0.8

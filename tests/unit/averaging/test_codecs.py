@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import PartInvalid
-from atoll.node.averaging.codecs import CODECS, PIECE
+from atoll.node.exchange.codecs import CODECS, PIECE
 
 # largest error relative to the largest magnitude in a block of 128
 TOLERANCE = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8": 0.55 / 127, "int4": 0.55 / 7, "int2": 0.87}

@@ -20,9 +20,9 @@ from atoll.core.plan import Base
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.codec_choice import AUTO
-from atoll.node.averaging.codecs import BY_NUMBER
 from atoll.node.averaging.round_types import RoundPolicy
 from atoll.node.averaging.turns import Turns
+from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

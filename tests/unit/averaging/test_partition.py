@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.averaging.codecs import CODECS
-from atoll.node.averaging.partition import (
+from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.partition import (
     BLOCK,
     LEAST_PART,
     MOST_PART_BYTES,

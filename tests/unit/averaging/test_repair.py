@@ -16,8 +16,8 @@ from support.virtual_time import run_virtually
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.allreduce import PROTOCOL
-from atoll.node.averaging.repair import MAX_ASKED
+from atoll.node.exchange.allreduce import PROTOCOL
+from atoll.node.exchange.repair import MAX_ASKED
 from atoll.node.transport_memory import Passage
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -255,7 +255,7 @@ def test_a_running_exchange_answers_and_says_what_it_does_not_hold():
 
 
 def test_more_parts_than_one_question_holds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atoll.node.averaging.repair.MAX_ASKED", 3)
+    monkeypatch.setattr("atoll.node.exchange.repair.MAX_ASKED", 3)
 
     async def scene() -> None:
         trouble = Trouble()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.node.averaging.outer import weighted_mean
-from atoll.node.averaging.screening import LEAST, MOST, Screen, inner_products, judge
+from atoll.node.exchange.screening import LEAST, MOST, Screen, inner_products, judge
 
 ELEMENTS = 8_192
 some = settings(max_examples=50, deadline=None)

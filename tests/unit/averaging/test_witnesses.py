@@ -14,7 +14,6 @@ from atoll.core.manifest import Head, changed_layers
 from atoll.core.quorum import Ballot, Electorate
 from atoll.core.round_id import RoundId
 from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.codecs import CODECS
 from atoll.node.averaging.decide import (
     build_start,
     check_payload,
@@ -26,6 +25,7 @@ from atoll.node.averaging.decide import (
     position_at,
 )
 from atoll.node.averaging.round import RoundMachine
+from atoll.node.exchange.codecs import CODECS
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from atoll.core.errors import PeerMisbehaved
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from atoll.node.pipeline.cable import PREFIX, WINDOW_FRAMES, Cable, CableFrame, Word, heard, pack_prefix
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.messages import Begin, Gradient

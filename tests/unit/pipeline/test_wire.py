@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.core.clock import SystemClock
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.built_in import BuiltIn
 from atoll.node.model.shape import ModelShape
 from atoll.node.pipeline import messages as ms

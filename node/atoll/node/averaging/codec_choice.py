@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec
+from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.v1 import common_pb2 as pb
 
 AUTO = ("bf16", "int8", "int4", "int2")  # by precision, whatever the scale: fp16 loses updates of 1e-7 and below

@@ -24,7 +24,6 @@ from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.allreduce import ExchangeServer
 from atoll.node.averaging.beside import Beside
 from atoll.node.averaging.brought import Share
 from atoll.node.averaging.decide import is_witness, position_at
@@ -35,6 +34,7 @@ from atoll.node.averaging.results import Results
 from atoll.node.averaging.round import RoundMachine
 from atoll.node.averaging.seals import IdentitySeals
 from atoll.node.averaging.tally import Tally
+from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import follows

@@ -13,7 +13,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.screening import Screen
+from atoll.node.exchange.screening import Screen
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

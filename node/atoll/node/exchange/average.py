@@ -19,8 +19,8 @@ from torch import Tensor
 
 from atoll.core.errors import PartInvalid
 from atoll.core.frames import Buffer, Frame, FrameKind
-from atoll.node.averaging.codecs import BY_NUMBER, PIECE, Codec, Opened
-from atoll.node.averaging.partition import Part, ReduceRange, shares
+from atoll.node.exchange.codecs import BY_NUMBER, PIECE, Codec, Opened
+from atoll.node.exchange.partition import Part, ReduceRange, shares
 from atoll.v1 import dataplane_pb2 as dp
 
 _MOST_HEADER_BYTES = 64  # a `PartHeader` has 16

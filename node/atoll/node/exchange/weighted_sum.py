@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import PartInvalid
-from atoll.node.averaging.codecs import PIECE, Codec, Encoded
 from atoll.node.averaging.outer import RunningSum, shares_of
-from atoll.node.averaging.screening import InnerProducts, Screen, judge
+from atoll.node.exchange.codecs import PIECE, Codec, Encoded
+from atoll.node.exchange.screening import InnerProducts, Screen, judge
 
 Source = Callable[[int, Tensor], None]
 """Writes one contributor's values from an element on, at a whole piece, into fp32 [C]."""

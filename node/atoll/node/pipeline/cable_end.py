@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from atoll.core.errors import AtollError, FlushAborted, PeerMisbehaved
-from atoll.node.averaging.codecs import CODECS, Codec
+from atoll.node.exchange.codecs import CODECS, Codec
 from atoll.node.pipeline.cable import BODY_BYTES, PREFIX, WINDOW_FRAMES, Word, heard, pack_prefix, said
 from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.wire import Channel, pack, read_header, unpack

@@ -25,7 +25,7 @@ from atoll.core.errors import (
 )
 from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.codecs import CODECS
+from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled

@@ -23,7 +23,7 @@ from torch import Tensor
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import Buffer
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.codecs import BY_NUMBER, CODECS, Codec, is_finite
+from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec, is_finite
 from atoll.node.pipeline.messages import (
     Activation,
     Begin,

@@ -23,7 +23,7 @@ from torch import Tensor
 from atoll.core.data_position import Range
 from atoll.core.errors import NotFinite
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.codecs import is_finite
+from atoll.node.exchange.codecs import is_finite
 from atoll.node.model.local_weights import ALL, Weights
 from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
