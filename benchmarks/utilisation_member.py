@@ -32,12 +32,12 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
-from atoll.node.averaging.links import RoundLinks
-from atoll.node.averaging.round_policy import policies
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import BY_NUMBER
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.rounds.member_streams import RoundLinks
+from atoll.node.rounds.policy import policies
 from atoll.node.start import use_huge_pages
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore

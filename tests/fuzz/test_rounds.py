@@ -17,8 +17,8 @@ from support.virtual_time import run_virtually
 from atoll.core import protocol
 from atoll.core.errors import AtollError
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.links import PROTOCOL, RoundLinks
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
 from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp

@@ -8,8 +8,8 @@ from support.machine_plans import GENESIS, POLICY
 from atoll.core.manifest import Head
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.round import RoundMachine
-from atoll.node.averaging.round_types import Counted, Phase, VoteRecord
+from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.types import Counted, Phase, VoteRecord
 
 BLANK = VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
 

@@ -7,7 +7,7 @@ from atoll.core.errors import SignatureInvalid
 from atoll.core.manifest import Head
 from atoll.core.quorum import Ballot, Electorate, Voted
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.round_types import TieBreak
+from atoll.node.rounds.types import TieBreak
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 

@@ -32,8 +32,8 @@ from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Base, Plan
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.round import RoundMachine
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.machine import RoundMachine
 from atoll.v1 import dataplane_pb2 as dp
 
 TICK = 0.25

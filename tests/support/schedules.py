@@ -11,7 +11,7 @@ from support.machine_plans import OFFSETS, POLICY, make_plan, random_routes, sta
 from support.machine_world import World
 
 from atoll.core.fragments import cut_layers
-from atoll.node.averaging.round import RoundMachine
+from atoll.node.rounds.machine import RoundMachine
 
 CHUNK = 250
 TROUBLE_SECONDS = 24.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from atoll.core.errors import Unreachable
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.node.averaging.engine import AveragingEngine
 from atoll.node.control.directives import Directives
+from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import CheckpointState

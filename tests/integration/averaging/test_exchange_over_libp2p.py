@@ -14,11 +14,11 @@ from support.exchange_swarm import into
 from support.swarm_lab import Lab
 
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.settlement import settle
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import partition
 from atoll.node.exchange.screening import Screen
+from atoll.node.rounds.settlement import settle
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

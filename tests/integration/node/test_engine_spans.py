@@ -19,15 +19,15 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging import engine as engine_module
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.brought import Share
-from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
-from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import holds, layer_states
-from atoll.node.averaging.round_policy import policies
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.rounds import engine as engine_module
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.rounds.member_streams import RoundLinks
+from atoll.node.rounds.policy import policies
+from atoll.node.rounds.snapshot_ledger import Share
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore

@@ -24,10 +24,10 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
 from atoll.core.records import build_head, heads_key
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.links import PROTOCOL as ROUND
-from atoll.node.averaging.links import RoundLinks
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.rounds.member_streams import PROTOCOL as ROUND
+from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.state.conversation import PROTOCOL as STATE
 from atoll.node.state.conversation import Conversation
 from atoll.node.state.manifests import ManifestStore

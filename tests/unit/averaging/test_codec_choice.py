@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.machine_plans import POLICY
 from support.machine_world import World
 
-from atoll.node.averaging.codec_choice import AUTO, CodecChoice, allowed
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.rounds.codec_choice import AUTO, CodecChoice, allowed
 
 ELEMENTS = 1_000_000
 SHARE, SPARE = 0.25, 0.8

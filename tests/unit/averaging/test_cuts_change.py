@@ -9,7 +9,7 @@ from support.machine_plans import GENESIS, make_plan
 from support.machine_world import World
 
 from atoll.core.plan import Base
-from atoll.node.averaging import round_types as rt
+from atoll.node.rounds import types as rt
 from atoll.v1 import dataplane_pb2 as dp
 
 REPLICAS, ROUTE = ("p0", "p1"), ("p2", "p3")

@@ -18,11 +18,11 @@ from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.plan import Base
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.codec_choice import AUTO
-from atoll.node.averaging.round_types import RoundPolicy
-from atoll.node.averaging.turns import Turns
 from atoll.node.exchange.codecs import BY_NUMBER
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.codec_choice import AUTO
+from atoll.node.rounds.turns import Turns
+from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -13,12 +13,12 @@ from support.reef import MODEL, SPEC
 from atoll.core.clock import SystemClock
 from atoll.core.frames import FrameKind
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.engine import AveragingEngine, Listener, RoundCounters
-from atoll.node.averaging.inbox import PLACES, Inbox
-from atoll.node.averaging.links import PROTOCOL, RoundLinks
-from atoll.node.averaging.round_policy import policies
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.rounds.event_queue import PLACES, Inbox
+from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
+from atoll.node.rounds.policy import policies
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore

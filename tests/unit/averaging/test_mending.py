@@ -11,7 +11,7 @@ from support.machine_node import Node
 from support.machine_plans import POLICY
 from support.machine_world import World
 
-from atoll.node.averaging import round_types as rt
+from atoll.node.rounds import types as rt
 
 MAKING = 3.0  # seconds that a large model's state takes
 EVERY = 12  # rounds, after which somebody dies in an exchange

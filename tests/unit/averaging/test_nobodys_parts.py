@@ -13,9 +13,9 @@ from support.machine_world import World
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.decide import build_start, check_settle, parts_total
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.decide import build_start, check_settle, parts_total
 from atoll.v1 import dataplane_pb2 as dp
 
 

@@ -12,7 +12,7 @@ from support.machine_world import World
 
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.round import RoundMachine
+from atoll.node.rounds.machine import RoundMachine
 
 CHANGES = 50  # of one world
 WORLDS = 20

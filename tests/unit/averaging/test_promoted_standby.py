@@ -11,7 +11,7 @@ from support.machine_world import TOKENS_PER_TICK, World
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
-from atoll.node.averaging import round_types as rt
+from atoll.node.rounds import types as rt
 
 Spans = dict[str, tuple[int, int]]
 

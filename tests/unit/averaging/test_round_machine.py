@@ -15,9 +15,9 @@ from support.machine_world import World
 from atoll.core.plan import Base
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.round import RoundMachine
-from atoll.node.averaging.round_types import Phase
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.types import Phase
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -3,9 +3,9 @@
 import pytest
 from support.small_state import SPEC
 
-from atoll.node.averaging.round_policy import policy_of, screen_of
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import ReduceRange, part_elements
+from atoll.node.rounds.policy import policy_of, screen_of
 
 HOME_UPLINK = 10e6 / 8  # bytes per second
 

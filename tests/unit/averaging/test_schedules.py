@@ -9,10 +9,10 @@ from support.machine_world import Violation, World
 from support.schedules import run_all, run_schedule
 
 from atoll.core.quorum import Ballot, Electorate
-from atoll.node.averaging import opener
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.memory import VoteMemory
-from atoll.node.averaging.round import RoundMachine
+from atoll.node.rounds import opener
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.promises import VoteMemory
 
 SCHEDULES, BLOCK = 6_000, 500  # a block is a test, so that workers share them
 

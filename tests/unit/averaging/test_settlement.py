@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import PeerMisbehaved
-from atoll.node.averaging.settlement import check_report, settle
+from atoll.node.rounds.settlement import check_report, settle
 from atoll.v1 import dataplane_pb2 as dp
 
 

@@ -13,8 +13,9 @@ from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.quorum import Ballot, Electorate
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.decide import (
+from atoll.node.exchange.codecs import CODECS
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.decide import (
     build_start,
     check_payload,
     check_start,
@@ -24,8 +25,7 @@ from atoll.node.averaging.decide import (
     parts_total,
     position_at,
 )
-from atoll.node.averaging.round import RoundMachine
-from atoll.node.exchange.codecs import CODECS
+from atoll.node.rounds.machine import RoundMachine
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -19,9 +19,9 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import check_form, counted_tokens, plain
-from atoll.node.averaging.round_types import RoundPolicy
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.node.exchange.partition import LEAST_PART, ReduceRange, part_elements, partition
+from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.round_types import Received
+from atoll.node.rounds.types import Received
 
 _Kept = tuple[float, Received]  # until when its opener waits
 

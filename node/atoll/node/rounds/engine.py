@@ -23,18 +23,18 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging import round_types as rt
 from atoll.node.averaging.beside import Beside
-from atoll.node.averaging.brought import Share
-from atoll.node.averaging.decide import is_witness, position_at
-from atoll.node.averaging.inbox import Inbox
-from atoll.node.averaging.links import RoundLinks
 from atoll.node.averaging.outer import is_stale
-from atoll.node.averaging.results import Results
-from atoll.node.averaging.round import RoundMachine
-from atoll.node.averaging.seals import IdentitySeals
-from atoll.node.averaging.tally import Tally
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.decide import is_witness, position_at
+from atoll.node.rounds.event_queue import Inbox
+from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.member_streams import RoundLinks
+from atoll.node.rounds.signatures import IdentitySeals
+from atoll.node.rounds.snapshot_ledger import Share
+from atoll.node.rounds.staged_results import Results
+from atoll.node.rounds.token_tally import Tally
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import follows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atoll.node.averaging.round_types import Event
+from atoll.node.rounds.types import Event
 
 PLACES = 4  # of each peer; a word takes thirty times its size when it is parsed
 

@@ -16,7 +16,7 @@ from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import plain
-from atoll.node.averaging.decide import (
+from atoll.node.rounds.decide import (
     check_payload,
     check_settle,
     check_start,
@@ -24,9 +24,9 @@ from atoll.node.averaging.decide import (
     is_witness,
     manifest_payload,
 )
-from atoll.node.averaging.memory import VoteMemory
-from atoll.node.averaging.opener import Paces
-from atoll.node.averaging.round_types import (
+from atoll.node.rounds.opener import Paces
+from atoll.node.rounds.promises import VoteMemory
+from atoll.node.rounds.types import (
     Action,
     Complete,
     Freeze,

@@ -25,14 +25,14 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
-from atoll.node.averaging.brought import Brought
-from atoll.node.averaging.decide import check_payload, is_witness
-from atoll.node.averaging.early import EarlyOpen
-from atoll.node.averaging.follower import Follower
-from atoll.node.averaging.memory import VoteMemory
-from atoll.node.averaging.opener import TIE_SECONDS, Opener, Paces
-from atoll.node.averaging.turns import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.decide import check_payload, is_witness
+from atoll.node.rounds.early import EarlyOpen
+from atoll.node.rounds.follower import Follower
+from atoll.node.rounds.opener import TIE_SECONDS, Opener, Paces
+from atoll.node.rounds.promises import VoteMemory
+from atoll.node.rounds.snapshot_ledger import Brought
+from atoll.node.rounds.turns import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -22,8 +22,8 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import plain
-from atoll.node.averaging.codec_choice import CodecChoice
-from atoll.node.averaging.decide import (
+from atoll.node.rounds.codec_choice import CodecChoice
+from atoll.node.rounds.decide import (
     build_start,
     check_partial,
     check_payload,
@@ -33,8 +33,8 @@ from atoll.node.averaging.decide import (
     manifest_payload,
     parts_total,
 )
-from atoll.node.averaging.round_types import Action, AskCoordinator, Missed, Report, RoundPolicy, Seals, TieBreak
-from atoll.node.averaging.settlement import check_report, settle
+from atoll.node.rounds.settlement import check_report, settle
+from atoll.node.rounds.types import Action, AskCoordinator, Missed, Report, RoundPolicy, Seals, TieBreak
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

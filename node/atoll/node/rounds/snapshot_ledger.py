@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.core.round_id import RoundId
-from atoll.node.averaging import round_types as rt
+from atoll.node.rounds import types as rt
 from atoll.v1 import manifest_pb2
 
 

@@ -21,7 +21,7 @@ from statistics import median_low
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.round_types import RoundPolicy
+from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 
 MAX_ATTEMPT = 1_000_000

@@ -10,7 +10,7 @@ from pathlib import Path
 from atoll.core import log
 from atoll.core.files import write_atomic
 from atoll.core.quorum import Ballot, Voted
-from atoll.node.averaging.round_types import VoteRecord
+from atoll.node.rounds.types import VoteRecord
 
 _FILE = "votes"
 
