@@ -24,9 +24,9 @@ import psutil
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model
+from atoll.node.trainer.loading import usable, whole_bytes
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.training.device import DeviceFacts
-from atoll.node.training.loading import usable, whole_bytes
-from atoll.node.training.trainer import Trainer, TrainerConfig
 from benchmarks.common import Report
 from benchmarks.memory import KNOWN, LIMIT, MODELS, NOTHING, Model, Watch, decoder
 

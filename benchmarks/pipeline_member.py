@@ -24,7 +24,7 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.start import use_huge_pages
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from benchmarks.json_lines import serve
 from benchmarks.member_host import greet_all, peer_of, start_member
 from benchmarks.stage_process import StageProcess

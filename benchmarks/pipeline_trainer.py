@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atoll.node.pipeline import stage_loop
 from atoll.node.pipeline.stage import Stage
-from atoll.node.training import worker
+from atoll.node.trainer import worker
 
 
 class Noted(Stage):

@@ -15,7 +15,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 _LOAD = timedelta(minutes=3)
 _ENDS = timedelta(seconds=5)

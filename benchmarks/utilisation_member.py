@@ -44,9 +44,9 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.state.votes import VoteStore
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.training.messages import TrainerStatus
+from atoll.node.trainer.messages import TrainerStatus
+from atoll.node.trainer.trainer import Trainer
 from atoll.node.training.progress import Progress, Snapshot
-from atoll.node.training.trainer import Trainer
 from atoll.v1 import manifest_pb2
 from benchmarks.json_lines import serve
 from benchmarks.member_host import OPERATOR_KEY, greet_all, peer_of, start_member

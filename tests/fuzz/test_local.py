@@ -20,7 +20,7 @@ from support.mutation import CASES, Mutator, cases, seeds
 from atoll.core.errors import AtollError
 from atoll.node import localclient
 from atoll.node.localapi import LocalApi
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
 
 JSON = st.recursive(
     st.none()

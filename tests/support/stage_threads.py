@@ -25,9 +25,9 @@ from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.system.shared_vectors import map_vector
-from atoll.node.training import messages as ms
-from atoll.node.training.session import Session
-from atoll.node.training.trainer import TrainerFacts
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.session import Session
+from atoll.node.trainer.trainer import TrainerFacts
 from atoll.node.wire.transport import Network
 from atoll.v1 import plan_pb2
 

@@ -42,9 +42,9 @@ from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
-from atoll.node.training.ahead import LoadingAhead, span_to_hold
-from atoll.node.training.child import Child
-from atoll.node.training.trainer import TrainerConfig
+from atoll.node.trainer.child import Child
+from atoll.node.trainer.preload import LoadingAhead, span_to_hold
+from atoll.node.trainer.trainer import TrainerConfig
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 

@@ -14,7 +14,7 @@ from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.node.state.anchor import AnchorState
-from atoll.node.training.trainer import Trainer
+from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import manifest_pb2
 
 

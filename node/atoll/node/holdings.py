@@ -25,7 +25,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.prepared import Preparing, Present, is_true_of
 from atoll.node.state.serve import StateServer
 from atoll.node.state.tensor_file import Layers
-from atoll.node.training.trainer import Trainer, TrainerFacts
+from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.node.wire.transport import Network
 
 

@@ -25,7 +25,7 @@ from atoll.node.observing import Usage, on_battery
 from atoll.node.owner import MonthlyTraffic, Wish, load_wish, save_wish
 from atoll.node.policy import Cause, Seen, Verdict, decide, objecting
 from atoll.node.power import PowerCap, PowerCapRefused
-from atoll.node.training.trainer import TrainerFacts
+from atoll.node.trainer.trainer import TrainerFacts
 
 LOOK = timedelta(seconds=5)
 SAVE = timedelta(seconds=60)  # a crash forgets so much traffic at most

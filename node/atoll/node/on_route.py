@@ -20,7 +20,7 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.link_codec import LinkCodes
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.wire import Channel
-from atoll.node.training.trainer import Trainer
+from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 
 

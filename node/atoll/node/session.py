@@ -44,9 +44,9 @@ from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
 from atoll.node.status import LiveStatus
-from atoll.node.training.ahead import LoadingAhead, span_to_hold
-from atoll.node.training.child import LOG_NAME, Child
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.child import LOG_NAME, Child
+from atoll.node.trainer.preload import LoadingAhead, span_to_hold
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb

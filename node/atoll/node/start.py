@@ -24,7 +24,7 @@ from atoll.node.control.enrol import enrol
 from atoll.node.owner import Wish, save_wish
 from atoll.node.state.votes import VoteStore
 from atoll.node.system.malloc_arenas import share_heaps
-from atoll.node.training.child import LOG_NAME, Child
+from atoll.node.trainer.child import LOG_NAME, Child
 
 MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and four in p2pd
 

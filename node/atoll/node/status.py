@@ -8,8 +8,8 @@ from typing import Any
 from atoll.node.holdings import Holdings
 from atoll.node.on_route import OnRoute
 from atoll.node.rounds.engine import RoundCounters
-from atoll.node.training.messages import Loading
-from atoll.node.training.trainer import Trainer, TrainerFacts
+from atoll.node.trainer.messages import Loading
+from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
 STATE_NAMES = {

@@ -37,7 +37,7 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.serve import StateServer
 from atoll.node.state.votes import VoteStore
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp

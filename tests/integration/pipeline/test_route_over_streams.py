@@ -30,10 +30,10 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.wire import Channel, read_header
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig
 from atoll.v1 import pipeline_pb2 as pb
 
 pytestmark = pytest.mark.usefixtures("one_thread")

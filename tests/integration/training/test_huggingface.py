@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.hf_runs import config_of, model_section, named_of, plain_loop, pretrained, spec_text, text_of
 
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

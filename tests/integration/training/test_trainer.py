@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from atoll.core.errors import ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
-from atoll.node.training import messages as ms
-from atoll.node.training.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
-from atoll.node.training.worker import EXIT_ORPHANED
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
+from atoll.node.trainer.worker import EXIT_ORPHANED
 
 SPEC = """
 version = 1
@@ -182,7 +182,7 @@ PARENT = """
 import asyncio, sys
 from datetime import timedelta
 from pathlib import Path
-from atoll.node.training.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 async def main():
     spec, text, log = sys.argv[1:]
@@ -216,7 +216,7 @@ def test_a_trainer_does_not_outlive_its_parent_with_the_whole_model_or_a_span(te
 
 def test_a_trainer_whose_control_socket_closes_ends_itself() -> None:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+    command = [sys.executable, "-m", "atoll.node.trainer.worker", f"--control-fd={theirs.fileno()}"]
     command += ["--anchor-fd=0", "--gradient-fd=0", f"--parent-pid={os.getpid()}"]
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
         ours.close()

@@ -22,7 +22,7 @@ from atoll.node.rounds.policy import policies
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
-from atoll.node.training.trainer import Trainer
+from atoll.node.trainer.trainer import Trainer
 from atoll.node.transport_memory import QUEUE_FRAMES, MemoryHub
 from atoll.v1 import dataplane_pb2 as dp
 

@@ -13,7 +13,7 @@ from atoll.core.errors import BaseUnusable
 from atoll.node.model.run_model import hold, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
 from atoll.node.transport_memory import MemoryHub
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

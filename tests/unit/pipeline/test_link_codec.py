@@ -16,8 +16,8 @@ from atoll.node.on_route import OnRoute
 from atoll.node.pipeline.cable import Cable, Word
 from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, code_of
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.training.messages import TrainerStatus
-from atoll.node.training.trainer import Trainer
+from atoll.node.trainer.messages import TrainerStatus
+from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 from atoll.v1 import plan_pb2
 

@@ -38,7 +38,7 @@ from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
 from atoll.node.pipeline.messages import Begin
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
 from atoll.node.transport_memory import MemoryHub, Passage
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import common_pb2

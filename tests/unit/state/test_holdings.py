@@ -20,7 +20,7 @@ from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.tensor_file import Layers
-from atoll.node.training.trainer import Trainer
+from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import plan_pb2
 
 SPEC = parse_run_spec(

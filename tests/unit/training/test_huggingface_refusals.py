@@ -13,9 +13,9 @@ from support.hf_runs import config_of, model_section, pretrained, spec_of, text_
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, ModelTooLarge, UnsupportedModel
 from atoll.node.model.run_model import run_model
+from atoll.node.trainer.loading import load
+from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
-from atoll.node.training.loading import load
-from atoll.node.training.messages import TrainerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

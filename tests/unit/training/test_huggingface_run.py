@@ -27,13 +27,13 @@ from atoll.node.model.genesis_file import write_initial
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.state.tensor_file import Layers
+from atoll.node.trainer.loading import load as load_trainer
+from atoll.node.trainer.loading import single_layer_times
+from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.device import DeviceFacts, device_facts
 from atoll.node.training.export import export_huggingface
-from atoll.node.training.loading import load as load_trainer
-from atoll.node.training.loading import single_layer_times
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.messages import TrainerConfig
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -15,11 +15,11 @@ from atoll.core.errors import ChildDied, NotFinite
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.model.flat import FlatLayout
 from atoll.node.model.local_weights import Pieces, SpreadWeights, WholeWeights
+from atoll.node.trainer.loading import single_layer_times
 from atoll.node.training import replica
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.device import device_facts
 from atoll.node.training.loader import Loader
-from atoll.node.training.loading import single_layer_times
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Snapshot
 from atoll.node.training.replica import Replica

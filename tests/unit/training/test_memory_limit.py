@@ -9,9 +9,9 @@ import json, queue, socket, sys
 import torch
 from atoll.core.clock import SystemClock
 from atoll.node.pipeline.cable_end import CableEnd
-from atoll.node.training import loading
+from atoll.node.trainer import loading
 from atoll.node.training.device import choose_device, device_facts
-from atoll.node.training.messages import TrainerConfig
+from atoll.node.trainer.messages import TrainerConfig
 
 known = set()
 loading.limit_host_memory = lambda _: known.update(sys.modules)

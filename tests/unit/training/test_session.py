@@ -25,12 +25,12 @@ from atoll.node.model.run_model import run_model
 from atoll.node.model.shape import ModelShape
 from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.system.shared_vectors import map_vector
-from atoll.node.training import messages as ms
-from atoll.node.training import session as session_module
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer import session as session_module
+from atoll.node.trainer.loading import load
+from atoll.node.trainer.session import Session
+from atoll.node.trainer.step_pacing import TIMED_STEPS, Pace, Work
 from atoll.node.training.device import DeviceFacts, choose_device, computing_seconds, device_facts
-from atoll.node.training.loading import load
-from atoll.node.training.pace import TIMED_STEPS, Pace, Work
-from atoll.node.training.session import Session
 from atoll.v1 import plan_pb2
 
 SPEC = """

@@ -18,11 +18,11 @@ from atoll.node.model.shape import ModelShape
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
 from atoll.node.model.spread_memory import usable_bytes
+from atoll.node.trainer.loading import load, stage_bytes, usable
+from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
 from atoll.node.training.device_names import names_of
 from atoll.node.training.group import Group, Several, devices_of, facts_of, nobody
-from atoll.node.training.loading import load, stage_bytes, usable
-from atoll.node.training.messages import TrainerConfig
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), max_size=5)  # none: all is frozen
@@ -194,7 +194,7 @@ def test_rows_that_do_not_divide_make_one_device_the_largest():
 
 def test_a_layer_takes_as_many_times_less_as_there_are_devices(monkeypatch, tmp_path):
     measured = (("embedding", 1.0, 2.0), ("block", 3.0, 4.0), ("head", 5.0, 6.0))
-    monkeypatch.setattr("atoll.node.training.loading.single_layer_times", lambda *_: measured)
+    monkeypatch.setattr("atoll.node.trainer.loading.single_layer_times", lambda *_: measured)
     toml = MODEL.format(layers=4, samples=4).replace("nowhere", str(tmp_path / "text.txt"))
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 400)
     small = DeviceFacts("cpu", "card", usable_for_a_layer(toml))  # it holds nothing, and meets nobody

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from atoll.core.clock import ManualClock
-from atoll.node.training import loading, times_file
-from atoll.node.training import messages as ms
+from atoll.node.trainer import loading, times_file
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.times_file import ENTRIES, MAX_AGE, TimesFile
 from atoll.node.training.device import choose_device, device_facts
-from atoll.node.training.times_file import ENTRIES, MAX_AGE, TimesFile
 
 SPEC = """version = 1
 [run]

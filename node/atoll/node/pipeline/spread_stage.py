@@ -17,9 +17,9 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.trainer.messages import Compute
 from atoll.node.training.device import working_precision
 from atoll.node.training.group import NOTHING, Group
-from atoll.node.training.messages import Compute
 from atoll.node.training.spread import SpreadModel, spread
 
 

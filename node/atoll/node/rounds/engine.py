@@ -40,7 +40,7 @@ from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import follows
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore
-from atoll.node.training.trainer import Trainer
+from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp

@@ -22,7 +22,7 @@ from typing import BinaryIO
 from atoll.core.errors import DataDirUnusable
 from atoll.core.files import open_anonymous
 
-PROGRAM = "atoll.node.training.worker"
+PROGRAM = "atoll.node.trainer.worker"
 LOG_NAME = "trainer.log"
 _KILL_TIMEOUT = timedelta(seconds=10)
 _LOG_TAIL_BYTES = 4096

@@ -31,7 +31,9 @@ from atoll.node.pipeline.cable_end import CableEnd
 from atoll.node.pipeline.following import FollowingStage
 from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.layer_times import LayerTimes, of_single_layers
+from atoll.node.trainer.times_file import TimesFile, key_of
 from atoll.node.training.corpus import Corpus, GotOn, load_corpus, unheard
 from atoll.node.training.device import (
     DeviceFacts,
@@ -42,9 +44,7 @@ from atoll.node.training.device import (
     working_precision,
 )
 from atoll.node.training.group import Group, Several
-from atoll.node.training.layer_times import LayerTimes, of_single_layers
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.times_file import TimesFile, key_of
 
 
 @dataclass

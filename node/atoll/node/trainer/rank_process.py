@@ -5,13 +5,13 @@ from __future__ import annotations
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
 from atoll.node.pipeline.following import FollowingStage
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.loading import load
+from atoll.node.trainer.orders import ModelOrders
+from atoll.node.trainer.session import Channel, refusal
 from atoll.node.training.device import limit_memory
 from atoll.node.training.group import Several, devices_of, facts_of
-from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.orders import ModelOrders
-from atoll.node.training.session import Channel, refusal
 
 
 class Follower:

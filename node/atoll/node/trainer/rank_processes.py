@@ -20,7 +20,7 @@ from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.errors import ChildDied
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
 from atoll.node.training.device_names import names_of
 
 _CONFIRM = timedelta(minutes=9)  # less than the daemon waits, which cannot say which process it was
@@ -49,7 +49,7 @@ class Followers:
     def _start(self, config: ms.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
         ours, theirs = socket.socketpair()
         anchor, gradient, meeting = descriptors
-        command = [sys.executable, "-P", "-m", "atoll.node.training.worker", f"--control-fd={theirs.fileno()}"]
+        command = [sys.executable, "-P", "-m", "atoll.node.trainer.worker", f"--control-fd={theirs.fileno()}"]
         command += [f"--anchor-fd={anchor}", f"--gradient-fd={gradient}", f"--meeting-fd={meeting}"]
         command.append(f"--parent-pid={os.getpid()}")
         with theirs:

@@ -26,14 +26,14 @@ from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.following import FollowingStage
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.loading import load
+from atoll.node.trainer.orders import OF_THE_MODEL, ModelOrders, require
+from atoll.node.trainer.rank_processes import Followers
+from atoll.node.trainer.step_pacing import Pace, Work
 from atoll.node.training.device import computing_seconds, finish, limit_memory
-from atoll.node.training.followers import Followers
 from atoll.node.training.group import Several, devices_of, facts_of
-from atoll.node.training.loading import load
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.orders import OF_THE_MODEL, ModelOrders, require
-from atoll.node.training.pace import Pace, Work
 
 PUSH_SECONDS = 0.5
 TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU

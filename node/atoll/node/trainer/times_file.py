@@ -19,8 +19,8 @@ from atoll.core.errors import DataDirUnusable
 from atoll.core.files import write_atomic
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.run_model import RunModel
+from atoll.node.trainer.layer_times import LayerTimes
 from atoll.node.training.device import DeviceFacts, working_precision
-from atoll.node.training.layer_times import LayerTimes
 
 MAX_AGE = timedelta(days=7)  # drivers, clocks and what else the machine does change
 ENTRIES = 16

@@ -26,9 +26,9 @@ from atoll.node.model.shape import layer_offsets
 from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.system.shared_vectors import map_vector
-from atoll.node.training import messages as ms
-from atoll.node.training.child import PROGRAM, Child
-from atoll.node.training.messages import TrainerConfig, TrainerStatus
+from atoll.node.trainer import messages as ms
+from atoll.node.trainer.child import PROGRAM, Child
+from atoll.node.trainer.messages import TrainerConfig, TrainerStatus
 from atoll.node.training.progress import Snapshot
 from atoll.v1 import plan_pb2
 

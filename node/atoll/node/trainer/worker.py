@@ -1,4 +1,4 @@
-"""The trainer process: `python -m atoll.node.training.worker`, started by `trainer.py`, and for a node's other devices
+"""The trainer process: `python -m atoll.node.trainer.worker`, started by `trainer.py`, and for a node's other devices
 by the first of these processes (`followers.py`), which is their daemon then.
 
 This file makes sure of one thing before torch is even imported: the process never outlives its daemon. The
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.node.system.malloc_arenas import give_back_large_blocks
-from atoll.node.training.messages import Answer, Envelope, Pushed, Refused, TrainerConfig
+from atoll.node.trainer.messages import Answer, Envelope, Pushed, Refused, TrainerConfig
 
 PR_SET_PDEATHSIG = 1
 EXIT_ORPHANED = 86
@@ -84,8 +84,8 @@ class Serving(Protocol):
 
 def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], Serving]:
     """Imports torch: only now that nothing can orphan us, and before we are told what to train."""
-    from atoll.node.training.follower import Follower
-    from atoll.node.training.session import Session
+    from atoll.node.trainer.rank_process import Follower
+    from atoll.node.trainer.session import Session
 
     def begin(config: TrainerConfig) -> Serving:
         if config.memory_bytes:

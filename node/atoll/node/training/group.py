@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.node.training import messages as ms
+from atoll.node.trainer import messages as ms
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.device_names import names_of
 
