@@ -16,7 +16,7 @@ from atoll.node.cli.scratch import torch_cache
 from atoll.node.localclient import call
 
 if TYPE_CHECKING:
-    from atoll.node.state.stored import StoredModel
+    from atoll.node.export.stored import StoredModel
 
 
 class Format(StrEnum):
@@ -66,7 +66,7 @@ def export(
             found = _join(checkpoint, held)
         else:
             found = _choose(_directory_of(directory(data_dir), run), round_number, held)
-        from atoll.node.training.export import export_huggingface  # takes seconds: torch
+        from atoll.node.export.huggingface_export import export_huggingface  # takes seconds: torch
 
         with torch_cache():
             export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes)
@@ -105,7 +105,7 @@ def _directory_of(data_dir: Path, run: str | None) -> Path:
 
 def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> StoredModel:
     """That of the round, or the newest that is whole. Nothing is set aside: that is for the daemon."""
-    from atoll.node.state.stored import open_checkpoint
+    from atoll.node.export.stored import open_checkpoint
 
     names = sorted((path.name for path in checkpoints.iterdir() if path.name.isdecimal()), key=int, reverse=True)
     if round_number is not None:
@@ -122,7 +122,7 @@ def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> Sto
 
 
 def _join(paths: list[Path], held: ExitStack) -> StoredModel:
-    from atoll.node.state.joined import join
-    from atoll.node.state.stored import checkpoints_in, open_checkpoint
+    from atoll.node.export.joined_checkpoint import join
+    from atoll.node.export.stored import checkpoints_in, open_checkpoint
 
     return join([open_checkpoint(found, held) for path in paths for found in checkpoints_in(path)])

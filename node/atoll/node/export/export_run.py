@@ -17,6 +17,8 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, UnsupportedModel, UsageError
 from atoll.core.model_spec import HuggingFaceModel
+from atoll.node.export.shards import Form, Part, Shape, stored_part, write
+from atoll.node.export.stored import StoredModel
 from atoll.node.model import weights
 from atoll.node.model.base_files import BaseFiles
 from atoll.node.model.flat import FlatLayout
@@ -27,9 +29,7 @@ from atoll.node.model.layer_table import layer_table
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel, layout_of
 from atoll.node.model.tokenizer import Tokenizer
-from atoll.node.state.stored import StoredModel
 from atoll.node.state.tensor_file import Layers
-from atoll.node.training.shards import Form, Part, Shape, stored_part, write
 
 Publish = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
