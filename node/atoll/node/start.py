@@ -21,7 +21,7 @@ from atoll.core.tokens import JoinToken
 from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
-from atoll.node.owner import Wish, save_wish
+from atoll.node.limits.wishes import Wish, save_wish
 from atoll.node.state.votes import VoteStore
 from atoll.node.system.malloc_arenas import share_heaps
 from atoll.node.trainer.child import LOG_NAME, Child

@@ -13,9 +13,9 @@ import pytest
 
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidTransition, ModelTooLarge
-from atoll.node import manners
 from atoll.node.config import NodeConfig, load
-from atoll.node.manners import Manners, Subjects
+from atoll.node.limits import enforcer as manners
+from atoll.node.limits.enforcer import Manners, Subjects
 
 MORNING = datetime(2026, 11, 21, 8, 0).timestamp()
 GB = 10**9
@@ -166,7 +166,7 @@ async def test_force_overrules_the_limit_that_it_was_said_against_and_no_other(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_battery = False
-    monkeypatch.setattr("atoll.node.manners.on_battery", lambda: on_battery)
+    monkeypatch.setattr("atoll.node.limits.enforcer.on_battery", lambda: on_battery)
     await node.ask("set", limits={"hours": "22:00-07:00", "on_battery": "pause"})
     await node.ask("resume", force=True)
     assert not node.resting
@@ -193,7 +193,7 @@ async def test_force_also_overrules_the_minute_for_which_mains_power_must_last(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_battery = True
-    monkeypatch.setattr("atoll.node.manners.on_battery", lambda: on_battery)
+    monkeypatch.setattr("atoll.node.limits.enforcer.on_battery", lambda: on_battery)
     await node.ask("set", limits={"on_battery": "pause"})
     assert node.resting == "on battery"
     on_battery = False

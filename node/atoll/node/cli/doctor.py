@@ -124,7 +124,7 @@ def _disk(config: NodeConfig) -> Iterator[Finding]:
 
 def _limits(config: NodeConfig) -> Iterator[Finding]:
     from atoll.node.cli.limits import limits_text
-    from atoll.node.observing import on_battery
+    from atoll.node.limits.observing import on_battery
 
     yield Finding("limits", True, limits_text(config))
     if config.on_battery == "pause" and on_battery():
