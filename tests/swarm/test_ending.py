@@ -16,8 +16,8 @@ import psutil
 import pytest
 from support.reef import GONE, READY, Reef, nothing_left, processes_of, reef
 
+from atoll.node.control.localclient import call
 from atoll.node.lab.trouble import kill
-from atoll.node.localclient import call
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 MANY = 10**9

@@ -29,10 +29,10 @@ from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
+from atoll.node.control.localapi import LocalApi
 from atoll.node.control.upload import Uploads
 from atoll.node.direct.path import DirectConfig
 from atoll.node.limits.enforcer import Manners, Subjects
-from atoll.node.localapi import LocalApi
 from atoll.node.probe.paths import PathProber
 from atoll.node.session import LOAD_TIMEOUT, NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore

@@ -154,7 +154,7 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
 
 def _runs(config: NodeConfig) -> bool:
     """Whether the daemon of this data directory answers."""
-    from atoll.node.localclient import call
+    from atoll.node.control.localclient import call
 
     try:
         call(config.data_dir, "status")

@@ -13,7 +13,7 @@ from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.node.cli.options import DataDir, directory
 from atoll.node.cli.scratch import torch_cache
-from atoll.node.localclient import call
+from atoll.node.control.localclient import call
 
 if TYPE_CHECKING:
     from atoll.node.export.stored import StoredModel

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, Unreachable
 from atoll.core.files import make_private_dir, write_private
-from atoll.node.localclient import call
+from atoll.node.control.localclient import call
 from atoll.node.system import processes
 
 START_TIMEOUT = timedelta(seconds=60)
