@@ -11,9 +11,9 @@ from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OFFSETS, OPERATOR, Reef
 from atoll.core.errors import DataDirUnusable, Unreachable
 from atoll.core.membership import Authority
 from atoll.node.control.directives import Directives
-from atoll.node.state import prepared
-from atoll.node.state.mapped import mapped_vector
-from atoll.node.state.prepared import Preparing, Present, lacking
+from atoll.node.state import prefetch as prepared
+from atoll.node.state.mapped_vectors import mapped_vector
+from atoll.node.state.prefetch import Preparing, Present, lacking
 
 DONORS = (ANN, BOB, DAN)
 STATE = state_of(3.0)

@@ -23,8 +23,8 @@ from atoll.core.plan import Plan
 from atoll.node.control.directives import Directives
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
-from atoll.node.state.formers import unchanged
-from atoll.node.state.mapped import mapped_vector
+from atoll.node.state.former_states import unchanged
+from atoll.node.state.mapped_vectors import mapped_vector
 from atoll.node.wire.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
