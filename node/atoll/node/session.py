@@ -32,13 +32,13 @@ from atoll.node.control.directives import Directives
 from atoll.node.control.link import CoordinatorLink
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.genesis import write_genesis
-from atoll.node.holdings import Holdings, Rooms
-from atoll.node.on_route import OnRoute
+from atoll.node.held_state import Holdings, Rooms
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine, Listener
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import minimum_lease, policies
+from atoll.node.route_membership import OnRoute
 from atoll.node.state.checkpoint import ANCHOR
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.node.holdings import Holdings
-from atoll.node.on_route import OnRoute
+from atoll.node.held_state import Holdings
 from atoll.node.rounds.engine import RoundCounters
+from atoll.node.route_membership import OnRoute
 from atoll.node.trainer.messages import Loading
 from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
