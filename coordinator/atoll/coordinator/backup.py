@@ -21,9 +21,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from atoll.coordinator.archive import pack, unpack
-from atoll.coordinator.state.copying import copy_rows
-from atoll.coordinator.state.records import Change, DenyRow, Event
-from atoll.coordinator.state.sql import SqlStore
+from atoll.coordinator.store.copying import copy_rows
+from atoll.coordinator.store.records import Change, DenyRow, Event
+from atoll.coordinator.store.sql import SqlStore
 from atoll.core.certs import certificate_sha256
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, DatabaseCorrupt, DataDirUnusable

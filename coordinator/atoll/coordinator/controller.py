@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state import machine
-from atoll.coordinator.state.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
-from atoll.coordinator.state.store import Store
+from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
+from atoll.coordinator.store.store import Store
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, DatabaseCorrupt, Rejected

@@ -30,7 +30,7 @@ from atoll.coordinator.services.admin import AdminService
 from atoll.coordinator.services.enrolment import EnrolmentService
 from atoll.coordinator.services.membership import MembershipService
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state.sql import SqlStore
+from atoll.coordinator.store.sql import SqlStore
 from atoll.coordinator.web.app import create_app
 from atoll.coordinator.web.http_server import HttpServer
 from atoll.coordinator.web.metrics import StateCollector, rpc_errors

@@ -18,7 +18,7 @@ from unit.coordinator.world import genesis_report, hash_of
 
 from atoll.coordinator.cli import main
 from atoll.coordinator.services.uploads import BETWEEN, PARTS_AT_ONCE, Upload, Uploads
-from atoll.coordinator.state.records import Checkpoint
+from atoll.coordinator.store.records import Checkpoint
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.identity import Identity
 from atoll.v1 import admin_pb2 as admin

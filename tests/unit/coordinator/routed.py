@@ -12,8 +12,8 @@ from atoll.coordinator.planner.drafting import Part, routes_of
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state import machine, preparation
-from atoll.coordinator.state.records import Event
 from atoll.coordinator.state.snapshot import Policy
+from atoll.coordinator.store.records import Event
 from atoll.core.clock import ManualClock
 from atoll.core.plan import Plan
 from atoll.core.run_spec import parse_run_spec

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.coordinator.world import RUN, SECRET, World, spec_toml
 
 from atoll.coordinator.state import admission, find, lifecycle, machine
-from atoll.coordinator.state.records import Event
+from atoll.coordinator.store.records import Event
 from atoll.core.errors import (
     AlreadyExists,
     Ambiguous,

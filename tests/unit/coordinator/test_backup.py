@@ -16,8 +16,8 @@ from unit.coordinator.world import RUN, World
 from atoll.coordinator import archive, backup
 from atoll.coordinator.ca import Keys, write_admin_credential
 from atoll.coordinator.cli import serve
-from atoll.coordinator.state.records import DenyRow, Event
-from atoll.coordinator.state.sql import SqlStore
+from atoll.coordinator.store.records import DenyRow, Event
+from atoll.coordinator.store.sql import SqlStore
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AlreadyExists, AtollError, BackupCorrupt, ConfigError, DataDirUnusable, SignatureInvalid
 from atoll.core.identity import Identity

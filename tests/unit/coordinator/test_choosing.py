@@ -10,7 +10,7 @@ from unit.coordinator.test_recovery_of_routes import pair_of_stages, tell
 from unit.coordinator.world import RUN
 
 from atoll.coordinator.state import checkpoints
-from atoll.coordinator.state.records import Checkpoint
+from atoll.coordinator.store.records import Checkpoint
 from atoll.core.errors import NotFound, Unreachable
 
 LAST = LAYERS - 1

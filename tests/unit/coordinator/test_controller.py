@@ -16,8 +16,8 @@ from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.records import DenyRow, PlanRow, Record
 from atoll.coordinator.state.snapshot import Draft, Policy
+from atoll.coordinator.store.records import DenyRow, PlanRow, Record
 from atoll.core.clock import Clock, ManualClock
 from atoll.core.errors import DatabaseCorrupt, DataDirUnusable
 from atoll.core.identity import Identity

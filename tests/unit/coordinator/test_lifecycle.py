@@ -13,8 +13,8 @@ from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_rep
 from atoll.coordinator.state import admission, find, lifecycle, machine, views
 from atoll.coordinator.state.edges import EDGES
 from atoll.coordinator.state.fitness import DRAIN_SECONDS, corpus_notice, ready_count
-from atoll.coordinator.state.records import Node, Run
 from atoll.coordinator.state.snapshot import Policy
+from atoll.coordinator.store.records import Node, Run
 from atoll.core.data_position import LEASE_ROUNDS
 from atoll.core.errors import AlreadyExists, Ambiguous, CorpusError, InvalidTransition, NotFound, RunSpecError
 from atoll.core.manifest import manifest_hash

@@ -15,8 +15,8 @@ from unit.coordinator.world import RUN, World, abandoned_report, genesis_report,
 from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.edges import EDGES
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.records import Event, Run
 from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
+from atoll.coordinator.store.records import Event, Run
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan

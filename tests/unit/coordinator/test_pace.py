@@ -10,7 +10,7 @@ from unit.coordinator.world import RUN
 
 from atoll.coordinator.state import admission
 from atoll.coordinator.state.pace import KEPT_SECONDS, SAMPLE_SECONDS
-from atoll.coordinator.state.records import PlanFigures
+from atoll.coordinator.store.records import PlanFigures
 
 
 def kept(world: RoutedWorld, version: int) -> PlanFigures:

@@ -8,7 +8,7 @@ import pytest
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.state import recovery, views
-from atoll.coordinator.state.records import Round, Vote
+from atoll.coordinator.store.records import Round, Vote
 from atoll.core.errors import InvalidRequest, InvalidTransition
 from atoll.v1 import membership_pb2 as mb
 

@@ -20,8 +20,8 @@ from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.state import machine
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.records import Evaluation
 from atoll.coordinator.state.snapshot import Policy
+from atoll.coordinator.store.records import Evaluation
 from atoll.coordinator.web.metrics import StateCollector
 from atoll.coordinator.web.status import Logs, status, thin
 from atoll.core.clock import ManualClock

@@ -14,11 +14,11 @@ from sqlalchemy import MetaData, create_engine, text
 from support.postgres import Postgres, missing, postgres
 from unit.coordinator.world import round_report
 
-from atoll.coordinator.state import migrations
-from atoll.coordinator.state.copying import copy_rows
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.owner import OWNER
-from atoll.coordinator.state.records import (
+from atoll.coordinator.store import migrations
+from atoll.coordinator.store.copying import copy_rows
+from atoll.coordinator.store.database_lock import OWNER
+from atoll.coordinator.store.records import (
     RECORDS,
     Checkpoint,
     Delete,
@@ -34,9 +34,9 @@ from atoll.coordinator.state.records import (
     Vote,
     Waiting,
 )
-from atoll.coordinator.state.sql import SqlStore
-from atoll.coordinator.state.store import Contents, Store
-from atoll.coordinator.state.tables import METADATA
+from atoll.coordinator.store.sql import SqlStore
+from atoll.coordinator.store.store import Contents, Store
+from atoll.coordinator.store.tables import METADATA
 from atoll.core.errors import (
     AlreadyExists,
     AlreadyRunning,

@@ -11,7 +11,7 @@ from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.state import votes
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.records import Delete, Vote
+from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.state import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
-from atoll.coordinator.state.records import Change, Event, Node, Run, Token
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.coordinator.store.records import Change, Event, Node, Run, Token
 from atoll.core import protocol
 from atoll.core.fragments import turn_of
 from atoll.core.identity import Identity

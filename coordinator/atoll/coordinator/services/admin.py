@@ -23,8 +23,8 @@ from atoll.coordinator.state import (
     recovery,
     views,
 )
-from atoll.coordinator.state.records import Checkpoint, Node, Round, Run
-from atoll.coordinator.state.store import Store
+from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
+from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
 from atoll.core.tokens import hash_secret, new_token

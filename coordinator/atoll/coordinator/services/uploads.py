@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.state import checkpoints
-from atoll.coordinator.state.records import Checkpoint
+from atoll.coordinator.store.records import Checkpoint
 from atoll.coordinator.text import clean
 from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable, first_error
 from atoll.v1 import manifest_pb2

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.state import find, hand_over
 from atoll.coordinator.state.allowance import may_store
-from atoll.coordinator.state.records import Node, Token
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.coordinator.store.records import Node, Token
 from atoll.coordinator.text import clean
 from atoll.core.errors import (
     AlreadyExists,

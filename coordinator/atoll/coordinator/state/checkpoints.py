@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.coordinator.state import find
-from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.snapshot import Draft, State, electorate_after
+from atoll.coordinator.store.records import Checkpoint, Node
 from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.manifest import parse_head, require_quorum, verify_votes
 from atoll.core.units import layers_text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from atoll.coordinator.state.edges import EDGES
-from atoll.coordinator.state.records import Node, Run, Token
 from atoll.coordinator.state.snapshot import State
+from atoll.coordinator.store.records import Node, Run, Token
 from atoll.core.errors import Ambiguous, CertificateInvalid, NotFound
 
 

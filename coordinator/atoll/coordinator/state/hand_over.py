@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from atoll.coordinator.state import asking, preparation
 from atoll.coordinator.state.fitness import present
-from atoll.coordinator.state.records import Node
 from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.store.records import Node
 
 MOST_SECONDS = 300.0  # beside a preparation's own patience; then the node goes whatever becomes of its layers
 

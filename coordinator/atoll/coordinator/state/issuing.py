@@ -11,8 +11,8 @@ from atoll.coordinator.planner.drafting import Route, plan_of
 from atoll.coordinator.planner.replicas import replicate
 from atoll.coordinator.planner.shares import MAX_UPLINK, Link, best_shares, needs_relay, span_rates
 from atoll.coordinator.state.fitness import joined
-from atoll.coordinator.state.records import PlanFigures, Run
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
+from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan
 from atoll.v1 import manifest_pb2, plan_pb2

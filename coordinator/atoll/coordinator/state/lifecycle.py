@@ -24,9 +24,9 @@ from atoll.coordinator.state.fitness import (
     stray_corpora,
 )
 from atoll.coordinator.state.following import follow_members
-from atoll.coordinator.state.records import Run
 from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
+from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.units import bytes_text

@@ -29,7 +29,6 @@ from atoll.coordinator.state import (
 )
 from atoll.coordinator.state.allowance import RESIZED, may_store
 from atoll.coordinator.state.fitness import FIT, corpus_expected
-from atoll.coordinator.state.records import Checkpoint, Node
 from atoll.coordinator.state.round_checks import check_table
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -46,7 +45,8 @@ from atoll.coordinator.state.snapshot import (
     key_of,
     with_base,
 )
-from atoll.coordinator.state.store import Contents
+from atoll.coordinator.store.records import Checkpoint, Node
+from atoll.coordinator.store.store import Contents
 from atoll.coordinator.text import MAX_SENTENCE_CHARACTERS, clean, tidied
 from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from atoll.coordinator.state.records import (
+from atoll.coordinator.store.records import (
     RECORDS,
     Change,
     Checkpoint,
@@ -24,7 +24,7 @@ from atoll.coordinator.state.records import (
     Vote,
     Waiting,
 )
-from atoll.coordinator.state.store import Contents, Store
+from atoll.coordinator.store.store import Contents, Store
 from atoll.core.errors import AlreadyRunning
 
 _R = TypeVar("_R", bound=Record)

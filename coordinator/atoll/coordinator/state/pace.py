@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from atoll.coordinator.planner.question import Answer, Question, is_known
 from atoll.coordinator.state import asking, doubts
-from atoll.coordinator.state.records import PlanFigures
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.coordinator.store.records import PlanFigures
 from atoll.core.plan import Plan
 
 SAMPLE_SECONDS = 5.0

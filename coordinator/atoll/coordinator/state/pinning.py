@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from atoll.coordinator.state import find
 from atoll.coordinator.state.fitness import OUT, wanted
-from atoll.coordinator.state.records import Node
 from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.coordinator.store.records import Node
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.units import bytes_text
 from atoll.v1 import plan_pb2

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
 from atoll.coordinator.state import second_copies
 from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER
-from atoll.coordinator.state.records import Node, PlanFigures
 from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import State
+from atoll.coordinator.store.records import Node, PlanFigures
 from atoll.core.plan import Plan
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state.records import Node
 from atoll.coordinator.state.snapshot import Live
+from atoll.coordinator.store.records import Node
 
 HALF_LIFE_SECONDS = 7 * 86400.0
 LENT_SECONDS = 86400.0

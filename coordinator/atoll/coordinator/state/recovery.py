@@ -17,9 +17,9 @@ from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.state import find, routing, standbys, votes
 from atoll.coordinator.state.fitness import fit_nodes, present
 from atoll.coordinator.state.issuing import Notes, issue, issue_routes, next_version
-from atoll.coordinator.state.records import Run
 from atoll.coordinator.state.round_checks import MAX_GAP
 from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
+from atoll.coordinator.store.records import Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
 from atoll.v1 import membership_pb2 as mb

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from atoll.coordinator.state import following, lifecycle
 from atoll.coordinator.state.allowance import REFUSED, may_store
-from atoll.coordinator.state.records import Evaluation, Round, Run, Waiting
 from atoll.coordinator.state.round_checks import (
     check_layers,
     check_table,
@@ -21,6 +20,7 @@ from atoll.coordinator.state.round_checks import (
     told_row,
 )
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of
+from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting
 from atoll.coordinator.text import clean
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved

@@ -16,7 +16,7 @@ from atoll.coordinator.planner.question import Preferences, Question
 from atoll.coordinator.state.allowance import Allowance
 from atoll.coordinator.state.paths import Path
 from atoll.coordinator.state.preparation import Coming, Preparation
-from atoll.coordinator.state.records import (
+from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
     Delete,

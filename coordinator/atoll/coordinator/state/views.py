@@ -13,9 +13,9 @@ from atoll.coordinator.state.fitness import ready_count, uncounted
 from atoll.coordinator.state.paths import fresh
 from atoll.coordinator.state.plan_views import part_in_plan
 from atoll.coordinator.state.presence import availability, failures_per_hour
-from atoll.coordinator.state.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.state.votes import Answer
+from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.core.membership import ROLES
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin

@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.state import find
 from atoll.coordinator.state.allowance import ATTEMPTS, Allowance
-from atoll.coordinator.state.records import Run, Vote
 from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES, fragments_of
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
+from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import Banned, InvalidRequest
 from atoll.core.fragments import turn_of
 from atoll.core.quorum import Ballot

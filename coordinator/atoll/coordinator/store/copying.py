@@ -5,8 +5,8 @@ from __future__ import annotations
 from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from atoll.coordinator.state.sql import SqlStore, open_engine
-from atoll.coordinator.state.tables import METADATA
+from atoll.coordinator.store.sql import SqlStore, open_engine
+from atoll.coordinator.store.tables import METADATA
 from atoll.core.errors import AlreadyExists, DatabaseCorrupt
 
 _BATCH = 500

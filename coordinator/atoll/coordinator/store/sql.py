@@ -25,9 +25,9 @@ from sqlalchemy.exc import (
 )
 
 from atoll.coordinator.database_url import printable
-from atoll.coordinator.state import migrations
-from atoll.coordinator.state.owner import Lock, check, claim, sqlite_file, taken
-from atoll.coordinator.state.records import (
+from atoll.coordinator.store import migrations
+from atoll.coordinator.store.database_lock import Lock, check, claim, sqlite_file, taken
+from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
     Delete,
@@ -44,8 +44,8 @@ from atoll.coordinator.state.records import (
     Vote,
     Waiting,
 )
-from atoll.coordinator.state.store import Contents, Store
-from atoll.coordinator.state.tables import TABLES
+from atoll.coordinator.store.store import Contents, Store
+from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
 _R = TypeVar("_R", bound=Record)

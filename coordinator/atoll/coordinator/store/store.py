@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.coordinator.state.records import (
+from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
     DenyRow,

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from sqlalchemy import BigInteger, Boolean, Column, Dialect, Double, LargeBinary, MetaData, Table, Text
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from atoll.coordinator.state.records import (
+from atoll.coordinator.store.records import (
     Checkpoint,
     DenyRow,
     Evaluation,

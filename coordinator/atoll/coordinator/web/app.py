@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state.store import Store
+from atoll.coordinator.store.store import Store
 from atoll.coordinator.web.status import RECENT_EVENTS, RECENT_ROUNDS, Logs, status
 
 ASSETS = Path(__file__).parent / "assets"

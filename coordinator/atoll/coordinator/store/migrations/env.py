@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from atoll.coordinator.state.tables import METADATA
+from atoll.coordinator.store.tables import METADATA
 
 context.configure(
     connection=context.config.attributes["connection"],
