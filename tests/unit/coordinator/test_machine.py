@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.state import admission, lifecycle, machine
-from atoll.coordinator.state.edges import EDGES
 from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
 from atoll.coordinator.store.records import Event, Run
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition

@@ -19,8 +19,8 @@ from unit.coordinator.world import (
 )
 
 from atoll.coordinator.state import admission, checkpoints, fitness, machine, reports, snapshot, votes
-from atoll.coordinator.state.allowance import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.state.memory import MemoryStore
+from atoll.coordinator.state.rate_limits import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round, Waiting
 from atoll.core import manifest as manifests
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid

@@ -10,7 +10,7 @@ from unit.coordinator.world import FIT, World
 
 from atoll.coordinator.planner.measured import problem_of
 from atoll.coordinator.planner.problem import Wishes, read_layers
-from atoll.coordinator.state import presence
+from atoll.coordinator.state import availability as presence
 from atoll.coordinator.state.snapshot import Live, Moment
 from atoll.coordinator.store.records import Node
 

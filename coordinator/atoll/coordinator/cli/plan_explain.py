@@ -21,7 +21,7 @@ from atoll.coordinator.planner.question import Measured, Preferences, of_its_lay
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.tables import Tables
-from atoll.coordinator.state.paths import Path
+from atoll.coordinator.state.peer_paths import Path
 from atoll.coordinator.text import clean
 from atoll.core.clock import SystemClock
 from atoll.core.errors import InvalidTransition

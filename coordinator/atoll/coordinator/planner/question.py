@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.coordinator.planner.drafting import Route
-from atoll.coordinator.state.paths import Path
+from atoll.coordinator.state.peer_paths import Path
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2

@@ -12,17 +12,8 @@ import grpc
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import (
-    admission,
-    applying,
-    checkpoints,
-    find,
-    lifecycle,
-    pinning,
-    plan_views,
-    recovery,
-    views,
-)
+from atoll.coordinator.state import admission, applying, checkpoints, lifecycle, pinning, plan_views, recovery, views
+from atoll.coordinator.state import lookup as find
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound

@@ -18,7 +18,8 @@ from atoll.coordinator.interceptors import NODE, caller
 from atoll.coordinator.services.conversation import Conversation
 from atoll.coordinator.services.enrolment import membership_of
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import admission, find, machine, views, votes
+from atoll.coordinator.state import admission, machine, views, votes
+from atoll.coordinator.state import lookup as find
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify
 from atoll.core.manifest import sign_tie_break

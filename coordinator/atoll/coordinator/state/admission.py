@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.state import find, hand_over
-from atoll.coordinator.state.allowance import may_store
+from atoll.coordinator.state import hand_over
+from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state.rate_limits import may_store
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
 from atoll.coordinator.store.records import Node, Token
 from atoll.coordinator.text import clean

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atoll.coordinator.state import find
+from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.snapshot import Draft, State, electorate_after
 from atoll.coordinator.store.records import Checkpoint, Node
 from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable

@@ -10,9 +10,9 @@ import math
 
 from atoll.coordinator.planner.shares import WORTH, gain
 from atoll.coordinator.state import routing
-from atoll.coordinator.state.edges import move
 from atoll.coordinator.state.fitness import Present, difference, fit_nodes, present
 from atoll.coordinator.state.issuing import issue, links, reduce_rates
+from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.core.plan import Plan
 

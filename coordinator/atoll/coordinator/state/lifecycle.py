@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from atoll.coordinator.state import find
-from atoll.coordinator.state.allowance import may_store
-from atoll.coordinator.state.edges import move
+from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.fitness import (
     corpus_expected,
     most_common_corpus,
@@ -24,7 +22,9 @@ from atoll.coordinator.state.fitness import (
     stray_corpora,
 )
 from atoll.coordinator.state.following import follow_members
+from atoll.coordinator.state.rate_limits import may_store
 from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.coordinator.state.edges import EDGES
+from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, Run, Token
 from atoll.core.errors import Ambiguous, CertificateInvalid, NotFound

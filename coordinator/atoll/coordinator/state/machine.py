@@ -14,21 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import (
-    admission,
-    answering,
-    checkpoints,
-    find,
-    hand_over,
-    lifecycle,
-    pace,
-    paths,
-    presence,
-    recovery,
-    reports,
-)
-from atoll.coordinator.state.allowance import RESIZED, may_store
+from atoll.coordinator.state import admission, answering, checkpoints, hand_over, lifecycle, pace, recovery, reports
+from atoll.coordinator.state import availability as presence
+from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import peer_paths as paths
 from atoll.coordinator.state.fitness import FIT, corpus_expected
+from atoll.coordinator.state.rate_limits import RESIZED, may_store
 from atoll.coordinator.state.round_checks import check_table
 from atoll.coordinator.state.snapshot import (
     Commit,

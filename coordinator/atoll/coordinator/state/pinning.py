@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state import find
+from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.fitness import OUT, wanted
 from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step

@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.planner.drafting import routes_of
-from atoll.coordinator.state import find, routing, standbys, votes
+from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import routing, standbys, votes
 from atoll.coordinator.state.fitness import fit_nodes, present
 from atoll.coordinator.state.issuing import Notes, issue, issue_routes, next_version
 from atoll.coordinator.state.round_checks import MAX_GAP

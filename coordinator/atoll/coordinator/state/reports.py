@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.state import following, lifecycle
-from atoll.coordinator.state.allowance import REFUSED, may_store
+from atoll.coordinator.state.rate_limits import REFUSED, may_store
 from atoll.coordinator.state.round_checks import (
     check_layers,
     check_table,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from atoll.coordinator.planner.question import Preferences, Question
-from atoll.coordinator.state.allowance import Allowance
-from atoll.coordinator.state.paths import Path
+from atoll.coordinator.state.peer_paths import Path
 from atoll.coordinator.state.preparation import Coming, Preparation
+from atoll.coordinator.state.rate_limits import Allowance
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,

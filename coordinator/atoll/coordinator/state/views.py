@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.state import checkpoints
+from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.fitness import ready_count, uncounted
-from atoll.coordinator.state.paths import fresh
+from atoll.coordinator.state.peer_paths import fresh
 from atoll.coordinator.state.plan_views import part_in_plan
-from atoll.coordinator.state.presence import availability, failures_per_hour
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.state.votes import Answer
 from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
