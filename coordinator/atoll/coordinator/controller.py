@@ -18,7 +18,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state import machine
+from atoll.coordinator.runs import machine
 from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
 from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.store.store import Store

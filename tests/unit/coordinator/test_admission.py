@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import RUN, SECRET, World, spec_toml
 
-from atoll.coordinator.state import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.store.records import Event
 from atoll.core.errors import (

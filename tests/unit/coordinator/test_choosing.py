@@ -9,7 +9,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.test_recovery_of_routes import pair_of_stages, tell
 from unit.coordinator.world import RUN
 
-from atoll.coordinator.state import checkpoints
+from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.store.records import Checkpoint
 from atoll.core.errors import NotFound, Unreachable
 

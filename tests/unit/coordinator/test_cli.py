@@ -20,7 +20,7 @@ from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import checkpoint, events, main, node, plan, run, token
 from atoll.coordinator.cli.output import Column, show
-from atoll.coordinator.state import admission
+from atoll.coordinator.runs import admission
 from atoll.core.cli import run_cli
 from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable, UsageError
 from atoll.core.output import Output

@@ -14,7 +14,7 @@ from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.coordinator.store.records import DenyRow, PlanRow, Record

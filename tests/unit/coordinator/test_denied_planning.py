@@ -7,7 +7,8 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.planner.live import answer
-from atoll.coordinator.state import admission, applying, lifecycle, pinning, preparation
+from atoll.coordinator.runs import admission, lifecycle
+from atoll.coordinator.state import applying, pinning, preparation
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, round_report, spec_toml
 
-from atoll.coordinator.state import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after

@@ -18,7 +18,8 @@ from unit.coordinator.world import (
     round_report,
 )
 
-from atoll.coordinator.state import admission, checkpoints, fitness, machine, reports, snapshot, votes
+from atoll.coordinator.runs import admission, checkpoints, machine
+from atoll.coordinator.state import fitness, reports, snapshot, votes
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.rate_limits import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round, Waiting

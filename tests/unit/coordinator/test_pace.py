@@ -8,7 +8,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN
 
-from atoll.coordinator.state import admission
+from atoll.coordinator.runs import admission
 from atoll.coordinator.state.pace import KEPT_SECONDS, SAMPLE_SECONDS
 from atoll.coordinator.store.records import PlanFigures
 

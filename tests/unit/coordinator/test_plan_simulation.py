@@ -20,7 +20,8 @@ from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state import admission, pinning
+from atoll.coordinator.runs import admission
+from atoll.coordinator.state import pinning
 from atoll.coordinator.state.fitness import present
 from atoll.coordinator.state.snapshot import Step
 from atoll.core.errors import PlanInputInvalid

@@ -8,7 +8,8 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, SECRET
 
-from atoll.coordinator.state import admission, hand_over, lifecycle, preparation, views
+from atoll.coordinator.runs import admission, lifecycle
+from atoll.coordinator.state import hand_over, preparation, views
 from atoll.v1 import membership_pb2 as mb
 
 

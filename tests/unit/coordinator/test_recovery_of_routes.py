@@ -6,7 +6,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, hash_of, round_report
 
-from atoll.coordinator.state import admission, recovery
+from atoll.coordinator.runs import admission, recovery
 from atoll.core.errors import InvalidRequest, InvalidTransition
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2

@@ -11,7 +11,8 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.test_preparing import order, told
 from unit.coordinator.world import FIT, RUN
 
-from atoll.coordinator.state import admission, lifecycle, pinning, plan_views, second_copies
+from atoll.coordinator.runs import admission, lifecycle
+from atoll.coordinator.state import pinning, plan_views, second_copies
 from atoll.coordinator.state.fitness import Present
 from atoll.coordinator.state.issuing import round_seconds
 from atoll.coordinator.state.preparation import Coming

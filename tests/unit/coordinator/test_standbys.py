@@ -10,7 +10,8 @@ from unit.coordinator.test_preparing import order, told
 from unit.coordinator.test_recovery_of_routes import go_on
 from unit.coordinator.world import FIT, RUN
 
-from atoll.coordinator.state import admission, pinning, plan_views, recovery
+from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.state import pinning, plan_views
 from atoll.coordinator.state.rooms import room_of
 from atoll.v1 import membership_pb2 as mb
 

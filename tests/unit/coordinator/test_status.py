@@ -18,7 +18,7 @@ from unit.coordinator.world import RUN, World
 
 from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state import machine
+from atoll.coordinator.runs import machine
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Evaluation

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import admission, answering, checkpoints, hand_over, lifecycle, pace, recovery, reports
+from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
+from atoll.coordinator.state import answering, hand_over, pace, reports
 from atoll.coordinator.state import availability as presence
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state import peer_paths as paths

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 
 from atoll.coordinator.controller import Controller
+from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import admission, applying, checkpoints, lifecycle, pinning, plan_views, recovery, views
+from atoll.coordinator.state import applying, pinning, plan_views, views
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store

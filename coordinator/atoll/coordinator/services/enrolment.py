@@ -8,7 +8,7 @@ import grpc
 
 from atoll.coordinator.ca import Keys
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state import admission
+from atoll.coordinator.runs import admission
 from atoll.coordinator.store.records import Node
 from atoll.core import protocol
 from atoll.core.certs import csr_public_key

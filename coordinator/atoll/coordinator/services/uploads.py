@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state import checkpoints
+from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.store.records import Checkpoint
 from atoll.coordinator.text import clean
 from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable, first_error

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state import following, lifecycle
+from atoll.coordinator.runs import lifecycle
+from atoll.coordinator.state import following
 from atoll.coordinator.state.rate_limits import REFUSED, may_store
 from atoll.coordinator.state.round_checks import (
     check_layers,

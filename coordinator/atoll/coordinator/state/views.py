@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from atoll.coordinator.state import checkpoints
+from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.fitness import ready_count, uncounted
 from atoll.coordinator.state.peer_paths import fresh
