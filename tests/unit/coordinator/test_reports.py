@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
+from atoll.coordinator.rounds import reports
+from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_GAP
 from atoll.coordinator.runs import recovery
-from atoll.coordinator.state import reports
-from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP
 from atoll.coordinator.store.records import Evaluation, Event, Round
 from atoll.core.identity import Identity
 from atoll.core.manifest import sign_tie_break

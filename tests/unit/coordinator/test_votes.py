@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
-from atoll.coordinator.state import votes
+from atoll.coordinator.rounds import tie_break_votes as votes
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.runs import lifecycle
-from atoll.coordinator.state import following
-from atoll.coordinator.state.rate_limits import REFUSED, may_store
-from atoll.coordinator.state.round_checks import (
+from atoll.coordinator.rounds.round_checks import (
     check_layers,
     check_table,
     claimed_head,
@@ -20,6 +17,9 @@ from atoll.coordinator.state.round_checks import (
     report_key,
     told_row,
 )
+from atoll.coordinator.runs import lifecycle
+from atoll.coordinator.state import following
+from atoll.coordinator.state.rate_limits import REFUSED, may_store
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of
 from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting
 from atoll.coordinator.text import clean

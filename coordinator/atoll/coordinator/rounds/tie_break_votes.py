@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
+from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES, fragments_of
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.rate_limits import ATTEMPTS, Allowance
-from atoll.coordinator.state.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES, fragments_of
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import Banned, InvalidRequest
