@@ -6,9 +6,11 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import FIT, RUN
 
+from atoll.coordinator.live import pinning
+from atoll.coordinator.live import plan_apply as applying
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state import applying, pinning, preparation
+from atoll.coordinator.state import preparation
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_report, spec_toml
 
+from atoll.coordinator.live.fitness import DRAIN_SECONDS, corpus_notice, ready_count
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state import views
-from atoll.coordinator.state.fitness import DRAIN_SECONDS, corpus_notice, ready_count
 from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Node, Run

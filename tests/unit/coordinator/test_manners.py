@@ -18,10 +18,11 @@ from unit.coordinator.world import (
     round_report,
 )
 
+from atoll.coordinator.live import fitness
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds import tie_break_votes as votes
 from atoll.coordinator.runs import admission, checkpoints, machine
-from atoll.coordinator.state import fitness, snapshot
+from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.rate_limits import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round, Waiting

@@ -6,9 +6,12 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
+from atoll.coordinator.live import pinning
+from atoll.coordinator.live import plan_apply as applying
+from atoll.coordinator.live import planner_question as asking
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Preferences
-from atoll.coordinator.state import applying, asking, pinning, plan_views
+from atoll.coordinator.state import plan_views
 from atoll.coordinator.state.views import node_view
 from atoll.core.clock import ManualClock
 from atoll.core.errors import InvalidTransition, NotFound, PlanInputInvalid

@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from unit.coordinator.routed import LAYERS, RoutedWorld, card, covers, model
 from unit.coordinator.world import FIT, RUN
 
+from atoll.coordinator.live import pinning
+from atoll.coordinator.live.fitness import present
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission
-from atoll.coordinator.state import pinning
-from atoll.coordinator.state.fitness import present
 from atoll.coordinator.state.snapshot import Step
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.identity import Identity

@@ -8,8 +8,9 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, SECRET
 
+from atoll.coordinator.live import hand_over
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state import hand_over, preparation, views
+from atoll.coordinator.state import preparation, views
 from atoll.v1 import membership_pb2 as mb
 
 

@@ -11,12 +11,14 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.test_preparing import order, told
 from unit.coordinator.world import FIT, RUN
 
+from atoll.coordinator.live import neighbour_copies as second_copies
+from atoll.coordinator.live import pinning
+from atoll.coordinator.live.fitness import Present
+from atoll.coordinator.live.issuing import round_seconds
+from atoll.coordinator.live.neighbour_copies import Pair
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state import pinning, plan_views, second_copies
-from atoll.coordinator.state.fitness import Present
-from atoll.coordinator.state.issuing import round_seconds
+from atoll.coordinator.state import plan_views
 from atoll.coordinator.state.preparation import Coming
-from atoll.coordinator.state.second_copies import Pair
 from atoll.coordinator.state.snapshot import Draft
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb

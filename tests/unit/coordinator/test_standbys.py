@@ -10,9 +10,10 @@ from unit.coordinator.test_preparing import order, told
 from unit.coordinator.test_recovery_of_routes import go_on
 from unit.coordinator.world import FIT, RUN
 
+from atoll.coordinator.live import pinning
+from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.runs import admission, recovery
-from atoll.coordinator.state import pinning, plan_views
-from atoll.coordinator.state.rooms import room_of
+from atoll.coordinator.state import plan_views
 from atoll.v1 import membership_pb2 as mb
 
 

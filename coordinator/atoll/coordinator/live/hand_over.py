@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state import asking, preparation
-from atoll.coordinator.state.fitness import present
+from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live.fitness import present
+from atoll.coordinator.state import preparation
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.coordinator.store.records import Node
 

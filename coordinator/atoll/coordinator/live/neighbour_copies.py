@@ -16,14 +16,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from atoll.coordinator.live import issuing, standbys
+from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import stage_liveness as gone
+from atoll.coordinator.live.fitness import Present
+from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
+from atoll.coordinator.live.pinning import span_of
+from atoll.coordinator.live.span_fit import has_room
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
-from atoll.coordinator.state import asking, gone, issuing, preparation, standbys
-from atoll.coordinator.state.fitness import Present
-from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
-from atoll.coordinator.state.pinning import span_of
+from atoll.coordinator.state import preparation
 from atoll.coordinator.state.preparation import Coming
-from atoll.coordinator.state.rooms import has_room
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.coordinator.live.fitness import OUT, wanted
+from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state.fitness import OUT, wanted
-from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import PlanInputInvalid

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.coordinator.live import planner_answer as answering
+from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import routing
+from atoll.coordinator.live.fitness import difference, present
+from atoll.coordinator.live.issuing import issue
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
-from atoll.coordinator.state import answering, asking, routing
-from atoll.coordinator.state.fitness import difference, present
-from atoll.coordinator.state.issuing import issue
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan

@@ -7,12 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import profile_doubts as doubts
+from atoll.coordinator.live import standbys
+from atoll.coordinator.live.fitness import Present, difference, present
+from atoll.coordinator.live.issuing import Notes, issue_routes
+from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import asking, doubts, preparation, standbys
-from atoll.coordinator.state.fitness import Present, difference, present
-from atoll.coordinator.state.issuing import Notes, issue_routes
-from atoll.coordinator.state.pinning import span_of
+from atoll.coordinator.state import preparation
 from atoll.coordinator.state.preparation import Preparation
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, State, Step

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from atoll.coordinator.live.fitness import Present, present
+from atoll.coordinator.live.pinning import pins_of
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of, of_its_layers
 from atoll.coordinator.state import availability as presence
-from atoll.coordinator.state.fitness import Present, present
 from atoll.coordinator.state.peer_paths import fresh
-from atoll.coordinator.state.pinning import pins_of
 from atoll.coordinator.state.snapshot import Live, Moment, Policy, RunMemory, State
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan

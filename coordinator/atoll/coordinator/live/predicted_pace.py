@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import profile_doubts as doubts
 from atoll.coordinator.planner.question import Answer, Question, is_known
-from atoll.coordinator.state import asking, doubts
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.coordinator.store.records import PlanFigures
 from atoll.core.plan import Plan

@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from atoll.coordinator.live import issuing, standbys
+from atoll.coordinator.live import neighbour_copies as second_copies
+from atoll.coordinator.live import planner_answer as answering
+from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live.fitness import Present
+from atoll.coordinator.live.issuing import Notes, issue_routes
+from atoll.coordinator.live.pinning import span_of
+from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.shares import WORTH, span_gain, span_rates
-from atoll.coordinator.state import answering, asking, issuing, second_copies, standbys
-from atoll.coordinator.state.fitness import Present
-from atoll.coordinator.state.issuing import Notes, issue_routes
-from atoll.coordinator.state.pinning import span_of
-from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.coordinator.live import plan_upkeep as following
 from atoll.coordinator.rounds.round_checks import (
     check_layers,
     check_table,
@@ -18,7 +19,6 @@ from atoll.coordinator.rounds.round_checks import (
     told_row,
 )
 from atoll.coordinator.runs import lifecycle
-from atoll.coordinator.state import following
 from atoll.coordinator.state.rate_limits import REFUSED, may_store
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of
 from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.state import hand_over
+from atoll.coordinator.live import hand_over
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.rate_limits import may_store
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step

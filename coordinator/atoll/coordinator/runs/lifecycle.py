@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state.fitness import (
+from atoll.coordinator.live.fitness import (
     corpus_expected,
     most_common_corpus,
     ready_nodes,
     still_there,
     stray_corpora,
 )
-from atoll.coordinator.state.following import follow_members
+from atoll.coordinator.live.plan_upkeep import follow_members
+from atoll.coordinator.live.span_fit import room_of
+from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.rate_limits import may_store
-from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
 from atoll.coordinator.store.records import Run

@@ -13,15 +13,17 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from atoll.coordinator.live import hand_over
+from atoll.coordinator.live import planner_answer as answering
+from atoll.coordinator.live import predicted_pace as pace
+from atoll.coordinator.live.fitness import FIT, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import check_table
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
-from atoll.coordinator.state import answering, hand_over, pace
 from atoll.coordinator.state import availability as presence
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state import peer_paths as paths
-from atoll.coordinator.state.fitness import FIT, corpus_expected
 from atoll.coordinator.state.rate_limits import RESIZED, may_store
 from atoll.coordinator.state.snapshot import (
     Commit,

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from atoll.coordinator.live import routing, standbys
+from atoll.coordinator.live.fitness import fit_nodes, present
+from atoll.coordinator.live.issuing import Notes, issue, issue_routes, next_version
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.rounds import tie_break_votes as votes
 from atoll.coordinator.rounds.round_checks import MAX_GAP
 from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state import routing, standbys
-from atoll.coordinator.state.fitness import fit_nodes, present
-from atoll.coordinator.state.issuing import Notes, issue, issue_routes, next_version
 from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import InvalidTransition

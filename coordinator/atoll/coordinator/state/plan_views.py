@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
+from atoll.coordinator.live import neighbour_copies as second_copies
+from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER
+from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
-from atoll.coordinator.state import second_copies
-from atoll.coordinator.state.issuing import STATE_BYTES_PER_PARAMETER
-from atoll.coordinator.state.rooms import room_of
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, PlanFigures
 from atoll.core.plan import Plan

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state.fitness import ready_count
+from atoll.coordinator.live.fitness import ready_count
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.text import enum_word
 from atoll.v1 import membership_pb2 as mb
