@@ -12,8 +12,8 @@ from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_rep
 
 from atoll.coordinator.live.fitness import DRAIN_SECONDS, corpus_notice, ready_count
 from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.services import views
 from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state import views
 from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Node, Run

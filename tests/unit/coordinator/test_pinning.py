@@ -11,8 +11,8 @@ from atoll.coordinator.live import plan_apply as applying
 from atoll.coordinator.live import planner_question as asking
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Preferences
-from atoll.coordinator.state import plan_views
-from atoll.coordinator.state.views import node_view
+from atoll.coordinator.services import plan_views
+from atoll.coordinator.services.views import node_view
 from atoll.core.clock import ManualClock
 from atoll.core.errors import InvalidTransition, NotFound, PlanInputInvalid
 from atoll.core.plan import Plan, sign_plan

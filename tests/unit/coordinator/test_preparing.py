@@ -10,7 +10,8 @@ from unit.coordinator.world import RUN, SECRET
 
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state import preparation, views
+from atoll.coordinator.services import views
+from atoll.coordinator.state import preparation
 from atoll.v1 import membership_pb2 as mb
 
 

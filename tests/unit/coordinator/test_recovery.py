@@ -8,7 +8,7 @@ import pytest
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.runs import recovery
-from atoll.coordinator.state import views
+from atoll.coordinator.services import views
 from atoll.coordinator.store.records import Round, Vote
 from atoll.core.errors import InvalidRequest, InvalidTransition
 from atoll.v1 import membership_pb2 as mb

@@ -12,7 +12,7 @@ from unit.coordinator.world import FIT, RUN, layer_table
 from atoll.coordinator.planner.drafting import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
 from atoll.coordinator.runs import admission, machine, recovery
-from atoll.coordinator.state.plan_views import part_in_plan
+from atoll.coordinator.services.plan_views import part_in_plan
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2

@@ -13,7 +13,7 @@ from unit.coordinator.world import FIT, RUN
 from atoll.coordinator.live import pinning
 from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.runs import admission, recovery
-from atoll.coordinator.state import plan_views
+from atoll.coordinator.services import plan_views
 from atoll.v1 import membership_pb2 as mb
 
 

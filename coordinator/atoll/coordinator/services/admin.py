@@ -14,9 +14,9 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import pinning
 from atoll.coordinator.live import plan_apply as applying
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
+from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.uploads import Uploads
 from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state import plan_views, views
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound

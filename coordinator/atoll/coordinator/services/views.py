@@ -11,9 +11,9 @@ from typing import cast
 from atoll.coordinator.live.fitness import ready_count, uncounted
 from atoll.coordinator.rounds.tie_break_votes import Answer
 from atoll.coordinator.runs import checkpoints
+from atoll.coordinator.services.plan_views import part_in_plan
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import fresh
-from atoll.coordinator.state.plan_views import part_in_plan
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.core.membership import ROLES

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-from atoll.coordinator.state import views
+from atoll.coordinator.services import views
 from atoll.coordinator.state.snapshot import Moment, State
 from atoll.coordinator.store.records import Evaluation, Event, Node, Round, Run
 from atoll.coordinator.text import enum_word
