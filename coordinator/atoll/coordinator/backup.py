@@ -5,7 +5,7 @@ transaction, and either way the archive holds a SQLite file. `restore` makes a n
 
 What happened after the backup is forgotten, so a restored coordinator must not trust its own memory of what it signed:
 plans and deny-lists go on above any number that may have been issued, it abstains from votes until that is safe
-(`state/votes.py`), and all tokens are revoked, because their uses may have been spent since.
+(`rounds/tie_break_votes.py`), and all tokens are revoked, because their uses may have been spent since.
 """
 
 from __future__ import annotations

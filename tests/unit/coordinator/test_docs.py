@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from atoll.coordinator import state
+from atoll import coordinator
 from atoll.coordinator.cli import main
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "atollctl.md"
@@ -22,7 +22,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 def test_every_event_is_in_the_reference() -> None:
     text = REFERENCE.read_text()
-    source = "".join(path.read_text() for path in Path(next(iter(state.__path__))).glob("*.py"))
+    source = "".join(path.read_text() for path in Path(next(iter(coordinator.__path__))).rglob("*.py"))
     kinds = set(re.findall(r'"((?:node|run|token|plan|round)\.[a-z-]+)"', source))
     kinds |= {f"run.{name.lower()}" for name in ("WAITING", "GENESIS", "TRAINING", "PAUSED", "FINISHED", "STOPPED")}
     assert len(kinds) > 15

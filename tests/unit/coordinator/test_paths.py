@@ -16,11 +16,11 @@ from unit.coordinator.world import World, spec_toml
 from atoll.coordinator.planner.checks import check_problem
 from atoll.coordinator.planner.measured import OFF, Measured, problem_of, wishes_of
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
-from atoll.coordinator.planner.question import Preferences
+from atoll.coordinator.planner.question import Path, Preferences
 from atoll.coordinator.planner.shares import MAX_UPLINK
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.state import peer_paths as paths
-from atoll.coordinator.state.peer_paths import MOST_PATHS, Path
+from atoll.coordinator.state.peer_paths import MOST_PATHS
 from atoll.coordinator.text import tidied
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec

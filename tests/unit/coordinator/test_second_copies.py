@@ -18,8 +18,7 @@ from atoll.coordinator.live.issuing import round_seconds
 from atoll.coordinator.live.neighbour_copies import Pair
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
-from atoll.coordinator.state.preparation import Coming
-from atoll.coordinator.state.snapshot import Draft
+from atoll.coordinator.state.snapshot import Coming, Draft
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb
 

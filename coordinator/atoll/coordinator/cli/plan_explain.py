@@ -17,11 +17,10 @@ from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.explain import explain
 from atoll.coordinator.planner.measured import problem_of, wishes_of
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Stage, read_layers
-from atoll.coordinator.planner.question import Measured, Preferences, of_its_layers
+from atoll.coordinator.planner.question import Measured, Path, Preferences, of_its_layers
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.tables import Tables
-from atoll.coordinator.state.peer_paths import Path
 from atoll.coordinator.text import clean
 from atoll.core.clock import SystemClock
 from atoll.core.errors import InvalidTransition

@@ -2,7 +2,7 @@
 
 Files go under a temporary name beside the target. Sizes and SHA-256 must be those announced, every layer's digest the
 manifest's, and the manifest must carry votes, all of them genuine; then all is synced and renamed. Whether the votes
-are enough is the coordinator's to know, which knows who decides: it passes nothing on else (`state/checkpoints.py`).
+are enough is the coordinator's to know, which knows who decides: it passes nothing on else (`runs/checkpoints.py`).
 Where nodes hold some layers each, their checkpoints come at the same time, and a directory of directories is made of
 them, of one round and with all layers. Needs neither torch nor safetensors.
 """

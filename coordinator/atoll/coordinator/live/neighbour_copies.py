@@ -26,8 +26,7 @@ from atoll.coordinator.live.span_fit import has_room
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
 from atoll.coordinator.state import preparation
-from atoll.coordinator.state.preparation import Coming
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.snapshot import Coming, Draft, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 

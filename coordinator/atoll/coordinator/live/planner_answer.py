@@ -16,9 +16,8 @@ from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.state import preparation
-from atoll.coordinator.state.preparation import Preparation
 from atoll.coordinator.state.run_states import move
-from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, State, Step
+from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, Preparation, State, Step
 from atoll.core.plan import Plan
 
 _TIMES_WAITED = 4.0  # for which nobody waits again for who was waited for in vain

@@ -13,10 +13,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.live import issuing, standbys
-from atoll.coordinator.live import neighbour_copies as second_copies
-from atoll.coordinator.live import planner_answer as answering
-from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import (
+    issuing,
+    standbys,
+)
+from atoll.coordinator.live import (
+    neighbour_copies as second_copies,
+)
+from atoll.coordinator.live import (
+    planner_answer as answering,
+)
+from atoll.coordinator.live import (
+    planner_question as asking,
+)
 from atoll.coordinator.live.fitness import Present
 from atoll.coordinator.live.issuing import Notes, issue_routes
 from atoll.coordinator.live.pinning import span_of

@@ -10,12 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.coordinator.planner.drafting import Route
-from atoll.coordinator.state.peer_paths import Path
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
 NamedRoute = tuple[tuple[str, int, int], ...]  # machine, first and last layer
+
+
+@dataclass(frozen=True)
+class Path:
+    """From one member to another, as the first measured it."""
+
+    rtt_seconds: float
+    bytes_per_second: float  # of the path, where it was slower than the sender's uplink; 0: it was not
+    at: float  # monotonic
 
 
 @dataclass(frozen=True)

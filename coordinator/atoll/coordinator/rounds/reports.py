@@ -18,9 +18,9 @@ from atoll.coordinator.rounds.round_checks import (
     report_key,
     told_row,
 )
-from atoll.coordinator.runs import lifecycle
-from atoll.coordinator.state.rate_limits import REFUSED, may_store
-from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of
+from atoll.coordinator.state import run_states
+from atoll.coordinator.state.rate_limits import REFUSED
+from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of, may_store
 from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting
 from atoll.coordinator.text import clean
 from atoll.core.data_position import DataPosition
@@ -165,7 +165,7 @@ def _commit(draft: Draft, row: Round) -> None:
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
         draft.remember(run_id, head_since=draft.now.monotonic)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
-        lifecycle.finish_if_due(draft, run_id)
+        run_states.finish_if_due(draft, run_id)
 
 
 def _wait(draft: Draft, row: Waiting) -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state.rate_limits import may_store
-from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.coordinator.state.snapshot import Draft, Moment, State, Step, may_store
 from atoll.coordinator.store.records import Node, Token
 from atoll.coordinator.text import clean
 from atoll.core.errors import (

@@ -23,9 +23,8 @@ from atoll.coordinator.live.fitness import (
 from atoll.coordinator.live.plan_upkeep import follow_members
 from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state.rate_limits import may_store
 from atoll.coordinator.state.run_states import move
-from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step
+from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step, may_store
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.run_spec import parse_run_spec
@@ -73,13 +72,6 @@ def pause(state: State, now: Moment, run_id: str) -> Step[Run]:
 def stop(state: State, now: Moment, run_id: str) -> Step[Run]:
     """End the run for good. Raises `NotFound`, `InvalidTransition`."""
     return _ordered(state, now, run_id, "STOPPED", "the operator stopped the run")
-
-
-def finish_if_due(draft: Draft, run_id: str) -> None:
-    """FINISHED, once the committed tokens are those that the spec asks for."""
-    run, spec = draft.state.runs[run_id], draft.state.memory[run_id].spec
-    if run.committed_tokens >= spec.run.stop_tokens and run.state in ("TRAINING", "PAUSED"):
-        move(draft, run_id, "FINISHED", f"the run reached {run.committed_tokens} tokens in {run.head_round} rounds")
 
 
 def advance(draft: Draft, run_id: str, policy: Policy) -> None:

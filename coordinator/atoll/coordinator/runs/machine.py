@@ -24,7 +24,7 @@ from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.state import availability as presence
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state import peer_paths as paths
-from atoll.coordinator.state.rate_limits import RESIZED, may_store
+from atoll.coordinator.state.rate_limits import RESIZED
 from atoll.coordinator.state.snapshot import (
     Commit,
     Draft,
@@ -38,6 +38,7 @@ from atoll.coordinator.state.snapshot import (
     commit_of,
     is_void,
     key_of,
+    may_store,
     with_base,
 )
 from atoll.coordinator.store.records import Checkpoint, Node

@@ -1,4 +1,4 @@
-"""The service open to strangers: a token for a certificate. Thin; the rules are in `state/admission.py`."""
+"""The service open to strangers: a token for a certificate. Thin; the rules are in `runs/admission.py`."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
+from atoll.coordinator.planner.question import Path
 from atoll.coordinator.text import MAX_NAME_CHARACTERS, clean, tidied
 from atoll.v1 import membership_pb2 as mb
 
@@ -15,15 +15,6 @@ STALE_SECONDS = 600.0  # after which a figure is no measurement any more
 NEW = 0.3  # the weight of a new figure beside the old ones
 _LONGEST = 60.0  # seconds
 _MOST_KINDS = 16
-
-
-@dataclass(frozen=True)
-class Path:
-    """From one member to another, as the first measured it."""
-
-    rtt_seconds: float
-    bytes_per_second: float  # of the path, where it was slower than the sender's uplink; 0: it was not
-    at: float  # monotonic
 
 
 def take(

@@ -9,36 +9,16 @@ is gone nobody waits: a swarm that lacks a stage is mended at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.state.snapshot import Preparation, State
 
 if TYPE_CHECKING:
-    from atoll.coordinator.state.snapshot import State
     from atoll.core.plan import Plan
 
 MOST_BEHIND = 2  # rounds: one that is being followed, one that was told before that
 SLOWEST_BYTES_PER_SECOND = 1e6  # that a preparation allows for
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """A plan to come, and who has to fetch what before."""
-
-    question: Question
-    answer: Answer
-    spans: Mapping[str, range]  # by peer id: the next span of each who lacks some of it
-    since: float  # monotonic
-
-
-@dataclass(frozen=True)
-class Coming:
-    """A node that fetches layers which no plan gives it yet: to stand by with them, or as a second copy."""
-
-    span: range
-    since: float  # monotonic
 
 
 def lacking(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:

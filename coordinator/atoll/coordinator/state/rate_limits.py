@@ -6,11 +6,7 @@ a row, an event or a look at signatures, and of those it has so many, and so man
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from atoll.coordinator.state.snapshot import Draft
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,3 @@ STORED = Rate(256, 1.0)  # rows that no other member vouches for: abandoned atte
 REFUSED = Rate(32, 0.2)  # reports that are refused, an event each
 RESIZED = Rate(8, 1 / 60)  # changes of what a node says of its memory: each may have the planner search anew
 ATTEMPTS = Rate(1000, 1.0)  # by how much an opener may raise the attempt promised at a round
-
-
-def may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
-    """Spend one more row or event of this peer's, if it may have that: whether it may. Free for who never connected."""
-    live = draft.state.live.get(peer_id)
-    if live is None:
-        return True
-    left = live.stored.spend(STORED, draft.now.monotonic, cost)
-    if left is not None:
-        draft.set_live(peer_id, replace(live, stored=left))
-    return left is not None

@@ -32,3 +32,10 @@ def move(draft: Draft, run_id: str, target: str, why: str) -> None:
     if draft.state.memory[run_id].preparation is not None:  # it is asked for anew
         draft.remember(run_id, preparation=None, considered=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)
+
+
+def finish_if_due(draft: Draft, run_id: str) -> None:
+    """FINISHED, once the committed tokens are those that the spec asks for."""
+    run, spec = draft.state.runs[run_id], draft.state.memory[run_id].spec
+    if run.committed_tokens >= spec.run.stop_tokens and run.state in ("TRAINING", "PAUSED"):
+        move(draft, run_id, "FINISHED", f"the run reached {run.committed_tokens} tokens in {run.head_round} rounds")

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from atoll.coordinator.planner.question import Preferences, Question
-from atoll.coordinator.state.peer_paths import Path
-from atoll.coordinator.state.preparation import Coming, Preparation
-from atoll.coordinator.state.rate_limits import Allowance
+from atoll.coordinator.planner.question import Answer, Path, Preferences, Question
+from atoll.coordinator.state.rate_limits import STORED, Allowance
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
@@ -133,6 +131,24 @@ class Considered:
 
     nodes: tuple[tuple[object, ...], ...]  # who might have a part, with what decides which
     at: float  # monotonic
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A plan to come, and who has to fetch what before."""
+
+    question: Question
+    answer: Answer
+    spans: Mapping[str, range]  # by peer id: the next span of each who lacks some of it
+    since: float  # monotonic
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A node that fetches layers which no plan gives it yet: to stand by with them, or as a second copy."""
+
+    span: range
+    since: float  # monotonic
 
 
 @dataclass(frozen=True)
@@ -392,3 +408,14 @@ class Draft:
     def _set(self, table: str, key: str, value: object) -> None:
         changes: dict[str, Any] = {table: {**getattr(self.state, table), key: value}}
         self.state = replace(self.state, **changes)
+
+
+def may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
+    """Spend one more row or event of this peer's, if it may have that: whether it may. Free for who never connected."""
+    live = draft.state.live.get(peer_id)
+    if live is None:
+        return True
+    left = live.stored.spend(STORED, draft.now.monotonic, cost)
+    if left is not None:
+        draft.set_live(peer_id, replace(live, stored=left))
+    return left is not None

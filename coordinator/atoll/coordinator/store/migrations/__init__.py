@@ -1,6 +1,6 @@
 """The schema's history, applied from code at every start: `upgrade(engine)` is all the server calls.
 
-To change a table: change its class in `state/records.py`, add `versions/NNNN_what.py`, run the tests (one
+To change a table: change its class in `store/records.py`, add `versions/NNNN_what.py`, run the tests (one
 compares the migrated schema with the records).
 """
 
