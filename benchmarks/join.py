@@ -24,10 +24,10 @@ from atoll.core import log
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan
-from atoll.node.averaging.outer import holds
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.outer_step import holds
 from atoll.node.state.serve import StateServer
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.wire.transport import Stream

@@ -22,11 +22,13 @@ from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, first_
 from atoll.core.errors import PartInvalid
 from atoll.core.fragments import cut_layers, turn_of
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.outer import PULLS, due_tokens, outer_schedule, outer_step, weighted_mean
 from atoll.node.exchange.codecs import CODECS, is_finite
 from atoll.node.exchange.partition import part_elements, partition, shares
 from atoll.node.exchange.screening import inner_products, judge
+from atoll.node.exchange.weighted_sum import PULLS, weighted_mean
+from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
 from atoll.node.rounds.policy import screen_of
+from atoll.node.state.outer_step import outer_step
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.optim import Stepper

@@ -13,12 +13,12 @@ from support.virtual_time import Inline
 
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.outer import by_tokens, weighted_mean
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer, PartsHeld
 from atoll.node.exchange.average import Average, Take
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import Part, partition
 from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.weighted_sum import by_tokens, weighted_mean
 from atoll.node.rounds.settlement import settle
 from atoll.node.transport_memory import Fault, MemoryHub, Passage
 from atoll.v1 import dataplane_pb2 as dp

@@ -13,9 +13,8 @@ from support.machine_plans import GENESIS
 
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
-from atoll.node.rounds.types import VoteRecord
 
 Span = tuple[int, int]  # of the tokens that one life of a node trained: from, to
 

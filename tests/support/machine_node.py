@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from support.machine_plans import GENESIS, POLICY
 
 from atoll.core.manifest import Head
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.machine import RoundMachine
-from atoll.node.rounds.types import Counted, Phase, VoteRecord
+from atoll.node.rounds.types import Counted, Phase
 
 BLANK = VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
 

@@ -11,8 +11,8 @@ from atoll.core import protocol
 from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
-from atoll.node.averaging.outer import by_tokens
 from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.weighted_sum import by_tokens
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2

@@ -31,6 +31,7 @@ from support.machine_votes import Acceptor, FakeSeals
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Base, Plan
+from atoll.core.quorum import VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
@@ -257,7 +258,7 @@ class World(Agenda):
             case rt.Report():
                 self.reports.append(action)
 
-    def _pledge(self, node: Node, record: rt.VoteRecord, to: str, message: dp.RoundMessage) -> None:
+    def _pledge(self, node: Node, record: VoteRecord, to: str, message: dp.RoundMessage) -> None:
         if node.disk.full:
             self._later(0.002, node, self._take, rt.Unkept(message))
             return

@@ -15,9 +15,9 @@ from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.averaging.outer import layer_states
 from atoll.node.export.stored import StoredModel, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
+from atoll.node.state.outer_step import layer_states
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import manifest_pb2
 

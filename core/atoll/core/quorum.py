@@ -78,3 +78,13 @@ def must_adopt(
     if len(possible) > 1:
         raise Undecided
     return possible[0] if possible else None
+
+
+@dataclass(frozen=True)
+class VoteRecord:
+    """What this node promised and voted for one round number. On disk before anyone hears of it."""
+
+    number: int
+    head_hash: bytes  # the manifest that the round builds on
+    promised: Ballot  # no votes in earlier attempts
+    voted: Voted | None = None

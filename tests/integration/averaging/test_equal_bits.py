@@ -9,7 +9,8 @@ import pytest
 PROGRAM = """
 import hashlib, sys, torch
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.averaging.outer import digest, outer_step, weighted_mean
+from atoll.node.exchange.weighted_sum import (weighted_mean)
+from atoll.node.state.outer_step import (digest, outer_step)
 data = open(sys.argv[1], "rb").read()
 values = torch.frombuffer(bytearray(data), dtype=torch.float32)
 for threads in (1, 2):

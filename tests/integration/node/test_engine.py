@@ -22,7 +22,6 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging.outer import holds
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import CODECS
@@ -35,6 +34,7 @@ from atoll.node.rounds.policy import policies
 from atoll.node.rounds.snapshot_ledger import Share
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.outer_step import holds
 from atoll.node.state.serve import StateServer
 from atoll.node.state.votes import VoteStore
 from atoll.node.trainer.trainer import Trainer, TrainerConfig

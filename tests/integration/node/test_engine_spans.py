@@ -19,7 +19,6 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging.outer import holds, layer_states
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import engine as engine_module
@@ -31,6 +30,7 @@ from atoll.node.rounds.snapshot_ledger import Share
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
+from atoll.node.state.outer_step import holds, layer_states
 from atoll.node.state.serve import StateServer
 from atoll.node.state.votes import VoteStore
 from atoll.node.training.feed import Taken

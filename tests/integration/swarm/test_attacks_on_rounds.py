@@ -16,9 +16,9 @@ from support.virtual_time import run_virtually
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.outer import weighted_mean
 from atoll.node.exchange.allreduce import PROTOCOL
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.decide import build_start, check_start
 from atoll.node.transport_memory import Passage
 from atoll.v1 import dataplane_pb2 as dp

@@ -13,10 +13,9 @@ from support.virtual_time import run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.outer import by_roots, weighted_mean
 from atoll.node.exchange import reducer
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.exchange.weighted_sum import Source
+from atoll.node.exchange.weighted_sum import Source, by_roots, weighted_mean
 from atoll.node.rounds.decide import build_start, check_payload, check_settle, check_verdicts, manifest_payload
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -8,17 +8,10 @@ from hypothesis import strategies as st
 from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.core.run_spec import SyncSection
-from atoll.node.averaging.outer import (
-    by_roots,
-    due_tokens,
-    holds,
-    is_stale,
-    layer_states,
-    outer_schedule,
-    outer_step,
-    weighted_mean,
-)
+from atoll.node.exchange.weighted_sum import by_roots, weighted_mean
+from atoll.node.rounds.outer_schedule import due_tokens, is_stale, outer_schedule
 from atoll.node.state.anchor import AnchorState
+from atoll.node.state.outer_step import holds, layer_states, outer_step
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 

@@ -18,14 +18,14 @@ from support.reef import MODEL, SPEC
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.averaging.beside import Beside
-from atoll.node.averaging.outer import layer_states, outer_step
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.background import Beside
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.policy import policy_of
 from atoll.node.rounds.staged_results import Results
 from atoll.node.state.anchor import AnchorState, Staging
+from atoll.node.state.outer_step import layer_states, outer_step
 from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -13,7 +13,7 @@ from support.machine_votes import FakeSeals
 from support.machine_world import World
 
 from atoll.core.plan import Base
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
@@ -505,7 +505,7 @@ def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment)
     assert w.run(200, until=committed(w, w.rounds() + 1))
 
 
-def machine_of_three(record: rt.VoteRecord = BLANK) -> RoundMachine:
+def machine_of_three(record: VoteRecord = BLANK) -> RoundMachine:
     return RoundMachine("p0", lambda plan: POLICY, FakeSeals("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record)
 
 
@@ -528,7 +528,7 @@ def test_an_open_that_waited_too_long_does_not_keep_a_later_one_out():
 
 def test_a_promise_under_a_newer_plan_is_kept_when_that_plan_comes_after_the_restart():
     promised = Ballot(2, 4)
-    machine = machine_of_three(rt.VoteRecord(1, GENESIS.hash, promised))
+    machine = machine_of_three(VoteRecord(1, GENESIS.hash, promised))
     machine.step(rt.PlanReceived(make_plan(["p0", "p1", "p2"], 2)), 0.0)
     assert machine.round_id.attempt == 5
     actions = machine.step(open_of(4, version=2), 0.1)

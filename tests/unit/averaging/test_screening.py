@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.node.averaging.outer import weighted_mean
 from atoll.node.exchange.screening import LEAST, MOST, Screen, inner_products, judge
+from atoll.node.exchange.weighted_sum import weighted_mean
 
 ELEMENTS = 8_192
 some = settings(max_examples=50, deadline=None)

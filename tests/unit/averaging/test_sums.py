@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import PartInvalid
-from atoll.node.averaging.outer import weighted_mean
 from atoll.node.exchange.codecs import CODECS, PIECE
 from atoll.node.exchange.screening import Screen, inner_products, judge
-from atoll.node.exchange.weighted_sum import encoded_mean, factors_of, plain
+from atoll.node.exchange.weighted_sum import encoded_mean, factors_of, plain, weighted_mean
 
 SCREEN = Screen(1e9)
 some = settings(max_examples=15, deadline=None)

@@ -11,7 +11,7 @@ from support.machine_world import World
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head, changed_layers
-from atoll.core.quorum import Ballot, Electorate
+from atoll.core.quorum import Ballot, Electorate, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import types as rt
@@ -121,7 +121,7 @@ def test_witnesses_want_the_word_of_half_of_the_holders_that_decide():
 def staging_witness() -> tuple[RoundMachine, str]:
     """BACK, which waits for what holders attest to, and the opener."""
     machine = RoundMachine(
-        BACK, policies(POLICY), FakeSeals(BACK), GENESIS, PLAN, 0.0, rt.VoteRecord(0, b"", Ballot(0, 0))
+        BACK, policies(POLICY), FakeSeals(BACK), GENESIS, PLAN, 0.0, VoteRecord(0, b"", Ballot(0, 0))
     )
     opener = NUMBER.opener(PEERS)
     opened = dp.Open(round=NUMBER.to_proto(), head_hash=GENESIS.hash, deadline_ms=4000)

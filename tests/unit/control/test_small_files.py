@@ -11,9 +11,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
 from atoll.core.membership import Authority
 from atoll.core.plan import sign_plan
-from atoll.core.quorum import Ballot, Voted
+from atoll.core.quorum import Ballot, Voted, VoteRecord
 from atoll.node.control.directives import Directives
-from atoll.node.rounds.types import VoteRecord
 from atoll.node.state.votes import VoteStore
 from atoll.v1 import membership_pb2 as mb
 

@@ -42,9 +42,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.export.joined_checkpoint import join
 from atoll.node.export.stored import open_checkpoint
-from atoll.node.export import huggingface_export as export
-from atoll.node.export import export_run
-from atoll.node.training.device import limit_host_memory
+from atoll.node.export import huggingface_export as export, export_run
+from atoll.node.training.device import (limit_host_memory)
 torch.set_num_threads(1)
 target, megabytes, base, *checkpoints = sys.argv[1:]
 limit_host_memory(int(megabytes) << 20)

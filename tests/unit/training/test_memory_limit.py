@@ -10,8 +10,8 @@ import torch
 from atoll.core.clock import SystemClock
 from atoll.node.pipeline.cable_end import CableEnd
 from atoll.node.trainer import loading
-from atoll.node.training.device import choose_device, device_facts
-from atoll.node.trainer.messages import TrainerConfig
+from atoll.node.training.device import (choose_device, device_facts)
+from atoll.node.trainer.messages import (TrainerConfig)
 
 known = set()
 loading.limit_host_memory = lambda _: known.update(sys.modules)

@@ -13,8 +13,9 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.core.units import bytes_text
 from atoll.node.model.flat import FlatLayout
 from atoll.node.model.llama import Decoder
+from atoll.node.model.memory_estimate import memory_needed_bytes
 from atoll.node.model.shape import PRESETS, layer_offsets, layer_table, resolve_shape
-from atoll.node.training.device import DeviceFacts, check_fits, memory_needed_bytes
+from atoll.node.training.device import DeviceFacts, check_fits
 from atoll.node.training.schedule import learning_rate
 
 

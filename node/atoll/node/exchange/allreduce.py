@@ -33,7 +33,6 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.averaging.outer import by_tokens
 from atoll.node.exchange.average import Average, Take
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.exchange.partition import Share
@@ -41,6 +40,7 @@ from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.reducer import Reducer
 from atoll.node.exchange.repair import PROTOCOL, RepairDesk, Repairer
 from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.weighted_sum import by_tokens
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -22,13 +22,12 @@ from torch import Tensor
 from atoll.core import log
 from atoll.core.errors import DeadlineExceeded, PartInvalid, Unreachable, first_error
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.averaging.outer import by_tokens
 from atoll.node.exchange.average import Average
 from atoll.node.exchange.codecs import Opened
 from atoll.node.exchange.partition import Part, Share
 from atoll.node.exchange.peer_deadlines import SLICES, happens, next_frame
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import Source, encoded_mean, factors_of, plain
+from atoll.node.exchange.weighted_sum import Source, by_tokens, encoded_mean, factors_of, plain
 from atoll.node.wire.transport import Stream
 from atoll.v1 import manifest_pb2
 

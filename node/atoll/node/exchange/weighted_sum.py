@@ -7,6 +7,7 @@ decoded parts from memory, and decoded parts of all members are never held.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import PartInvalid
-from atoll.node.averaging.outer import RunningSum, shares_of
 from atoll.node.exchange.codecs import PIECE, Codec, Encoded
 from atoll.node.exchange.screening import InnerProducts, Screen, judge
 
@@ -71,3 +71,56 @@ def encoded_mean(
 def _piece(count: int) -> int:
     """Elements of each contributor at a time."""
     return int(min(PIECE, max(_LEAST_PIECE, 2 ** ((_CACHED_ELEMENTS // count).bit_length() - 1))))
+
+
+def by_tokens(tokens: int) -> int:
+    """A contribution weighs what was trained for it."""
+    return tokens
+
+
+def by_roots(tokens: int) -> int:
+    """It weighs the square root of that, in 1/1024: the noise of gradients falls with more steps, their drift grows.
+
+    Integers, so that all machines agree; 0 for nothing.
+    """
+    return math.isqrt(tokens << 20)
+
+
+PULLS = {"tokens": by_tokens, "roots": by_roots}
+
+
+def shares_of(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:
+    """wᵢ·fᵢ / Σ wᵢ of each member in a mean; members of weight or factor 0 have 0, and are in neither sum."""
+    counts = [weight > 0 and factor > 0 for weight, factor in zip(weights, factors, strict=True)]
+    total = float(sum(weight for weight, there in zip(weights, counts, strict=True) if there))
+    return tuple(
+        float(weight) / total * factor if there else 0.0
+        for weight, factor, there in zip(weights, factors, counts, strict=True)
+    )
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], factors: Sequence[float] = ()) -> Tensor:
+    """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; at least one must count."""
+    mean = RunningSum(torch.empty_like(values[0]), torch.empty_like(values[0]))
+    for value, share in zip(values, shares_of(weights, factors or (1.0,) * len(values)), strict=True):
+        if share > 0:
+            mean.add(value, share)
+    return mean.sum_C
+
+
+class RunningSum:
+    """Σ sᵢ·xᵢ in the order in which they come, each product and each sum rounded to fp32 on its own."""
+
+    def __init__(self, sum_C: Tensor, product_C: Tensor) -> None:
+        """In memory of the caller's; what is in it does not count."""
+        self.sum_C = sum_C
+        self._product_C = product_C
+        self._empty = True
+
+    def add(self, value_C: Tensor, share: float) -> None:
+        """One more."""
+        if self._empty:
+            torch.mul(value_C, share, out=self.sum_C)
+        else:
+            torch.add(self.sum_C, torch.mul(value_C, share, out=self._product_C), out=self.sum_C)
+        self._empty = False

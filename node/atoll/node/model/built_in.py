@@ -14,7 +14,7 @@ from atoll.node.model.span_model import Cut, Tie
 
 
 class BuiltIn:
-    """A decoder of `training/model.py`."""
+    """A decoder of `model/llama.py`."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape

@@ -17,7 +17,7 @@ FP32_BYTES = 4
 
 
 def layer_table(architecture: HuggingFace, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
-    """One row per layer, like that of the built-in decoder (`training/shape.py`), frozen parameters beside the others.
+    """One row per layer, like that of the built-in decoder (`model/shape.py`), frozen parameters beside the others.
 
     Blocks that differ from one another are of kinds of their own. A mixture's FLOPs are those of the experts that one
     token is sent to; its parameters are all of them.

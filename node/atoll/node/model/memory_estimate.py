@@ -2,7 +2,7 @@
 
 fp32 throughout. Recomputing keeps activations small: of a micro-batch in flight only the span's input stays, and what
 backward needs of all its layers exists for one micro-batch at a time. How much that is, is not in the table, but for
-decoders it follows from the multiplications that are: the constants below were counted on `training/model.py`.
+decoders it follows from the multiplications that are: the constants below were counted on `model/llama.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.core.layer_kinds import is_block
+from atoll.core.run_spec import RunSpec
+from atoll.node.model.shape import ModelShape
 from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 
@@ -138,3 +140,19 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
 def _dense(row: plan_pb2.LayerInfo) -> int:
     """Elements of its large matrices that are trained; adapters are thin."""
     return 0 if row.frozen_parameters else row.parameters
+
+
+FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
+
+
+_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
+
+
+def memory_needed_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
+    """A lower estimate of what training takes: the flat copies, and what backward needs of so many samples at once."""
+    tokens = samples * spec.data.sequence_length
+    width = 4 if spec.optimizer.precision == "fp32" else 2
+    blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
+    saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
+    borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
+    return 4 * (FLAT_COPIES * shape.parameters + borrowed) + tokens * (width * saved + 2 * 4 * shape.vocabulary)

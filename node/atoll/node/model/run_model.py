@@ -16,10 +16,10 @@ from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.built_in import BuiltIn
 from atoll.node.model.llama import initial_parameters
+from atoll.node.model.memory_estimate import memory_needed_bytes
 from atoll.node.model.shape import layer_table, resolve_shape
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel, TrainedModel
-from atoll.node.training.device import memory_needed_bytes
 from atoll.v1 import plan_pb2
 
 

@@ -1,6 +1,6 @@
 """How the messages of a route become bytes, and what must hold of bytes from a peer before anything is allocated.
 
-Activations and gradients are encoded by the codecs of `averaging/codecs.py`: `fp32`, `bf16`, or `int8` in blocks of
+Activations and gradients are encoded by the codecs of `exchange/codecs.py`: `fp32`, `bf16`, or `int8` in blocks of
 128, which costs a run nothing in loss where 4 bits do (DESIGN §5). A tied matrix travels in fp32. A tensor with
 values that are not finite is announced as such and arrives as NaN, so that the route skips its step as one process
 would.

@@ -23,14 +23,14 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.beside import Beside
-from atoll.node.averaging.outer import is_stale
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.background import Beside
 from atoll.node.rounds.decide import is_witness, position_at
 from atoll.node.rounds.event_queue import Inbox
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.member_streams import RoundLinks
+from atoll.node.rounds.outer_schedule import is_stale
 from atoll.node.rounds.signatures import IdentitySeals
 from atoll.node.rounds.snapshot_ledger import Share
 from atoll.node.rounds.staged_results import Results

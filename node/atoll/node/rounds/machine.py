@@ -23,7 +23,7 @@ from dataclasses import replace
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Electorate
+from atoll.core.quorum import Electorate, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import check_payload, is_witness
@@ -57,7 +57,7 @@ class RoundMachine:
         head: Head,
         plan: Plan,
         now: float,
-        record: rt.VoteRecord | None = None,
+        record: VoteRecord | None = None,
         known: Head | None = None,
     ) -> None:
         self.me = me

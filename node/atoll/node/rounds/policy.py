@@ -8,11 +8,12 @@ from functools import lru_cache
 
 from atoll.core.fragments import cut_layers
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.outer import PULLS, due_tokens
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import MOST_PART_BYTES
 from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.weighted_sum import PULLS
 from atoll.node.rounds.codec_choice import allowed
+from atoll.node.rounds.outer_schedule import due_tokens
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
 
 _SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes

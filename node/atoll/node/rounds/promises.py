@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Voted
-from atoll.node.rounds.types import VoteRecord
+from atoll.core.quorum import Ballot, Voted, VoteRecord
 
 HELD = 2  # results of one head whose state is kept, because they may still be committed
 

@@ -21,11 +21,11 @@ from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, manifest_hash
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
-from atoll.node.averaging.beside import Beside
-from atoll.node.averaging.outer import outer_schedule
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.background import Beside
 from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.state.anchor import AnchorState, Staged, Staging
 from atoll.node.state.catchup import fetch_staged
 from atoll.node.wire.transport import Network

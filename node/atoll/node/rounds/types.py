@@ -11,7 +11,7 @@ from typing import Protocol
 from atoll.core.fragments import Fragment, turn_of
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Electorate, Voted
+from atoll.core.quorum import Ballot, Electorate, Voted, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.screening import Screen
 from atoll.v1 import common_pb2 as pb
@@ -66,16 +66,6 @@ class RoundPolicy:
     def fragment_of(self, number: int) -> Fragment:
         """What round `number` averages."""
         return self.fragments[turn_of(number, len(self.fragments))]
-
-
-@dataclass(frozen=True)
-class VoteRecord:
-    """What this node promised and voted for one round number. On disk before anyone hears of it."""
-
-    number: int
-    head_hash: bytes  # the manifest that the round builds on
-    promised: Ballot  # no votes in earlier attempts
-    voted: Voted | None = None
 
 
 class Seals(Protocol):

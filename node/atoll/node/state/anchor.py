@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
-from atoll.node.averaging.outer import layer_state, layer_states, outer_step
+from atoll.node.state.outer_step import layer_state, layer_states, outer_step
 from atoll.node.state.pieces import Kind
 from atoll.v1 import manifest_pb2
 

@@ -30,8 +30,8 @@ from atoll.core.errors import AtollError, CheckpointCorrupt, DataDirUnusable
 from atoll.core.files import make_private_dir, unusable, write_synced
 from atoll.core.manifest import Head, read_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.averaging.outer import holds
 from atoll.node.state import tensor_file
+from atoll.node.state.outer_step import holds
 from atoll.node.state.tensor_file import Facts, Layers, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
-from atoll.node.averaging.outer import digest
+from atoll.node.state.outer_step import digest
 from atoll.v1 import manifest_pb2
 
 Kind = Literal["anchor", "momentum"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -20,7 +21,6 @@ from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.node.control.directives import Directives
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.former_states import unchanged
@@ -45,6 +45,16 @@ class Present:
     offsets: Sequence[int]  # of all layers of the model; empty: not known yet
     layers: range = range(0)  # that follow the rounds here
     head: Head | None = None  # of those
+
+
+class Directives(Protocol):
+    """The part of `control.directives` that prefetching follows."""
+
+    plan: Plan | None
+    prepare: range
+
+    def wake(self) -> None: ...
+    async def until(self, condition: Callable[[], bool]) -> None: ...
 
 
 class Preparing:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from atoll.core import log
 from atoll.core.files import write_atomic
-from atoll.core.quorum import Ballot, Voted
-from atoll.node.rounds.types import VoteRecord
+from atoll.core.quorum import Ballot, Voted, VoteRecord
 
 _FILE = "votes"
 

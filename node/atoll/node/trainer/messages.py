@@ -11,6 +11,8 @@ import json
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
+from atoll.node.pipeline.device_order import Compute
+
 MAX_LINE_BYTES = 4 * 1024**2
 Ranges = tuple[tuple[int, int], ...]
 
@@ -161,17 +163,6 @@ class Probe:
 
     minimum_step_seconds: float
     compute_share: float
-
-
-@dataclass(frozen=True)
-class Compute:
-    """To followers: their part of what a stage of a route does now. Without an answer, like `Step`."""
-
-    what: str  # a method of `SpreadStage`
-    micro_batch: int = 0
-    rows: int = 0  # samples of the micro-batch
-    micro_batches: int = 0
-    factor: float | None = None  # of `step`
 
 
 @dataclass(frozen=True)

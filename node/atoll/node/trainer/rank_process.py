@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
+from atoll.node.pipeline.device_order import Compute
 from atoll.node.pipeline.following import FollowingStage
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import load
@@ -43,14 +44,14 @@ class Follower:
                     return
                 case ms.Step(), InnerLoop() as loop:
                     loop.step()
-                case ms.Compute() as order, FollowingStage() as loop:
+                case Compute() as order, FollowingStage() as loop:
                     loop.stage.obey(order)
                 case ms.Probe() as probe, _:
                     self._probe(event.number, probe)
                 case ms.Initialise(), InnerLoop() | FollowingStage():  # the first process does it
                     self._orders.loaded = False
                     self._channel.answer(event.number, ms.Done())
-                case ms.Step() | ms.Compute(), _:
+                case ms.Step() | Compute(), _:
                     raise InvalidTransition(f"{event.body} is not for what this process holds")
                 case _:
                     self._obey(event)

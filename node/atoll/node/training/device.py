@@ -17,15 +17,11 @@ import torch
 
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
-from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text
-from atoll.node.model.shape import ModelShape
 
 THREADS_BYTES = 32 << 20  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
-FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
 _PROCESS = Path("/proc/self/status")
 _PROCESSORS = Path("/proc/cpuinfo")
-_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
 
 
 @dataclass(frozen=True)
@@ -115,16 +111,6 @@ def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float)
         torch.cuda.set_per_process_memory_fraction(vram_fraction, device)
     elif device.type == "mps":
         torch.mps.set_per_process_memory_fraction(vram_fraction)
-
-
-def memory_needed_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
-    """A lower estimate of what training takes: the flat copies, and what backward needs of so many samples at once."""
-    tokens = samples * spec.data.sequence_length
-    width = 4 if spec.optimizer.precision == "fp32" else 2
-    blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
-    saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
-    borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
-    return 4 * (FLAT_COPIES * shape.parameters + borrowed) + tokens * (width * saved + 2 * 4 * shape.vocabulary)
 
 
 def check_fits(needed_bytes: int, facts: DeviceFacts, what: str = "") -> None:

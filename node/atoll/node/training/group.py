@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.node.trainer import messages as ms
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.device_names import names_of
 
@@ -26,10 +26,10 @@ _MEET = timedelta(minutes=8)  # the slowest has loaded its corpus by then, and t
 NOTHING = math.inf  # times that what counts for nothing goes into a whole
 
 
-Tell = Callable[[ms.Order], object]
+Tell = Callable[[Any], object]
 
 
-def nobody(_: ms.Order) -> None:
+def nobody(_: Any) -> None:
     """There are no others, or they are told by another process."""
 
 
