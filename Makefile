@@ -23,7 +23,7 @@ check: $(VENV)/ready protos-check  ## style, types, layers, dependencies
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/deptry core protos node coordinator
+	$(BIN)/deptry core protos node coordinator lab
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .

@@ -30,9 +30,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from atoll.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan.topology import Topology, parse_topology
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.lab.wan.network import WanNetwork, wan_network
-from atoll.node.lab.wan.topology import Topology, parse_topology
 from benchmarks.common import Report
 from benchmarks.lab_members import JOIN_SECONDS, members, together
 from benchmarks.peer_environments import python_of

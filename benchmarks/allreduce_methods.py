@@ -14,11 +14,11 @@ from torch import Tensor
 
 from atoll.coordinator.planner.shares import Link, best_shares, reduce_rate
 from atoll.core.round_id import RoundId
+from atoll.lab.wan.hub import DEVICE
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import part_elements, partition
 from atoll.node.exchange.screening import Screen
-from atoll.node.lab.wan.hub import DEVICE
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.system.malloc_arenas import share_heaps
 from atoll.v1 import dataplane_pb2 as dp

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.lab.corpus import write_python_corpus
+from atoll.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.trainer.loading import usable, whole_bytes
 from atoll.node.trainer.trainer import Trainer, TrainerConfig

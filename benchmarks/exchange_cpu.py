@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from atoll.lab.wan.network import wan_network
 from atoll.node.direct.tls import dialling_context, listening_context
 from atoll.node.exchange.codecs import CODECS, PIECE, Codec, is_finite
 from atoll.node.exchange.partition import part_elements, partition
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import encoded_mean, factors_of, plain
-from atoll.node.lab.wan.network import wan_network
 from benchmarks import allreduce
 from benchmarks.common import Report, median_seconds
 

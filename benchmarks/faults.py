@@ -22,9 +22,9 @@ from pathlib import Path
 
 from atoll.core.errors import AtollError
 from atoll.core.round_id import RoundId
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import RUN
-from atoll.node.lab.trouble import frozen, kill
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import RUN
+from atoll.lab.faults import frozen, kill
 from benchmarks.attempts import Accounts, Row, Strike, account, parse_attempt
 from benchmarks.common import Report
 from benchmarks.outcome import Outcome, compare

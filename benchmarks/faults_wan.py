@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.trouble import kill, same_ports
-from atoll.node.lab.wan.network import WanNetwork, wan_network
-from atoll.node.lab.wan.topology import COORDINATOR, load_topology
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.faults import kill, same_ports
+from atoll.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan.topology import COORDINATOR, load_topology
 from benchmarks.attempts import Strike
 from benchmarks.common import Report
 from benchmarks.faults import KINDS, NOTES, Fire, strikes, tell, tell_loss, under_fire

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from atoll.node.lab.corpus import write_python_corpus
+from atoll.lab.corpus import write_python_corpus
 
 
 class Job(Hashable, Protocol):

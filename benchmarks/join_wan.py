@@ -29,9 +29,9 @@ from typing import Any
 from atoll.core.errors import AtollError
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
-from atoll.node.lab.wan import probe
-from atoll.node.lab.wan.namespaces import COMMAND_TIMEOUT
-from atoll.node.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan import probe
+from atoll.lab.wan.namespaces import COMMAND_TIMEOUT
+from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.node.system import processes
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report

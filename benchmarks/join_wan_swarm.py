@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import RUN
-from atoll.node.lab.wan.network import WanNetwork
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import RUN
+from atoll.lab.wan.network import WanNetwork
 from benchmarks.swarm_lab import LabSwarm, start_run
 
 _SEQUENCE = 128

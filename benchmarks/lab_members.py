@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
-from atoll.node.lab.wan.network import WanNetwork
+from atoll.lab.wan.network import WanNetwork
 from benchmarks.member_host import OPERATOR_KEY
 
 JOIN_SECONDS = 120

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from atoll.coordinator.planner.capacity import room
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.lab.corpus import write_python_corpus
+from atoll.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher

@@ -21,9 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.wan.network import wan_network
-from atoll.node.lab.wan.topology import SEED, Topology, load_topology
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.wan.network import wan_network
+from atoll.lab.wan.topology import SEED, Topology, load_topology
 from benchmarks.common import Report
 from benchmarks.swarm_lab import Chain, LabSwarm, reported, start
 

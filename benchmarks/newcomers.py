@@ -26,8 +26,8 @@ from torch import Tensor
 
 from atoll.core.data_position import advance, length
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import STEP_TOKENS, spec_toml
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import STEP_TOKENS, spec_toml
 from atoll.node.training.corpus import Corpus, load_corpus
 from benchmarks.common import Report
 from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm, Weigh, Work, by_tokens

@@ -39,7 +39,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from atoll.node.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.node.model.span import equal_cuts
 from benchmarks.allreduce import Setting, goodput
 from benchmarks.common import Report

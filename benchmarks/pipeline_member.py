@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from atoll.node.lab.corpus import write_python_corpus
+from atoll.lab.corpus import write_python_corpus
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.start import use_huge_pages

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.lab.launcher import LocalSwarm
-from atoll.node.lab.trouble import kill
-from atoll.node.lab.wan.network import wan_network
+from atoll.lab.faults import kill
+from atoll.lab.launcher import LocalSwarm
+from atoll.lab.wan.network import wan_network
 from benchmarks.common import Report
 from benchmarks.planner_lab import Setting, begin, join, json_of, settings, settled
 from benchmarks.swarm_lab import LabSwarm, reported

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import RUN
-from atoll.node.lab.launcher import LocalSwarm
-from atoll.node.lab.wan.network import wan_network
-from atoll.node.lab.wan.topology import SEED, Host, Topology, load_topology, parse_topology
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import RUN
+from atoll.lab.launcher import LocalSwarm
+from atoll.lab.wan.network import wan_network
+from atoll.lab.wan.topology import SEED, Host, Topology, load_topology, parse_topology
 from benchmarks.common import Report
 from benchmarks.swarm_lab import reported
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.trouble import frozen, kill
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.faults import frozen, kill
 from benchmarks.common import Report
 from benchmarks.swarm_lab import LabSwarm, node_names, reported, start
 

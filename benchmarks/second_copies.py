@@ -28,12 +28,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from atoll.node.lab import demo
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import RUN
-from atoll.node.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
-from atoll.node.lab.launcher import LocalSwarm
-from atoll.node.lab.trouble import kill
+from atoll.lab import demo
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import RUN
+from atoll.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
+from atoll.lab.faults import kill
+from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
 from benchmarks.pipeline_faults import MICRO_BATCHES, PACE_SECONDS, Watched
 from benchmarks.swarm_lab import reported

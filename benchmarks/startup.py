@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import INNER_STEPS, spec_toml
-from atoll.node.lab.launcher import LocalSwarm
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import INNER_STEPS, spec_toml
+from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
 
 REPETITIONS = 7

@@ -21,8 +21,8 @@ from atoll.core.errors import AtollError, DeadlineExceeded
 from atoll.core.files import make_private_dir
 from atoll.core.manifest import Head
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.lab.demo import RUN, spec_toml
-from atoll.node.lab.launcher import LocalSwarm, Loopback, Places
+from atoll.lab.demo import RUN, spec_toml
+from atoll.lab.launcher import LocalSwarm, Loopback, Places
 from atoll.node.rounds.opener import TIE_SECONDS, Paces
 from atoll.node.rounds.policy import policy_of
 from atoll.node.state.checkpoint import read_checkpoint

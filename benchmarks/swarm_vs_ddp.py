@@ -52,7 +52,7 @@ def main() -> None:
     report = Report("swarm_vs_ddp")
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
         corpus = Path(folder) / "corpus.txt"
-        from atoll.node.lab.corpus import write_python_corpus
+        from atoll.lab.corpus import write_python_corpus
 
         write_python_corpus(corpus)
         demos = {
@@ -158,7 +158,7 @@ def _demo(steps: int, seed: int, corpus: Path) -> dict[str, Any]:
 
 def _spec(job: Job, corpus: str, accumulate: int) -> RunSpec:
     """The demo's own spec, so that all programs train the same model on the same samples."""
-    from atoll.node.lab.demo import spec_toml
+    from atoll.lab.demo import spec_toml
 
     speeds = VARIANTS[job.kind][0] if job.kind in VARIANTS else UNEQUAL
     text = spec_toml(
@@ -176,13 +176,13 @@ def _spec(job: Job, corpus: str, accumulate: int) -> RunSpec:
 
 
 def _step_tokens() -> int:
-    from atoll.node.lab.demo import STEP_TOKENS
+    from atoll.lab.demo import STEP_TOKENS
 
     return STEP_TOKENS
 
 
 def _swarm_rate() -> float:
-    from atoll.node.lab.demo import LEARNING_RATE
+    from atoll.lab.demo import LEARNING_RATE
 
     return LEARNING_RATE
 

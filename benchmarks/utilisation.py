@@ -38,7 +38,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from atoll.node.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan.network import WanNetwork, wan_network
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report
 from benchmarks.lab_members import Member, members, together

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.node.lab.wan import namespaces, probe
-from atoll.node.lab.wan.network import WanNetwork
-from atoll.node.lab.wan.topology import Topology, parse_topology
+from atoll.lab.wan import namespaces, probe
+from atoll.lab.wan.network import WanNetwork
+from atoll.lab.wan.topology import Topology, parse_topology
 from atoll.node.system import processes
 
 _problem = namespaces.why_unavailable()

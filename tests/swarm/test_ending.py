@@ -16,8 +16,8 @@ import psutil
 import pytest
 from support.reef import GONE, READY, Reef, nothing_left, processes_of, reef
 
+from atoll.lab.faults import kill
 from atoll.node.control.localclient import call
-from atoll.node.lab.trouble import kill
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 MANY = 10**9

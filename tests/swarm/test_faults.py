@@ -3,7 +3,7 @@
 import pytest
 from support.reef import READY, Reef, reef
 
-from atoll.node.lab.trouble import frozen, kill, same_ports
+from atoll.lab.faults import frozen, kill, same_ports
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 MANY = 10**9

@@ -7,7 +7,7 @@ import pytest
 from support.reef import reef
 
 from atoll.core.manifest import Head
-from atoll.node.lab.trouble import frozen, kill, same_ports
+from atoll.lab.faults import frozen, kill, same_ports
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.votes import VoteStore

@@ -15,7 +15,7 @@ import transformers
 from support.reef import READY, Reef, nothing_left, reef
 
 from atoll.core.manifest import Head, changed_layers
-from atoll.node.lab.trouble import kill
+from atoll.lab.faults import kill
 from atoll.node.model.flat import FlatLayout
 from atoll.node.model.llama import Decoder
 from atoll.node.model.shape import resolve_shape

@@ -7,7 +7,7 @@ import pytest
 from support.reef import READY, Reef, reef
 
 from atoll.core.manifest import changed_layers
-from atoll.node.lab.trouble import kill
+from atoll.lab.faults import kill
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 

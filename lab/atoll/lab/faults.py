@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from atoll.node.lab.launcher import LocalSwarm
+from atoll.lab.launcher import LocalSwarm
 
 FREEZE_SECONDS = 20.0
 DOWN_SECONDS = 5.0  # of one that is killed alone

@@ -129,7 +129,7 @@ def daemon(tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_imports_what_it_does_not_need(command, tmp_path):
     program = (
-        "import sys; from atoll.node.cli.main import main\n"
+        "import sys; from atoll.lab.cli.main import main\n"
         f"sys.argv = ['atoll', *{command.split()!r}]\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print('heavy:', sorted({'torch', 'hivemind', 'transformers', 'numpy', 'structlog'} & set(sys.modules)))"

@@ -9,7 +9,7 @@ import pytest
 from support.wan import needs_wan
 
 ATOLL = str(Path(sys.executable).parent / "atoll")
-NOT_ROOT = "import os; os.geteuid = lambda: 1000; from atoll.node.cli.main import main; main()"
+NOT_ROOT = "import os; os.geteuid = lambda: 1000; from atoll.lab.cli.main import main; main()"
 TINY = """
 [defaults]
 uplink_mbit = 20

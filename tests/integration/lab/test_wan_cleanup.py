@@ -11,15 +11,15 @@ import psutil
 import pytest
 from support.wan import PROBE, needs_wan, small
 
-from atoll.node.lab.wan import memory, namespaces
-from atoll.node.lab.wan.network import wan_network
+from atoll.lab.wan import memory, namespaces
+from atoll.lab.wan.network import wan_network
 from atoll.node.system import processes
 
 pytestmark = [*needs_wan, pytest.mark.timeout(120)]
 LAB = """
 import asyncio, sys
-from atoll.node.lab.wan.network import wan_network
-from atoll.node.lab.wan.topology import load_topology
+from atoll.lab.wan.network import wan_network
+from atoll.lab.wan.topology import load_topology
 
 async def main():
     async with wan_network(load_topology(sys.argv[1])) as network:

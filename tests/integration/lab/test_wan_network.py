@@ -7,10 +7,10 @@ import sys
 import pytest
 from support.wan import PROBE, ask, needs_wan, output, parts, reaches, serving, small
 
-from atoll.node.lab.wan.check import check_network, check_topology
-from atoll.node.lab.wan.errors import LabBroken, LabUnavailable, TopologyError
-from atoll.node.lab.wan.network import wan_network
-from atoll.node.lab.wan.topology import parse_topology
+from atoll.lab.wan.check import check_network, check_topology
+from atoll.lab.wan.errors import LabBroken, LabUnavailable, TopologyError
+from atoll.lab.wan.network import wan_network
+from atoll.lab.wan.topology import parse_topology
 
 pytestmark = [*needs_wan, pytest.mark.timeout(120)]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -171,7 +171,7 @@ async def test_a_memory_limit_is_of_the_whole_host():
 
 
 async def test_without_a_group_each_program_is_limited(monkeypatch):
-    from atoll.node.lab.wan import memory
+    from atoll.lab.wan import memory
 
     monkeypatch.setattr(memory, "_bases", list)
     eat = "import sys; held = bytearray(int(sys.argv[1]) << 20)"

@@ -16,7 +16,7 @@ import typer
 
 from atoll.coordinator.cli.main import app as atollctl
 from atoll.coordinator.cli.serve import app as coordinator
-from atoll.node.cli.main import app as atoll
+from atoll.lab.cli.main import app as atoll
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = {

@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from atoll.core.errors import DeadlineExceeded
-from atoll.node.lab import demo
-from atoll.node.lab.launcher import LocalSwarm
+from atoll.lab import demo
+from atoll.lab.launcher import LocalSwarm
 
 
 class Endless:

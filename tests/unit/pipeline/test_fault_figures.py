@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks.pipeline_faults import Watched
 
-from atoll.node.lab.launcher import LocalSwarm
+from atoll.lab.launcher import LocalSwarm
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.core.units import bytes_text, count_text
 
 if TYPE_CHECKING:
-    from atoll.node.lab.demo import DemoResult
-    from atoll.node.lab.demo_pipeline import PipelineResult
+    from atoll.lab.demo import DemoResult
+    from atoll.lab.demo_pipeline import PipelineResult
 
 _NOT_OF_PIPELINES = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
 DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
@@ -63,9 +63,9 @@ def demo(
     import asyncio
 
     from atoll.core.run_spec import check_codec
-    from atoll.node.lab.demo import SLOWDOWNS, DemoOptions, run_demo
-    from atoll.node.lab.demo_view import live_view
-    from atoll.node.lab.trouble import TroublePlan
+    from atoll.lab.demo import SLOWDOWNS, DemoOptions, run_demo
+    from atoll.lab.demo_view import live_view
+    from atoll.lab.faults import TroublePlan
 
     if pipeline:
         _check_given(context)
@@ -101,8 +101,8 @@ def _pipeline(
 ) -> None:
     import asyncio
 
-    from atoll.node.lab.demo_pipeline import TOKENS, PipelineOptions, run_pipeline_demo
-    from atoll.node.lab.demo_view import live_view
+    from atoll.lab.demo_pipeline import TOKENS, PipelineOptions, run_pipeline_demo
+    from atoll.lab.demo_view import live_view
 
     options = PipelineOptions(tokens or TOKENS, seed, data, timeout)
     with _place(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:

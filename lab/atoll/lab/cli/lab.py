@@ -19,8 +19,8 @@ from atoll.core.units import count_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from atoll.node.lab.wan.check import CheckResult, Measurement
-    from atoll.node.lab.wan.run import LabRunResult
+    from atoll.lab.wan.check import CheckResult, Measurement
+    from atoll.lab.wan.run import LabRunResult
 
 app = typer.Typer(no_args_is_help=True, help="An emulated WAN on this machine: rehearse your run before you rent.")
 TopologyName = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", help="A built-in topology, or a TOML file.")]
@@ -29,7 +29,7 @@ TopologyName = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", help="A built
 @app.command("list")
 def list_(output: OutputOption = Output.TEXT) -> None:
     """The topologies that come with Atoll."""
-    from atoll.node.lab.wan.topology import built_in_names, load_topology
+    from atoll.lab.wan.topology import built_in_names, load_topology
 
     topologies = [load_topology(name) for name in built_in_names()]
     if output is Output.JSON:
@@ -52,8 +52,8 @@ def check(
     """
     import asyncio
 
-    from atoll.node.lab.wan.check import check_topology
-    from atoll.node.lab.wan.topology import load_topology
+    from atoll.lab.wan.check import check_topology
+    from atoll.lab.wan.topology import load_topology
     from atoll.node.system import processes
 
     wanted = load_topology(topology)
@@ -90,9 +90,9 @@ def run(
     import asyncio
 
     from atoll.core.run_spec import check_codec
-    from atoll.node.lab.demo_view import live_view
-    from atoll.node.lab.wan.run import LabRunOptions, run_lab
-    from atoll.node.lab.wan.topology import load_topology
+    from atoll.lab.demo_view import live_view
+    from atoll.lab.wan.run import LabRunOptions, run_lab
+    from atoll.lab.wan.topology import load_topology
     from atoll.node.system import processes
 
     check_codec(codec)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import DeadlineExceeded
-from atoll.node.lab.wan.errors import LabBroken
-from atoll.node.lab.wan.network import WanNetwork, wan_network
-from atoll.node.lab.wan.topology import COORDINATOR, Host, Topology, end_to_end
+from atoll.lab.wan.errors import LabBroken
+from atoll.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan.topology import COORDINATOR, Host, Topology, end_to_end
 from atoll.node.system import processes
 
 PAYLOAD_SHARE = 1448 / 1500  # of a full packet; the rest is headers

@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.node.lab.wan.errors import LabBroken, TopologyError
-from atoll.node.lab.wan.topology import check_number
+from atoll.lab.wan.errors import LabBroken, TopologyError
+from atoll.lab.wan.topology import check_number
 
 TIMEOUT = timedelta(seconds=10)
 

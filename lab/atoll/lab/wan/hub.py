@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.node.lab.wan import control
-from atoll.node.lab.wan.errors import TopologyError
-from atoll.node.lab.wan.nat import FlowTable
-from atoll.node.lab.wan.packets import flow_of, opens_connection, read_packet, target_of
-from atoll.node.lab.wan.shaper import Drop, Shaper
-from atoll.node.lab.wan.topology import read_topology
+from atoll.lab.wan import control
+from atoll.lab.wan.errors import TopologyError
+from atoll.lab.wan.nat import FlowTable
+from atoll.lab.wan.packets import flow_of, opens_connection, read_packet, target_of
+from atoll.lab.wan.shaper import Drop, Shaper
+from atoll.lab.wan.topology import read_topology
 
 DEVICE = "wan0"
 

@@ -23,10 +23,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from atoll.core.files import make_private_dir
-from atoll.node.lab.wan import memory
-from atoll.node.lab.wan.errors import LabBroken, LabUnavailable
-from atoll.node.lab.wan.hub import DEVICE
-from atoll.node.lab.wan.topology import Host
+from atoll.lab.wan import memory
+from atoll.lab.wan.errors import LabBroken, LabUnavailable
+from atoll.lab.wan.hub import DEVICE
+from atoll.lab.wan.topology import Host
 
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 LABS = Path("/run/atoll-lab")

@@ -10,7 +10,7 @@ handed in.
 
 from __future__ import annotations
 
-from atoll.node.lab.wan.packets import TCP, Flow
+from atoll.lab.wan.packets import TCP, Flow
 
 TCP_IDLE_SECONDS = 7440.0  # RFC 5382 asks for two hours and four minutes at least
 OTHER_IDLE_SECONDS = 60.0  # what home routers give UDP and echoes

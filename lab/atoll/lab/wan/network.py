@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.core.errors import DeadlineExceeded
-from atoll.node.lab.wan import control, namespaces
-from atoll.node.lab.wan.errors import LabBroken
-from atoll.node.lab.wan.hub import Seat, enter_namespace
-from atoll.node.lab.wan.memory import MemoryLimit, limit_hosts
-from atoll.node.lab.wan.topology import Topology
+from atoll.lab.wan import control, namespaces
+from atoll.lab.wan.errors import LabBroken
+from atoll.lab.wan.hub import Seat, enter_namespace
+from atoll.lab.wan.memory import MemoryLimit, limit_hosts
+from atoll.lab.wan.topology import Topology
 from atoll.node.system import processes
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ async def _start_hub(
     document["control"] = str(_control_path(claim.directory))
     with (claim.directory / "hub.log").open("wb") as log:
         hub = await processes.start(
-            [sys.executable, "-m", "atoll.node.lab.wan.hub"],
+            [sys.executable, "-m", "atoll.lab.wan.hub"],
             environment=os.environ,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

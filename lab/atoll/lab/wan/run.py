@@ -21,12 +21,12 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, DeadlineExceeded
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.lab.corpus import write_python_corpus
+from atoll.lab.demo import READY_TIMEOUT, DemoView, spec_toml
+from atoll.lab.launcher import LocalSwarm
+from atoll.lab.wan.network import WanNetwork, wan_network
+from atoll.lab.wan.topology import COORDINATOR, SEED, Host, Topology
 from atoll.node.config import has_text
-from atoll.node.lab.corpus import write_python_corpus
-from atoll.node.lab.demo import READY_TIMEOUT, DemoView, spec_toml
-from atoll.node.lab.launcher import LocalSwarm
-from atoll.node.lab.wan.network import WanNetwork, wan_network
-from atoll.node.lab.wan.topology import COORDINATOR, SEED, Host, Topology
 
 _LEAST_STEP_SECONDS = 0.2
 _STEP_CORE_SECONDS = 0.1  # of a node's full pace, so that a machine with so many cores is not the limit

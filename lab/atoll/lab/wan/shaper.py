@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, cast
 
-from atoll.node.lab.wan.packets import Packet, without_segments
-from atoll.node.lab.wan.topology import Host, Route, Topology, end_to_end
+from atoll.lab.wan.packets import Packet, without_segments
+from atoll.lab.wan.topology import Host, Route, Topology, end_to_end
 
 JITTER_STEP_SECONDS = 0.05  # delay wanders to another value within the jitter in this time
 _MBIT_BYTES = 1e6 / 8

@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from atoll.node.lab.wan.errors import TopologyError
+from atoll.lab.wan.errors import TopologyError
 
 COORDINATOR = "coordinator"
 SEED = "seed"

@@ -1,13 +1,14 @@
-"""`atoll`: the volunteer's command line. One file per command; only `export` and `base` import
-torch, and only once they run; `join` and `demo` leave that to processes of their own."""
+"""A volunteer's commands, one file each. The `atoll` program adds the lab's (`atoll.lab.cli.main`).
+
+Only `export` and `base` import torch, and only once they run. `join` leaves that to the trainer's process.
+"""
 
 from __future__ import annotations
 
 import typer
 
-from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
-from atoll.node.cli import base, config_show, control, demo, doctor, export, join, lab, limits, logs, status
+from atoll.node.cli import base, config_show, control, doctor, export, join, limits, logs, status
 
 app = typer.Typer(
     name="atoll",
@@ -36,11 +37,4 @@ app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)
 app.command()(base.base)
-app.command()(demo.demo)
-app.add_typer(lab.app, name="lab")
 app.add_typer(config_show.app, name="config")
-
-
-def main() -> None:
-    """Entry point."""
-    run_cli(app)

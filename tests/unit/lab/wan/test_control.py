@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.lab.wan.control import (
+from atoll.lab.wan.control import (
     Cut,
     Heal,
     Partition,
@@ -17,7 +17,7 @@ from atoll.node.lab.wan.control import (
     decode,
     encode,
 )
-from atoll.node.lab.wan.errors import TopologyError
+from atoll.lab.wan.errors import TopologyError
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from atoll.node.lab.wan.topology import Host, Route, built_in_names, parse_topology
+from atoll.lab.wan.topology import Host, Route, built_in_names, parse_topology
 
 PAGE = (Path(__file__).parents[4] / "docs/guide/lab.md").read_text()
 

@@ -1,7 +1,7 @@
 """Behind NAT: answers come in, calls do not, and what is idle is forgotten."""
 
-from atoll.node.lab.wan.nat import OTHER_IDLE_SECONDS, TCP_IDLE_SECONDS, FlowTable
-from atoll.node.lab.wan.packets import TCP, UDP, Flow
+from atoll.lab.wan.nat import OTHER_IDLE_SECONDS, TCP_IDLE_SECONDS, FlowTable
+from atoll.lab.wan.packets import TCP, UDP, Flow
 
 HOME, PEER, OTHER = bytes([11, 0, 0, 1]), bytes([11, 0, 0, 2]), bytes([11, 0, 0, 3])
 

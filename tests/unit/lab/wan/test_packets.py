@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.lab.wan.packets import (
+from atoll.lab.wan.packets import (
     NEEDS_CHECKSUM,
     TCP,
     TCP4_OFFLOAD,

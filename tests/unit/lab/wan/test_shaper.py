@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.node.lab.wan.packets import Packet
-from atoll.node.lab.wan.shaper import Drop, Shaper, Wander
-from atoll.node.lab.wan.topology import Host, Route, Topology
+from atoll.lab.wan.packets import Packet
+from atoll.lab.wan.shaper import Drop, Shaper, Wander
+from atoll.lab.wan.topology import Host, Route, Topology
 
 NAMES = ("a", "b", "c")
 

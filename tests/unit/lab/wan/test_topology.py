@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from atoll.node.lab.wan.errors import TopologyError
-from atoll.node.lab.wan.topology import Route, built_in_names, load_topology, parse_topology, read_topology
+from atoll.lab.wan.errors import TopologyError
+from atoll.lab.wan.topology import Route, built_in_names, load_topology, parse_topology, read_topology
 
 SMALL = """
 [public]
