@@ -28,7 +28,7 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.outer_step import holds
-from atoll.node.state.serve import StateServer
+from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.wire.transport import Stream
 from benchmarks.common import Report

@@ -32,7 +32,7 @@ from atoll.core.identity import Identity
 from atoll.lab.wan import probe
 from atoll.lab.wan.namespaces import COMMAND_TIMEOUT
 from atoll.lab.wan.network import WanNetwork, wan_network
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report
 from benchmarks.join_state import commit, make_state, write_head

@@ -26,7 +26,7 @@ from atoll.node.direct.path import DirectConfig
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.serve import StateServer
+from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.host import SwarmHost
 from benchmarks.join_state import RUN, mapped, plan_of, read_head
 from benchmarks.json_lines import serve

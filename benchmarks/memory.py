@@ -24,6 +24,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.memory_network import MemoryHub
+
 from atoll.coordinator.planner.capacity import room
 from atoll.core.run_spec import parse_run_spec
 from atoll.lab.corpus import write_python_corpus
@@ -33,7 +35,6 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.trainer.loading import stage_bytes
 from atoll.node.trainer.trainer import TrainerConfig
-from atoll.node.transport_memory import MemoryHub
 from benchmarks.common import Report
 from benchmarks.stage_process import StageProcess
 

@@ -16,21 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from support.in_process_route import InProcessRoute
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import hold
 from atoll.node.model.span import equal_cuts
-from atoll.node.pipeline import wire
-from atoll.node.pipeline.in_process import InProcessRoute
+from atoll.node.pipeline import message_codec as wire
+from atoll.node.pipeline.flush_machine import Runner
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.runner import Runner
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.training.corpus import Corpus
+from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.replica import StepResult
-from atoll.node.training.schedule import learning_rate
 from benchmarks import parity_jobs
 from benchmarks.common import Report
 from benchmarks.finished import Finished, on_python_text

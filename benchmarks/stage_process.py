@@ -12,9 +12,9 @@ from atoll.core.clock import SystemClock
 from atoll.core.data_position import Range
 from atoll.core.errors import ChildDied
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.bridge import RouteBridge
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.route_connection import RouteBridge
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 _LOAD = timedelta(minutes=3)

@@ -27,7 +27,7 @@ from atoll.node.rounds.opener import TIE_SECONDS, Paces
 from atoll.node.rounds.policy import policy_of
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 from benchmarks.common import Report
 
 PATIENCE = timedelta(seconds=240)

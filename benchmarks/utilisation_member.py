@@ -41,8 +41,8 @@ from atoll.node.rounds.policy import policies
 from atoll.node.start import use_huge_pages
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.serve import StateServer
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.state_server import StateServer
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.trainer.trainer import Trainer

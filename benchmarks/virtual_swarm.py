@@ -30,9 +30,9 @@ from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
 from atoll.node.rounds.policy import screen_of
 from atoll.node.state.outer_step import outer_step
 from atoll.node.training.corpus import Corpus
+from atoll.node.training.inner_optimizer import Stepper
+from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loop import InnerLoop
-from atoll.node.training.optim import Stepper
-from atoll.node.training.schedule import learning_rate
 
 
 @dataclass(frozen=True)

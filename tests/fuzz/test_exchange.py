@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.exchange_swarm import STALL, Swarm
+from support.memory_network import Passage
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
 
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.transport_memory import Passage
 from atoll.v1 import dataplane_pb2 as dp
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from support.mutation import CASES, Mutator, cases, seeds
 
 from atoll.core.errors import AtollError
-from atoll.node.control import localclient
-from atoll.node.control.localapi import LocalApi
+from atoll.node.control import local_client as localclient
+from atoll.node.control.local_api import LocalApi
 from atoll.node.trainer import messages as ms
 
 JSON = st.recursive(

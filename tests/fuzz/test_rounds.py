@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.machine_plans import POLICY, layers_after, state_of
 from support.machine_world import World
+from support.memory_network import MemoryHub
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
 
@@ -19,7 +20,6 @@ from atoll.core.errors import AtollError
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
-from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.donors import ANN, BOB, CLEO, DAN, EVE, GENESIS, OPERATOR, QUICK, Reef, commit, history, plan_of, state_of
+from support.memory_network import MemoryHub, Passage
 from support.mutation import CASES, Mutator, cases, seeds
 
 from atoll.core.errors import AtollError
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.state.catchup import catch_up
-from atoll.node.transport_memory import MemoryHub, Passage
 from atoll.v1 import dataplane_pb2 as dp
 
 STATE = state_of(3.0)

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 from support.members import certificate_of
+from support.memory_network import MemoryHub
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
@@ -26,7 +27,6 @@ from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm.door import Door, request_bytes
 from atoll.node.swarm.hello import Introductions
-from atoll.node.transport_memory import MemoryHub
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from support.memory_network import MemoryHub, MemoryNetwork, Passage
 
 from atoll.core import protocol
 from atoll.core.errors import AtollError, Unreachable
@@ -19,8 +20,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.fetch import FetchPolicy
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.serve import StateServer
-from atoll.node.transport_memory import MemoryHub, MemoryNetwork, Passage
+from atoll.node.state.state_server import StateServer
 from atoll.v1 import manifest_pb2
 
 ANN, BOB, CLEO, DAN, EVE, FAY = (Identity.generate() for _ in range(6))

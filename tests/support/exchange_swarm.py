@@ -9,6 +9,7 @@ from datetime import timedelta
 from itertools import chain, combinations
 
 import torch
+from support.memory_network import Fault, MemoryHub, Passage
 from support.virtual_time import Inline
 
 from atoll.core.frames import Frame, FrameKind
@@ -20,7 +21,6 @@ from atoll.node.exchange.partition import Part, partition
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import by_tokens, weighted_mean
 from atoll.node.rounds.settlement import settle
-from atoll.node.transport_memory import Fault, MemoryHub, Passage
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -20,8 +20,8 @@ from atoll.node.model.hf_configuration import configuration, lora_configuration
 from atoll.node.model.run_model import hold, run_model
 from atoll.node.model.span import Span
 from atoll.node.training.corpus import load_corpus
-from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
+from atoll.node.training.sample_feed import SampleFeed
 
 WINDOW = 16
 _COMMON: dict[str, Any] = {

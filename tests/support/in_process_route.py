@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from atoll.core.errors import InvalidTransition
+from atoll.node.pipeline.flush_machine import Flushed, Runner
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.runner import Flushed, Runner
 
 Link = tuple[int, int]  # from stage, to stage; from a stage to itself: its next action
 Pick = Callable[[Sequence[Link]], Link]

@@ -17,7 +17,7 @@ import pytest
 from atoll.core.errors import Unreachable
 from atoll.core.manifest import Head
 from atoll.lab.launcher import LocalSwarm
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
 
 READY = timedelta(seconds=120)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from support.in_process_route import InProcessRoute, Pick, as_it_is, oldest
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.span import Span, equal_cuts
 from atoll.node.model.span_model import Architecture, SpanModel
-from atoll.node.pipeline.in_process import InProcessRoute, Pick, as_it_is, oldest
+from atoll.node.pipeline.flush_machine import Runner
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.runner import Runner
 from atoll.node.pipeline.stage import Room, Stage
 
 

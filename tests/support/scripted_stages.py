@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from support.flush_ledger import Ledger
+from support.in_process_route import InProcessRoute, Link, oldest
 from torch import Tensor
 
-from atoll.node.pipeline.in_process import InProcessRoute, Link, oldest
+from atoll.node.pipeline.flush_machine import Flushed, Runner
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.runner import Flushed, Runner
 
 
 class ScriptedStage:

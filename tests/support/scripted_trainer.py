@@ -8,8 +8,8 @@ import torch
 from atoll.core.data_position import Range, drop
 from atoll.core.errors import InvalidTransition
 from atoll.node.trainer.messages import TrainerStatus
-from atoll.node.training.feed import Taken
 from atoll.node.training.progress import Progress, Snapshot
+from atoll.node.training.sample_feed import Taken
 
 STEP_TOKENS, STEP_SAMPLES = 100, 2
 

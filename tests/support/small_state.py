@@ -15,7 +15,7 @@ from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.export.stored import StoredModel, open_checkpoint
+from atoll.node.export.stored_model import StoredModel, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.outer_step import layer_states
 from atoll.node.state.tensor_file import Layers

@@ -20,10 +20,10 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, by_reason
 from atoll.core.files import open_anonymous
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.bridge import RouteBridge
-from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.route_connection import RouteBridge
+from atoll.node.pipeline.stage_socket import Cable
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.session import Session

@@ -13,7 +13,7 @@ import pytest
 from atoll.lab.wan import namespaces, probe
 from atoll.lab.wan.network import WanNetwork
 from atoll.lab.wan.topology import Topology, parse_topology
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 
 _problem = namespaces.why_unavailable()
 needs_wan = (

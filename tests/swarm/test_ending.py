@@ -17,7 +17,7 @@ import pytest
 from support.reef import GONE, READY, Reef, nothing_left, processes_of, reef
 
 from atoll.lab.faults import kill
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 MANY = 10**9

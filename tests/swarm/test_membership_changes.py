@@ -10,7 +10,7 @@ import psutil
 import pytest
 from support.reef import GONE, READY, processes_of, reef
 
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ from atoll.core.manifest import Head
 from atoll.lab.faults import frozen, kill, same_ports
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.vote_store import VoteStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 NODES = ("ann", "bob")

@@ -16,9 +16,9 @@ from support.reef import READY, Reef, nothing_left, reef
 
 from atoll.core.manifest import Head, changed_layers
 from atoll.lab.faults import kill
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.built_in_shape import resolve_shape
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
-from atoll.node.model.shape import resolve_shape
 from atoll.node.state.checkpoint import read_checkpoint
 
 SPANS = {"ann": None, "bob": (0, 1), "cleo": (2, 3)}  # layers; the model has four

@@ -23,7 +23,7 @@ from atoll.core.manifest import Head
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.faults import NO_TROUBLE, Trouble, TroubleLog, TroublePlan
 from atoll.lab.launcher import LocalSwarm
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
 
 FULL_PACE_SECONDS = 0.2  # an inner step of an unslowed node takes at least this: two cores stay below 80 % busy

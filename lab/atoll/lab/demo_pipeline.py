@@ -23,7 +23,7 @@ from atoll.lab import demo
 from atoll.lab.demo import RUN, DemoView
 from atoll.lab.faults import DOWN_SECONDS, kill
 from atoll.lab.launcher import LocalSwarm
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 
 MEMORY_MEGABYTES = {"node-1": 145, "node-2": 145, "node-3": 110, "node-4": 110, "node-5": 110}
 SPANS = {"node-1": "0-3", "node-2": "4-7", "node-3": "0-2", "node-4": "3-4", "node-5": "5-7"}

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, Unreachable
 from atoll.core.files import make_private_dir, write_private
-from atoll.node.control.localclient import call
-from atoll.node.system import processes
+from atoll.node.control.local_client import call
+from atoll.node.system import child_processes as processes
 
 START_TIMEOUT = timedelta(seconds=60)
 STOP_GRACE = timedelta(seconds=60)  # a node alone at the end may wait for its last round in vain, and then saves

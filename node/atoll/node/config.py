@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
-from atoll.node.policy import Policy, parse_hours
 from atoll.node.training.device_names import names_of
+from atoll.node.training_policy import Policy, parse_hours
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
 REMEMBERED = "node.toml"  # in the data directory

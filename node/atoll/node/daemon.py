@@ -26,11 +26,11 @@ from atoll.core.identity import Identity
 from atoll.core.membership import Deny, Member
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.config import Loaded, NodeConfig
+from atoll.node.control.checkpoint_upload import Uploads
+from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
-from atoll.node.control.link import CoordinatorLink
-from atoll.node.control.localapi import LocalApi
-from atoll.node.control.upload import Uploads
+from atoll.node.control.local_api import LocalApi
 from atoll.node.direct.path import DirectConfig
 from atoll.node.limits.enforcer import Manners, Subjects
 from atoll.node.probe.paths import PathProber
@@ -38,13 +38,13 @@ from atoll.node.session import LOAD_TIMEOUT, NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
-from atoll.node.trainer.child import Child
 from atoll.node.trainer.preload import LoadingAhead, span_to_hold
 from atoll.node.trainer.trainer import TrainerConfig
+from atoll.node.trainer.trainer_process import Child
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 

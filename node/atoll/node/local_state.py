@@ -20,10 +20,10 @@ from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.checkpoint_writer import CheckpointWriter
-from atoll.node.state.former_states import Formers
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.prefetch import Preparing, Present, is_true_of
-from atoll.node.state.serve import StateServer
+from atoll.node.state.previous_spans import Formers
+from atoll.node.state.state_server import StateServer
 from atoll.node.state.tensor_file import Layers
 from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.node.wire.transport import Network

@@ -14,12 +14,12 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ChildDied
 from atoll.core.plan import Plan
 from atoll.core.run_spec import RunSpec
-from atoll.node.pipeline.bridge import RouteBridge
-from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.link_codec import LinkCodes
+from atoll.node.pipeline.message_codec import Channel
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.wire import Channel
+from atoll.node.pipeline.route_connection import RouteBridge
+from atoll.node.pipeline.stage_socket import Cable
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 

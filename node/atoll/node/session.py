@@ -28,11 +28,11 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Voted
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
+from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.directives import Directives
-from atoll.node.control.link import CoordinatorLink
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.genesis import write_genesis
-from atoll.node.held_state import Holdings, Rooms
+from atoll.node.local_state import Holdings, Rooms
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine, Listener
@@ -42,11 +42,11 @@ from atoll.node.route_membership import OnRoute
 from atoll.node.state.checkpoint import ANCHOR
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.status import LiveStatus
-from atoll.node.trainer.child import LOG_NAME, Child
 from atoll.node.trainer.preload import LoadingAhead, span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer_process import LOG_NAME, Child
 from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb

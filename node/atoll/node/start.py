@@ -21,10 +21,10 @@ from atoll.core.tokens import JoinToken
 from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
-from atoll.node.limits.wishes import Wish, save_wish
-from atoll.node.state.votes import VoteStore
+from atoll.node.limits.owner_files import Wish, save_wish
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.system.malloc_arenas import share_heaps
-from atoll.node.trainer.child import LOG_NAME, Child
+from atoll.node.trainer.trainer_process import LOG_NAME, Child
 
 MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and four in p2pd
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.node.held_state import Holdings
+from atoll.node.local_state import Holdings
 from atoll.node.rounds.engine import RoundCounters
 from atoll.node.route_membership import OnRoute
 from atoll.node.trainer.messages import Loading

@@ -23,8 +23,8 @@ from atoll.core.errors import DeadlineExceeded, NotRunning
 from atoll.core.tokens import new_token
 from atoll.node.cli.doctor import _port
 from atoll.node.config import load
-from atoll.node.control.localapi import LocalApi
-from atoll.node.control.localclient import call
+from atoll.node.control.local_api import LocalApi
+from atoll.node.control.local_client import call
 
 BIN = Path(sys.executable).parent
 COMMANDS = (

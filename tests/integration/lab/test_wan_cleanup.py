@@ -13,7 +13,7 @@ from support.wan import PROBE, needs_wan, small
 
 from atoll.lab.wan import memory, namespaces
 from atoll.lab.wan.network import wan_network
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 
 pytestmark = [*needs_wan, pytest.mark.timeout(120)]
 LAB = """

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.machine_plans import make_plan
+from support.memory_network import MemoryHub
 from support.reef import MODEL, SPEC, write_corpus
 
 from atoll.core import protocol
@@ -35,10 +36,9 @@ from atoll.node.rounds.snapshot_ledger import Share
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.outer_step import holds
-from atoll.node.state.serve import StateServer
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.state_server import StateServer
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
-from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

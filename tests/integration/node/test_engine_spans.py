@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.machine_plans import make_plan
+from support.memory_network import MemoryHub
 from support.reef import MODEL, SPEC
 from support.scripted_trainer import STEP_SAMPLES, STEP_TOKENS, ScriptedTrainer
 
@@ -31,10 +32,9 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.outer_step import holds, layer_states
-from atoll.node.state.serve import StateServer
-from atoll.node.state.votes import VoteStore
-from atoll.node.training.feed import Taken
-from atoll.node.transport_memory import MemoryHub
+from atoll.node.state.state_server import StateServer
+from atoll.node.state.vote_store import VoteStore
+from atoll.node.training.sample_feed import Taken
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 

@@ -16,7 +16,7 @@ import pytest
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
 from atoll.core.identity import Identity
-from atoll.node.control.link import CoordinatorLink
+from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 

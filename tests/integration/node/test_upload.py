@@ -16,9 +16,9 @@ from unit.coordinator.world import LAYERS, RUN, spec_toml
 
 from atoll.core.errors import NotFound
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.control.upload import Uploads, upload
+from atoll.node.control.checkpoint_upload import Uploads, upload
 from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored import checkpoints_in, open_checkpoint
+from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore, read_checkpoint
 from atoll.node.state.tensor_file import Layers
 from atoll.v1 import admin_pb2 as admin

@@ -23,11 +23,12 @@ from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.direct.path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
-from atoll.node.pipeline import link_codec, links
-from atoll.node.pipeline.bridge import RouteBridge
+from atoll.node.pipeline import link_codec
+from atoll.node.pipeline import stage_streams as links
 from atoll.node.pipeline.dispatcher import RouteDispatcher
+from atoll.node.pipeline.message_codec import Channel, read_header
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.wire import Channel, read_header
+from atoll.node.pipeline.route_connection import RouteBridge
 from atoll.node.route_membership import OnRoute
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.trainer import messages as ms

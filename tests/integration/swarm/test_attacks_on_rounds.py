@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, part_frames, reheaded
 from support.machine_plans import POLICY, make_plan
+from support.memory_network import Passage
 from support.virtual_time import run_virtually
 
 from atoll.core.errors import AtollError, PeerMisbehaved
@@ -20,7 +21,6 @@ from atoll.node.exchange.allreduce import PROTOCOL
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.decide import build_start, check_start
-from atoll.node.transport_memory import Passage
 from atoll.v1 import dataplane_pb2 as dp
 
 FP32 = CODECS["fp32"]

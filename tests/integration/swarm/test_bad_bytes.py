@@ -28,10 +28,10 @@ from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds.member_streams import PROTOCOL as ROUND
 from atoll.node.rounds.member_streams import RoundLinks
-from atoll.node.state.conversation import PROTOCOL as STATE
-from atoll.node.state.conversation import Conversation
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.serve import StateServer
+from atoll.node.state.state_client import PROTOCOL as STATE
+from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.door import MAX_STREAMS_PER_PEER
 from atoll.node.swarm.hello import PROTOCOL as HELLO
 from atoll.node.swarm.host import SwarmHost

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from atoll.core.identity import Identity
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 
 SLEEP = "/bin/sleep"
 DIE_WITH_PARENT = """

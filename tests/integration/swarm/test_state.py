@@ -15,9 +15,9 @@ from atoll.core.errors import Busy, Unreachable
 from atoll.node.state import heads as heads_of_members
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
-from atoll.node.state.conversation import Conversation
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.serve import StateServer
+from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.host import SwarmHost
 
 ELEMENTS = 1 << 20

@@ -10,9 +10,9 @@ import pytest
 from support.reef import MODEL, SPEC
 
 from atoll.core.errors import CorpusError
-from atoll.node.trainer.child import Child
 from atoll.node.trainer.preload import LoadingAhead
 from atoll.node.trainer.trainer import TrainerConfig
+from atoll.node.trainer.trainer_process import Child
 
 DEADLINE = timedelta(seconds=60)
 

@@ -15,8 +15,8 @@ import pytest
 from support.reef import MODEL, SPEC
 
 from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, RunSpecError
-from atoll.node.trainer.child import Child
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
+from atoll.node.trainer.trainer_process import Child
 
 DEADLINE = timedelta(seconds=60)
 SILENCE = timedelta(seconds=12)
@@ -151,7 +151,7 @@ async def test_it_dies_with_its_parent_before_anybody_took_it(tmp_path: Path) ->
     told = tmp_path / "pid"
     program = (
         "import asyncio, pathlib, sys\n"
-        "from atoll.node.trainer.child import Child\n"
+        "from atoll.node.trainer.trainer_process import Child\n"
         "async def main():\n"
         "    child = await Child.start(pathlib.Path(sys.argv[1]))\n"
         "    pathlib.Path(sys.argv[2]).write_text(str(child.process.pid))\n"

@@ -15,7 +15,7 @@ from support.machine_plans import GENESIS, POLICY, Routes, make_plan
 from support.machine_world import World
 
 from atoll.core.round_id import RoundId
-from atoll.node.rounds.turns import Turns
+from atoll.node.rounds.round_trigger import Turns
 from atoll.v1 import dataplane_pb2 as dp
 
 PEERS = [f"p{i}" for i in range(4)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.core.round_id import RoundId
-from atoll.node.rounds.early import EarlyOpen
+from atoll.node.rounds.pending_opens import EarlyOpen
 from atoll.node.rounds.types import Received
 from atoll.v1 import dataplane_pb2 as dp
 

@@ -13,13 +13,13 @@ from datetime import timedelta
 import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, into, start_message
+from support.memory_network import Passage
 from support.virtual_time import Inline, run_virtually
 
 from atoll.core.errors import PartInvalid, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.exchange.average import Average
 from atoll.node.exchange.reducer import Inlet
-from atoll.node.transport_memory import Passage
 from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exchange_swarm import ROUND, STALL, Swarm
+from support.memory_network import Passage
 from support.virtual_time import run_virtually
 
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.transport_memory import Passage
 from atoll.v1 import dataplane_pb2 as dp
 
 FRAMES = 24  # at least as many as b sends

@@ -21,7 +21,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.codec_choice import AUTO
-from atoll.node.rounds.turns import Turns
+from atoll.node.rounds.round_trigger import Turns
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from support.donors import ANN, BOB, CLEO, GENESIS, OFFSETS, plan_of
+from support.memory_network import QUEUE_FRAMES, MemoryHub
 from support.reef import MODEL, SPEC
 
 from atoll.core.clock import SystemClock
@@ -21,9 +22,8 @@ from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
 from atoll.node.rounds.policy import policies
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.trainer import Trainer
-from atoll.node.transport_memory import QUEUE_FRAMES, MemoryHub
 from atoll.v1 import dataplane_pb2 as dp
 
 SOON = 5.0

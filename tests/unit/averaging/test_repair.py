@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm
+from support.memory_network import Passage
 from support.virtual_time import run_virtually
 
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
@@ -18,7 +19,6 @@ from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL
 from atoll.node.exchange.repair import MAX_ASKED
-from atoll.node.transport_memory import Passage
 from atoll.v1 import dataplane_pb2 as dp
 
 WEIGHTS = {"a": 1, "b": 2, "c": 3, "d": 4}

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 import pytest
 import torch
 from support.exchange_swarm import ELEMENTS, PART, ROUND, start_message
+from support.memory_network import MemoryHub
 from support.reef import MODEL, SPEC
 
 from atoll.core.fragments import Fragment
@@ -26,7 +27,6 @@ from atoll.node.rounds.policy import policy_of
 from atoll.node.rounds.staged_results import Results
 from atoll.node.state.anchor import AnchorState, Staging
 from atoll.node.state.outer_step import layer_states, outer_step
-from atoll.node.transport_memory import MemoryHub
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

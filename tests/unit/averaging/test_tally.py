@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.node.rounds.token_tally import Tally
+from atoll.node.rounds.token_account import Tally
 
 
 def test_a_snapshot_is_counted_once_however_often_its_round_is_heard_of():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.control.link import MAX_REPORT_BYTES, MAX_REPORTS, Outgoing
+from atoll.node.control.coordinator_link import MAX_REPORT_BYTES, MAX_REPORTS, Outgoing
 from atoll.v1 import membership_pb2 as mb
 
 

@@ -13,7 +13,7 @@ from atoll.core.membership import Authority
 from atoll.core.plan import sign_plan
 from atoll.core.quorum import Ballot, Voted, VoteRecord
 from atoll.node.control.directives import Directives
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.vote_store import VoteStore
 from atoll.v1 import membership_pb2 as mb
 
 OPERATOR = Identity.generate()

@@ -17,7 +17,7 @@ from atoll.core import errors
 from atoll.core.model_spec import AdapterSection, BaseSection, HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.config import NodeConfig
-from atoll.node.model.shape import PRESETS
+from atoll.node.model.built_in_shape import PRESETS
 
 from .shipped import ROOT, commands, documents, plain, problem, table
 

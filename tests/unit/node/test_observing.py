@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.node.limits import observing
-from atoll.node.limits.observing import Usage, cpu_times, idle_since_of, on_battery, others_cores
+from atoll.node.limits import machine_usage as observing
+from atoll.node.limits.machine_usage import Usage, cpu_times, idle_since_of, on_battery, others_cores
 
 TICK = os.sysconf("SC_CLK_TCK")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.node.policy import SETTLE, Cause, Hours, Policy, Seen, Verdict, decide, next_month, parse_hours
+from atoll.node.training_policy import SETTLE, Cause, Hours, Policy, Seen, Verdict, decide, next_month, parse_hours
 
 NOON = datetime(2026, 11, 21, 12, 0)
 times = st.times().map(lambda at: at.replace(second=0, microsecond=0))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.node.limits.power import PowerCap, PowerCapRefused
+from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
 
 UUID, OTHER = "GPU-1234", "GPU-5678"
 

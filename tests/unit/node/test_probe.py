@@ -7,13 +7,13 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory_network import MemoryHub
 from support.virtual_time import LoopClock, run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import FrameKind
 from atoll.node.probe import paths
 from atoll.node.probe.paths import PROTOCOL, PathProber, due, own_peers
-from atoll.node.transport_memory import MemoryHub
 
 NAMES = st.sets(st.text("abcdef0123456789", min_size=1, max_size=6), min_size=1, max_size=60)
 

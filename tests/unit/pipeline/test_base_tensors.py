@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from atoll.core.errors import CheckpointCorrupt
-from atoll.node.model.base_tensors import names_in, read_tensor
+from atoll.node.model.safetensors_reader import names_in, read_tensor
 
 TENSORS = {
     "matrix": torch.arange(12.0).view(3, 4),

@@ -14,10 +14,10 @@ import torch
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.pipeline.cable import PREFIX, WINDOW_FRAMES, Cable, CableFrame, Word, heard, pack_prefix
-from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
+from atoll.node.pipeline.message_codec import Channel, pack
 from atoll.node.pipeline.messages import Begin, Gradient
-from atoll.node.pipeline.wire import Channel, pack
+from atoll.node.pipeline.stage_io import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
+from atoll.node.pipeline.stage_socket import PREFIX, WINDOW_FRAMES, Cable, CableFrame, Word, heard, pack_prefix
 from atoll.v1 import pipeline_pb2 as pb
 
 CHANNEL = Channel(1, 0, samples=2, tokens=4, dimension=8, vocabulary=16)

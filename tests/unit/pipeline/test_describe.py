@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from atoll.core.errors import AtollError, CheckpointCorrupt, ConfigError, UnsupportedModel
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.node.cli.main import app
-from atoll.node.model.describe import describe
+from atoll.node.model.describe_base import describe
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 

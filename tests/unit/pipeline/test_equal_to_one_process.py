@@ -13,9 +13,9 @@ from atoll.core.clock import SystemClock
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.pipeline.stage import Room
 from atoll.node.training.corpus import Corpus, load_corpus
-from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.sample_feed import SampleFeed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

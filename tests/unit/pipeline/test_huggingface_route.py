@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.hf_runs import TARGETS, config_of, model_section, pretrained, spec_of, spec_text, text_of
+from support.memory_network import MemoryHub
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
 from atoll.core.errors import BaseUnusable
@@ -14,7 +15,6 @@ from atoll.node.model.run_model import hold, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.trainer import messages as ms
-from atoll.node.transport_memory import MemoryHub
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

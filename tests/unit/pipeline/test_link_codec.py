@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.cable import Cable, Word
 from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, code_of
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.stage_socket import Cable, Word
 from atoll.node.route_membership import OnRoute
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.trainer.trainer import Trainer

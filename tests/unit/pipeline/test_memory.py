@@ -14,11 +14,11 @@ from support.live_bytes import LiveBytes
 from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
 from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in_shape import ModelShape, layer_table
+from atoll.node.model.hf_layer_table import layer_table as table_of
 from atoll.node.model.huggingface import HuggingFace
-from atoll.node.model.layer_table import layer_table as table_of
 from atoll.node.model.memory_estimate import SpanMemory, Traffic, span_memory
 from atoll.node.model.run_model import run_model
-from atoll.node.model.shape import ModelShape, layer_table
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.pipeline.stage import Room, Stage

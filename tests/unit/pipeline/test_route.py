@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.machine_plans import make_plan
+from support.memory_network import MemoryHub, Passage
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
 from atoll.core.clock import SystemClock
@@ -30,16 +31,17 @@ from atoll.core.errors import (
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.model.shape import layer_table, resolve_shape
-from atoll.node.pipeline import bridge, dispatcher, links, stage_loop
-from atoll.node.pipeline.bridge import RouteBridge
-from atoll.node.pipeline.cable import Cable, Word, pack_prefix, said
+from atoll.node.model.built_in_shape import layer_table, resolve_shape
+from atoll.node.pipeline import dispatcher, stage_loop
+from atoll.node.pipeline import route_connection as bridge
+from atoll.node.pipeline import stage_streams as links
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
 from atoll.node.pipeline.messages import Begin
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.route_connection import RouteBridge
 from atoll.node.pipeline.stage_loop import StageLoop
+from atoll.node.pipeline.stage_socket import Cable, Word, pack_prefix, said
 from atoll.node.trainer import messages as ms
-from atoll.node.transport_memory import MemoryHub, Passage
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb

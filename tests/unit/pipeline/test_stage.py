@@ -10,17 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.in_process_route import Pick, oldest
 from support.routes import Reef
 from torch import Tensor
 
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltIn
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.built_in_shape import ModelShape
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder, initialise
-from atoll.node.model.shape import ModelShape
 from atoll.node.model.span import Span
-from atoll.node.pipeline.in_process import Pick, oldest
 from atoll.node.pipeline.messages import (
     Activation,
     Begin,

@@ -10,9 +10,9 @@ import torch
 from support.families import FAMILIES, VOCABULARY, config_of, lora_of
 
 from atoll.core.errors import CheckpointCorrupt, ConfigError
-from atoll.node.model import weights
-from atoll.node.model.base_tensors import read_tensor
+from atoll.node.model import pretrained_weights as weights
 from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.safetensors_reader import read_tensor
 from atoll.node.model.span import Span, equal_cuts
 from atoll.node.model.span_model import SpanModel
 

@@ -17,14 +17,14 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.built_in import BuiltIn
-from atoll.node.model.shape import ModelShape
+from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.pipeline import messages as ms
+from atoll.node.pipeline.message_codec import FP32_BYTES, Channel, pack, read_header, unpack
 from atoll.node.pipeline.stage import Room
-from atoll.node.pipeline.wire import FP32_BYTES, Channel, pack, read_header, unpack
 from atoll.node.training.corpus import load_corpus
-from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.sample_feed import SampleFeed
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
 

@@ -41,10 +41,10 @@ from atoll.core.fragments import cut_layers
 from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_staged
-from atoll.node.state.conversation import Conversation
 from atoll.node.state.fetch import Wanted, fetch_state
 from atoll.node.state.outer_step import holds
 from atoll.node.state.pieces import Workspace, pieces_of
+from atoll.node.state.state_client import Conversation
 
 STATE = state_of(3.0)
 DONORS = (ANN, BOB, DAN, EVE)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState
-from atoll.node.state.former_states import Formers
+from atoll.node.state.previous_spans import Formers
 from atoll.v1 import manifest_pb2
 
 OFFSETS = (0, 2, 3, 7, 8, 12)

@@ -26,9 +26,10 @@ from support.donors import (
 from atoll.core.errors import NotFound, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head
-from atoll.node.state import heads, serve
+from atoll.node.state import heads
+from atoll.node.state import state_server as serve
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
-from atoll.node.state.conversation import PROTOCOL
+from atoll.node.state.state_client import PROTOCOL
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

@@ -14,7 +14,7 @@ from atoll.core.errors import Unreachable
 from atoll.core.membership import Authority
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.control.directives import Directives
-from atoll.node.held_state import Holdings, Rooms
+from atoll.node.local_state import Holdings, Rooms
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter

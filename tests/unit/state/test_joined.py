@@ -21,7 +21,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.units import layers_text
 from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored import StoredModel
+from atoll.node.export.stored_model import StoredModel
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.outer_step import layer_states
 from atoll.node.state.tensor_file import Layers

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.node.state.ledger import Ledger
+from atoll.node.state.fetch_scheduler import Ledger
 from atoll.node.state.pieces import Piece
 
 TRUE = b"true"

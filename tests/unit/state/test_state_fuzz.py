@@ -14,7 +14,7 @@ from support.donors import ANN, CLEO, EVE, GENESIS, OPERATOR, QUICK, Reef, commi
 from atoll.core.errors import AtollError
 from atoll.core.frames import FrameKind
 from atoll.node.state.catchup import catch_up
-from atoll.node.state.conversation import PROTOCOL
+from atoll.node.state.state_client import PROTOCOL
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
+from support.memory_network import MemoryHub, Passage
 
 from atoll.core.errors import DeadlineExceeded, FrameInvalid, InvalidRequest, Unreachable
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.transport_memory import MemoryHub, Passage
 from atoll.node.wire.transport import Network, Stream
 
 SECOND = timedelta(seconds=1)

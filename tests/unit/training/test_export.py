@@ -22,9 +22,9 @@ from atoll.core.errors import (
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.cli.main import app
 from atoll.node.export.huggingface_export import export_huggingface
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.built_in_shape import layer_table, resolve_shape
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder, initialise
-from atoll.node.model.shape import layer_table, resolve_shape
 from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
 from atoll.node.state.tensor_file import Layers
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, UnsupportedModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.cli.main import app
-from atoll.node.export import shards
+from atoll.node.export import safetensors_writer as shards
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
@@ -41,8 +41,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from transformers.core_model_loading import revert_weight_conversion
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored import open_checkpoint
-from atoll.node.export import huggingface_export as export, export_run
+from atoll.node.export.stored_model import open_checkpoint
+from atoll.node.export import huggingface_export as export
+from atoll.node.export import transformers_model as export_run
 from atoll.node.training.device import (limit_host_memory)
 torch.set_num_threads(1)
 target, megabytes, base, *checkpoints = sys.argv[1:]

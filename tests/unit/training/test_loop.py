@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied, NotFinite
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.local_weights import Pieces, SpreadWeights, WholeWeights
 from atoll.node.trainer.loading import single_layer_times
 from atoll.node.training import replica

@@ -8,7 +8,7 @@ PROGRAM = """
 import json, queue, socket, sys
 import torch
 from atoll.core.clock import SystemClock
-from atoll.node.pipeline.cable_end import CableEnd
+from atoll.node.pipeline.stage_io import CableEnd
 from atoll.node.trainer import loading
 from atoll.node.training.device import (choose_device, device_facts)
 from atoll.node.trainer.messages import (TrainerConfig)

@@ -7,11 +7,11 @@ import torch
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import initial_parameters
-from atoll.node.model.shape import ModelShape
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
-from atoll.node.training.optim import InnerOptimizer, Stepper
+from atoll.node.training.inner_optimizer import InnerOptimizer, Stepper
 
 SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
 CPU = torch.device("cpu")

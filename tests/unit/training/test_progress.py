@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.training.feed import Taken
 from atoll.node.training.progress import Progress
+from atoll.node.training.sample_feed import Taken
 
 STEP = 10  # tokens
 ELEMENTS = 12

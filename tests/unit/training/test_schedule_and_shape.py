@@ -11,12 +11,12 @@ from atoll.core.errors import ModelTooLarge, UnsupportedModel
 from atoll.core.model_spec import ModelSection
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.core.units import bytes_text
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.built_in_shape import PRESETS, layer_offsets, layer_table, resolve_shape
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
 from atoll.node.model.memory_estimate import memory_needed_bytes
-from atoll.node.model.shape import PRESETS, layer_offsets, layer_table, resolve_shape
 from atoll.node.training.device import DeviceFacts, check_fits
-from atoll.node.training.schedule import learning_rate
+from atoll.node.training.learning_rate import learning_rate
 
 
 def spec_of(optimizer: str = "", model: str = "", stop_tokens: int = 100_000) -> RunSpec:

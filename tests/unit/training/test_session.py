@@ -19,11 +19,11 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
 from atoll.core.files import open_anonymous
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.model.genesis_file import write_initial
+from atoll.node.model.built_in_shape import ModelShape
+from atoll.node.model.initial_weights_file import write_initial
 from atoll.node.model.llama import Decoder, initialise
 from atoll.node.model.run_model import run_model
-from atoll.node.model.shape import ModelShape
-from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
+from atoll.node.pipeline.stage_io import CableEnd, RouteEvent
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer import session as session_module

@@ -11,18 +11,18 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in import BuiltIn
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.built_in_shape import ModelShape
+from atoll.node.model.flat_layout import FlatLayout
+from atoll.node.model.fsdp_memory import usable_bytes
 from atoll.node.model.local_weights import ALL, Pieces, SpreadWeights, WholeWeights
 from atoll.node.model.run_model import run_model
-from atoll.node.model.shape import ModelShape
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
-from atoll.node.model.spread_memory import usable_bytes
 from atoll.node.trainer.loading import load, stage_bytes, usable
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
+from atoll.node.training.device_group import Group, Several, devices_of, facts_of, nobody
 from atoll.node.training.device_names import names_of
-from atoll.node.training.group import Group, Several, devices_of, facts_of, nobody
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), max_size=5)  # none: all is frozen
@@ -122,7 +122,7 @@ def test_what_graphics_cards_have_together_is_as_if_all_were_the_smallest(monkey
     def facts(device, *_):
         return DeviceFacts(str(device), "card", sizes[device.index], f"GPU-{device.index}")
 
-    monkeypatch.setattr("atoll.node.training.group.device_facts", facts)
+    monkeypatch.setattr("atoll.node.training.device_group.device_facts", facts)
     together = facts_of([torch.device("cuda", 0), torch.device("cuda", 1)])
     assert together == DeviceFacts("cuda:0,cuda:1", "2 × card", 16 * 10**9, "GPU-0,GPU-1")
 

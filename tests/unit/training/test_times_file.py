@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from atoll.core.clock import ManualClock
-from atoll.node.trainer import loading, times_file
+from atoll.node.trainer import layer_times_cache as times_file
+from atoll.node.trainer import loading
 from atoll.node.trainer import messages as ms
-from atoll.node.trainer.times_file import ENTRIES, MAX_AGE, TimesFile
+from atoll.node.trainer.layer_times_cache import ENTRIES, MAX_AGE, TimesFile
 from atoll.node.training.device import choose_device, device_facts
 
 SPEC = """version = 1

@@ -54,7 +54,7 @@ def check(
 
     from atoll.lab.wan.check import check_topology
     from atoll.lab.wan.topology import load_topology
-    from atoll.node.system import processes
+    from atoll.node.system import child_processes as processes
 
     wanted = load_topology(topology)
     processes.end_alike()
@@ -93,7 +93,7 @@ def run(
     from atoll.lab.demo_view import live_view
     from atoll.lab.wan.run import LabRunOptions, run_lab
     from atoll.lab.wan.topology import load_topology
-    from atoll.node.system import processes
+    from atoll.node.system import child_processes as processes
 
     check_codec(codec)
     text = _read(spec) if spec is not None else None

@@ -24,7 +24,7 @@ from atoll.lab.wan.errors import LabBroken
 from atoll.lab.wan.hub import Seat, enter_namespace
 from atoll.lab.wan.memory import MemoryLimit, limit_hosts
 from atoll.lab.wan.topology import Topology
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ def base(
     name: Annotated[str, typer.Option("--name", help="Where others get it, for people: a repository's name.")] = "",
 ) -> None:
     r"""Print the \[model] section of a run that starts from a directory's weights, every file pinned by its digest."""
-    from atoll.node.model.describe import describe  # takes seconds: torch, transformers
+    from atoll.node.model.describe_base import describe  # takes seconds: torch, transformers
 
     with torch_cache():
         text, notes = describe(directory, name)

@@ -27,7 +27,7 @@ _DEVICE_PROGRAM = """
 import sys
 import torch
 from atoll.core.errors import AtollError
-from atoll.node.training.group import devices_of, facts_of
+from atoll.node.training.device_group import devices_of, facts_of
 try:
     facts = facts_of(devices_of(sys.argv[1]))
 except AtollError as error:
@@ -123,8 +123,8 @@ def _disk(config: NodeConfig) -> Iterator[Finding]:
 
 
 def _limits(config: NodeConfig) -> Iterator[Finding]:
-    from atoll.node.cli.limits import limits_text
-    from atoll.node.limits.observing import on_battery
+    from atoll.node.cli.set_limits import limits_text
+    from atoll.node.limits.machine_usage import on_battery
 
     yield Finding("limits", True, limits_text(config))
     if config.on_battery == "pause" and on_battery():
@@ -154,7 +154,7 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
 
 def _runs(config: NodeConfig) -> bool:
     """Whether the daemon of this data directory answers."""
-    from atoll.node.control.localclient import call
+    from atoll.node.control.local_client import call
 
     try:
         call(config.data_dir, "status")

@@ -13,10 +13,10 @@ from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.node.cli.options import DataDir, directory
 from atoll.node.cli.scratch import torch_cache
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
-    from atoll.node.export.stored import StoredModel
+    from atoll.node.export.stored_model import StoredModel
 
 
 class Format(StrEnum):
@@ -105,7 +105,7 @@ def _directory_of(data_dir: Path, run: str | None) -> Path:
 
 def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> StoredModel:
     """That of the round, or the newest that is whole. Nothing is set aside: that is for the daemon."""
-    from atoll.node.export.stored import open_checkpoint
+    from atoll.node.export.stored_model import open_checkpoint
 
     names = sorted((path.name for path in checkpoints.iterdir() if path.name.isdecimal()), key=int, reverse=True)
     if round_number is not None:
@@ -123,6 +123,6 @@ def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> Sto
 
 def _join(paths: list[Path], held: ExitStack) -> StoredModel:
     from atoll.node.export.joined_checkpoint import join
-    from atoll.node.export.stored import checkpoints_in, open_checkpoint
+    from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 
     return join([open_checkpoint(found, held) for path in paths for found in checkpoints_in(path)])

@@ -12,8 +12,8 @@ import typer
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import asked, say
-from atoll.node.cli.limits import limits_text
 from atoll.node.cli.options import ConfigFile, DataDir, settings
+from atoll.node.cli.set_limits import limits_text
 from atoll.node.config import Loaded, NodeConfig, has_text, remember
 from atoll.node.training.device_names import names_of
 
@@ -198,7 +198,7 @@ def _check_here(config: NodeConfig) -> None:
     if config.data and not has_text(config.data):
         raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
     if any(name not in ("auto", "cpu") for name in names_of(config.device)):
-        from atoll.node.training.group import devices_of  # torch: seconds, which the daemon needs anyway
+        from atoll.node.training.device_group import devices_of  # torch: seconds, which the daemon needs anyway
 
         devices_of(config.device)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import typer
 
 from atoll.core.output import VersionOption
-from atoll.node.cli import base, config_show, control, doctor, export, join, limits, logs, status
+from atoll.node.cli import base, config_show, doctor, export, join, logs, status
+from atoll.node.cli import pause_resume as control
+from atoll.node.cli import set_limits as limits
 
 app = typer.Typer(
     name="atoll",

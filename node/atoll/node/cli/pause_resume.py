@@ -9,7 +9,7 @@ import typer
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.core.units import duration_text, parse_duration
 from atoll.node.cli.options import DataDir, directory
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 
 
 def pause(

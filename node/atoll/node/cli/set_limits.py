@@ -12,7 +12,7 @@ from atoll.core.errors import NotRunning, UsageError
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.node.cli.options import DataDir, settings
 from atoll.node.config import NodeConfig, changed, limits_of, remember
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 
 _TIMEOUT = timedelta(seconds=60)  # a trainer obeys between two steps
 Words = Annotated[

@@ -10,7 +10,7 @@ import typer
 from atoll.core.output import Output, OutputOption, print_json
 from atoll.core.units import bytes_text, count_text
 from atoll.node.cli.options import DataDir, directory
-from atoll.node.control.localclient import call
+from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, UsageError
-from atoll.node.control.localclient import MAX_LINE, SOCKET_NAME, Answer, socket_path
+from atoll.node.control.local_client import MAX_LINE, SOCKET_NAME, Answer, socket_path
 
 _TIMEOUT = timedelta(seconds=5)
 

@@ -21,11 +21,11 @@ import torch
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable, UsageError
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
-from atoll.node.export.shards import Form, Part, stored_part, write
-from atoll.node.export.stored import StoredModel
-from atoll.node.model.flat import FlatLayout
+from atoll.node.export.safetensors_writer import Form, Part, stored_part, write
+from atoll.node.export.stored_model import StoredModel
+from atoll.node.model.built_in_shape import ModelShape, layer_table, resolve_shape
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import NORM_EPSILON, Decoder
-from atoll.node.model.shape import ModelShape, layer_table, resolve_shape
 from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
 from atoll.node.state.tensor_file import Layers
 
@@ -70,7 +70,7 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         section = model.spec.model
         if isinstance(section, HuggingFaceModel):
-            from atoll.node.export.export_run import write_run  # transformers: seconds
+            from atoll.node.export.transformers_model import write_run  # transformers: seconds
 
             write_run(model, section, form, tokenizer, _origin(model), base)
         elif base is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from atoll.core.errors import CheckpointCorrupt, NotFound
 from atoll.core.units import layers_text
-from atoll.node.export.stored import Place, StoredModel
+from atoll.node.export.stored_model import Place, StoredModel
 from atoll.node.state.tensor_file import Layers
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.node.export.stored import StoredModel
-from atoll.node.model.flat import Slot
+from atoll.node.export.stored_model import StoredModel
+from atoll.node.model.flat_layout import Slot
 
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, UnsupportedModel, UsageError
 from atoll.core.model_spec import HuggingFaceModel
-from atoll.node.export.shards import Form, Part, Shape, stored_part, write
-from atoll.node.export.stored import StoredModel
-from atoll.node.model import weights
+from atoll.node.export.safetensors_writer import Form, Part, Shape, stored_part, write
+from atoll.node.export.stored_model import StoredModel
+from atoll.node.model import pretrained_weights as weights
 from atoll.node.model.base_files import BaseFiles
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.hf_configuration import lora_configuration
+from atoll.node.model.hf_layer_table import layer_table
+from atoll.node.model.hf_run_model import architecture_of
 from atoll.node.model.huggingface import HuggingFace
-from atoll.node.model.huggingface_run import architecture_of
-from atoll.node.model.layer_table import layer_table
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel, layout_of
 from atoll.node.model.tokenizer import Tokenizer

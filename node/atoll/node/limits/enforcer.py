@@ -20,12 +20,12 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, InvalidTransition, UsageError
 from atoll.node.config import Loaded, NodeConfig, changed, limits_of, remember
-from atoll.node.control.localapi import Command
-from atoll.node.limits.observing import Usage, on_battery
-from atoll.node.limits.power import PowerCap, PowerCapRefused
-from atoll.node.limits.wishes import MonthlyTraffic, Wish, load_wish, save_wish
-from atoll.node.policy import Cause, Seen, Verdict, decide, objecting
+from atoll.node.control.local_api import Command
+from atoll.node.limits.machine_usage import Usage, on_battery
+from atoll.node.limits.owner_files import MonthlyTraffic, Wish, load_wish, save_wish
+from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
 from atoll.node.trainer.trainer import TrainerFacts
+from atoll.node.training_policy import Cause, Seen, Verdict, decide, objecting
 
 LOOK = timedelta(seconds=5)
 SAVE = timedelta(seconds=60)  # a crash forgets so much traffic at most

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from atoll.core import log
 from atoll.core.files import write_atomic
-from atoll.node.policy import month_of
+from atoll.node.training_policy import month_of
 
 MONTHS_KEPT = 24  # the last that were counted into
 _WISH, _TRAFFIC = "owner.json", "traffic.json"

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import Decoder, Head
-from atoll.node.model.shape import ModelShape
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Cut, Tie
 

@@ -13,7 +13,7 @@ from atoll.core.run_spec import toml_table
 from atoll.node.model.base_files import digest_of
 from atoll.node.model.hf_configuration import NOT_THE_MODEL, configuration, known_keys, require_library
 from atoll.node.model.huggingface import configuration_of, of_stranger
-from atoll.node.model.weights import files_of
+from atoll.node.model.pretrained_weights import files_of
 
 _TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # do not change the model
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
-from atoll.node.model import weights
+from atoll.node.model import pretrained_weights as weights
 from atoll.node.model.base_files import BaseFiles
 from atoll.node.model.hf_configuration import check_targets, configuration, lora_configuration
+from atoll.node.model.hf_initial_weights import initial_adapter, initialise_layer
+from atoll.node.model.hf_layer_table import layer_table
 from atoll.node.model.huggingface import HuggingFace, of_stranger
-from atoll.node.model.initial import initial_adapter, initialise_layer
-from atoll.node.model.layer_table import layer_table
 from atoll.node.model.memory_estimate import replica_memory
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel, TrainedModel, layout_of

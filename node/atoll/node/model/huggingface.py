@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, ConfigError, UnsupportedModel
-from atoll.node.model.anatomy import PassOn, dissect, rebuild_buffers
+from atoll.node.model.module_paths import PassOn, dissect, rebuild_buffers
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Cut, Tie
 

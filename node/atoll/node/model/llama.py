@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atoll.node.model.shape import ModelShape
+from atoll.node.model.built_in_shape import ModelShape
 
 NORM_EPSILON = 1e-5
 INITIAL_STD = 0.02

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.flat_layout import FlatLayout
 
 ALL = slice(0, None)
 

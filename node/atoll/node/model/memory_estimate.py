@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import RunSpec
-from atoll.node.model.shape import ModelShape
+from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
 from atoll.core.model_spec import INDEX, WHOLE
-from atoll.node.model.base_tensors import names_in, read_tensor
 from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.safetensors_reader import names_in, read_tensor
 from atoll.node.model.span_model import TrainedModel
 
 Check = Callable[[str], None]

@@ -15,9 +15,9 @@ from torch import Tensor
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.llama import initial_parameters
 from atoll.node.model.memory_estimate import memory_needed_bytes
-from atoll.node.model.shape import layer_table, resolve_shape
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel, TrainedModel
 from atoll.v1 import plan_pb2
@@ -88,7 +88,7 @@ def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunMo
     Raises `UnsupportedModel`, and `ConfigError` where a library is missing.
     """
     if isinstance(spec.model, HuggingFaceModel):
-        from atoll.node.model.huggingface_run import HuggingFaceRun  # transformers: seconds
+        from atoll.node.model.hf_run_model import HuggingFaceRun  # transformers: seconds
 
         return HuggingFaceRun(spec, spec.model, vocabulary, base)
     return BuiltInRun(spec, spec.model, vocabulary)

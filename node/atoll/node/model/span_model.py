@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from atoll.node.model.flat import FlatLayout
+from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.local_weights import Weights, WholeWeights
 from atoll.node.model.span import Span
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from atoll.core.errors import FrameInvalid, InvalidTransition
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.pipeline.wire import parse_header
+from atoll.node.pipeline.message_codec import parse_header
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import pipeline_pb2 as pb
 

@@ -36,7 +36,7 @@ from atoll.node.pipeline.messages import (
     Verdict,
 )
 from atoll.node.pipeline.schedule import Action, Backward, Forward, Settle, Step, actions, credits_of, evaluation
-from atoll.node.training.optim import clip_factor
+from atoll.node.training.inner_optimizer import clip_factor
 
 
 class Compute(Protocol):

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from atoll.core import log
-from atoll.node.pipeline.cable import Cable, Word
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.stage_socket import Cable, Word
 
 NARROW, WIDE = "int8", "bf16"
 WIDE_BYTES = 2  # an element

@@ -6,12 +6,12 @@ from atoll.core.clock import Clock
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
-from atoll.node.pipeline.spread_stage import SpreadStage, part_of_stage
+from atoll.node.pipeline.sharded_stage import SpreadStage, part_of_stage
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.group import Group
+from atoll.node.training.device_group import Group
+from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.replica import Replica
-from atoll.node.training.schedule import learning_rate
 
 
 class FollowingStage(Replica):

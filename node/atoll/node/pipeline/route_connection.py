@@ -17,12 +17,12 @@ from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, ChildDied, FlushAborted, InvalidTransition, first_error
 from atoll.core.run_spec import RunSpec
-from atoll.node.pipeline.cable import Cable
 from atoll.node.pipeline.dispatcher import WAIT, RouteDispatcher
 from atoll.node.pipeline.inbox import Place
-from atoll.node.pipeline.links import Links
+from atoll.node.pipeline.message_codec import Channel
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.wire import Channel
+from atoll.node.pipeline.stage_socket import Cable
+from atoll.node.pipeline.stage_streams import Links
 from atoll.node.wire.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
 from atoll.v1 import plan_pb2

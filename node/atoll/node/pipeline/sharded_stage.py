@@ -15,12 +15,12 @@ from torch import Tensor
 from atoll.core.run_spec import OptimizerSection, RunSpec
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
-from atoll.node.pipeline.device_order import Compute
 from atoll.node.pipeline.messages import Message
+from atoll.node.pipeline.rank_order import Compute
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.training.device import working_precision
-from atoll.node.training.group import NOTHING, Group
-from atoll.node.training.spread import SpreadModel, spread
+from atoll.node.training.device_group import NOTHING, Group
+from atoll.node.training.fsdp_model import SpreadModel, spread
 
 
 class SpreadStage(Stage):

@@ -20,8 +20,8 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.span_model import RouteModel
 from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
+from atoll.node.training.inner_optimizer import InnerOptimizer
 from atoll.node.training.loop import cross_entropy
-from atoll.node.training.optim import InnerOptimizer
 
 
 @dataclass(frozen=True)

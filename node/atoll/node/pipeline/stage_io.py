@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from atoll.core.errors import AtollError, FlushAborted, PeerMisbehaved
 from atoll.node.exchange.codecs import CODECS, Codec
-from atoll.node.pipeline.cable import BODY_BYTES, PREFIX, WINDOW_FRAMES, Word, heard, pack_prefix, said
+from atoll.node.pipeline.message_codec import Channel, pack, read_header, unpack
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.wire import Channel, pack, read_header, unpack
+from atoll.node.pipeline.stage_socket import BODY_BYTES, PREFIX, WINDOW_FRAMES, Word, heard, pack_prefix, said
 from atoll.v1 import pipeline_pb2 as pb
 
 WAITING_MESSAGES = 64  # posted and not taken; credits keep honest neighbours far below

@@ -28,21 +28,21 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
 from atoll.node.model.span import Span
-from atoll.node.pipeline.cable_end import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
+from atoll.node.pipeline.flush_machine import Compute, Runner
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.link_codec import NARROW
-from atoll.node.pipeline.runner import Compute, Runner
-from atoll.node.pipeline.spread_stage import LedStage, part_of_stage
+from atoll.node.pipeline.message_codec import Channel
+from atoll.node.pipeline.sharded_stage import LedStage, part_of_stage
 from atoll.node.pipeline.stage import Room, Stage
-from atoll.node.pipeline.wire import Channel
+from atoll.node.pipeline.stage_io import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import working_precision
-from atoll.node.training.feed import Taken
-from atoll.node.training.group import Group
+from atoll.node.training.device_group import Group
+from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.schedule import learning_rate
+from atoll.node.training.sample_feed import Taken
 
 PATIENCE_FLOOR_SECONDS = 5.0
 PATIENCE_CEILING_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end

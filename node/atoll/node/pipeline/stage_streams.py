@@ -24,12 +24,12 @@ from atoll.core.errors import (
     first_error,
 )
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.pipeline.cable import WINDOW_FRAMES, Cable, CableFrame, Word, heard, said
 from atoll.node.pipeline.dispatcher import PROTOCOL, header_of
 from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.message_codec import Channel, class_of, read_header
 from atoll.node.pipeline.messages import Ready
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.wire import Channel, class_of, read_header
+from atoll.node.pipeline.stage_socket import WINDOW_FRAMES, Cable, CableFrame, Word, heard, said
 from atoll.node.wire.refusals import refusal_header
 from atoll.node.wire.transport import Network, Stream
 

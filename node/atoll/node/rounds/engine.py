@@ -34,12 +34,12 @@ from atoll.node.rounds.outer_schedule import is_stale
 from atoll.node.rounds.signatures import IdentitySeals
 from atoll.node.rounds.snapshot_ledger import Share
 from atoll.node.rounds.staged_results import Results
-from atoll.node.rounds.token_tally import Tally
+from atoll.node.rounds.token_account import Tally
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import follows
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.votes import VoteStore
+from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 from atoll.v1 import common_pb2 as pb

@@ -27,12 +27,12 @@ from atoll.core.quorum import Electorate, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import check_payload, is_witness
-from atoll.node.rounds.early import EarlyOpen
 from atoll.node.rounds.follower import Follower
 from atoll.node.rounds.opener import TIE_SECONDS, Opener, Paces
+from atoll.node.rounds.pending_opens import EarlyOpen
 from atoll.node.rounds.promises import VoteMemory
+from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
 from atoll.node.rounds.snapshot_ledger import Brought
-from atoll.node.rounds.turns import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

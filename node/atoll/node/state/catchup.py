@@ -20,10 +20,10 @@ from atoll.core.errors import PeerMisbehaved, Unreachable
 from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState, Fetched, Staged
-from atoll.node.state.conversation import Conversation
 from atoll.node.state.fetch import FetchPolicy, StateMoved, Wanted, fetch_state
 from atoll.node.state.heads import Believed, believe
 from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
+from atoll.node.state.state_client import Conversation
 from atoll.node.wire.transport import Network
 from atoll.v1 import manifest_pb2
 

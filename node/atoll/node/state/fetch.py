@@ -11,9 +11,9 @@ from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, Unreachable
-from atoll.node.state.conversation import Conversation
-from atoll.node.state.ledger import Ledger
+from atoll.node.state.fetch_scheduler import Ledger
 from atoll.node.state.pieces import Piece, Workspace
+from atoll.node.state.state_client import Conversation
 from atoll.node.wire.transport import Network
 
 _log = log.get("catchup")

@@ -21,7 +21,7 @@ from atoll.core.errors import AtollError, NotFound, SignatureInvalid, Unreachabl
 from atoll.core.manifest import Head, require_quorum
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
-from atoll.node.state.conversation import Conversation
+from atoll.node.state.state_client import Conversation
 from atoll.node.wire.transport import Network
 
 _ANSWER = timedelta(seconds=10)

@@ -23,8 +23,8 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
-from atoll.node.state.former_states import unchanged
 from atoll.node.state.mapped_vectors import mapped_vector
+from atoll.node.state.previous_spans import unchanged
 from atoll.node.wire.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself

@@ -16,9 +16,9 @@ from atoll.core.errors import Busy, CheckpointCorrupt, NotFound, PeerMisbehaved,
 from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState, Staged
-from atoll.node.state.conversation import PROTOCOL
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.pieces import Kind
+from atoll.node.state.state_client import PROTOCOL
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2, plan_pb2

@@ -28,7 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from atoll.core import log
 from atoll.core.errors import ChildDied, ConfigError, PortInUse
 from atoll.core.files import make_private_dir
-from atoll.node.system import processes
+from atoll.node.system import child_processes as processes
 from atoll.node.system.socket_paths import SocketDirectory
 
 RELAY_MAX_CIRCUITS = 16  # open relayed connections of one peer

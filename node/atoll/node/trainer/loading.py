@@ -20,20 +20,20 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.model.fsdp_memory import kept_aside_bytes, rows_at_once, usable_bytes
 from atoll.node.model.local_weights import Pieces
 from atoll.node.model.memory_estimate import FP32_BYTES, Traffic, trainer_memory
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
-from atoll.node.model.spread_memory import kept_aside_bytes, rows_at_once, usable_bytes
 from atoll.node.model.tokenizer import load_tokenizer
-from atoll.node.pipeline.cable_end import CableEnd
-from atoll.node.pipeline.following import FollowingStage
+from atoll.node.pipeline.rank_stage import FollowingStage
 from atoll.node.pipeline.schedule import credits_of
+from atoll.node.pipeline.stage_io import CableEnd
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.layer_times import LayerTimes, of_single_layers
-from atoll.node.trainer.times_file import TimesFile, key_of
+from atoll.node.trainer.layer_times_cache import TimesFile, key_of
 from atoll.node.training.corpus import Corpus, GotOn, load_corpus, unheard
 from atoll.node.training.device import (
     DeviceFacts,
@@ -43,7 +43,7 @@ from atoll.node.training.device import (
     too_large,
     working_precision,
 )
-from atoll.node.training.group import Group, Several
+from atoll.node.training.device_group import Group, Several
 from atoll.node.training.loop import InnerLoop
 
 

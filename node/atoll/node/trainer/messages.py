@@ -11,7 +11,7 @@ import json
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
-from atoll.node.pipeline.device_order import Compute
+from atoll.node.pipeline.rank_order import Compute
 
 MAX_LINE_BYTES = 4 * 1024**2
 Ranges = tuple[tuple[int, int], ...]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from atoll.core.errors import InvalidTransition, ModelTooLarge
-from atoll.node.pipeline.following import FollowingStage
+from atoll.node.pipeline.rank_stage import FollowingStage
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.system.shared_vectors import map_vector, size_for
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import Loaded
 from atoll.node.training.device import limit_memory
-from atoll.node.training.group import facts_of
+from atoll.node.training.device_group import facts_of
 from atoll.node.training.loop import InnerLoop
 
 OF_THE_MODEL = (

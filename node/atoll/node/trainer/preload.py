@@ -10,8 +10,8 @@ import asyncio
 from datetime import timedelta
 
 from atoll.core.plan import Plan
-from atoll.node.trainer.child import Child
 from atoll.node.trainer.trainer import GotOn, Trainer, TrainerConfig, unheard
+from atoll.node.trainer.trainer_process import Child
 
 
 def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:

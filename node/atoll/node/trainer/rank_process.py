@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
-from atoll.node.pipeline.device_order import Compute
-from atoll.node.pipeline.following import FollowingStage
+from atoll.node.pipeline.rank_order import Compute
+from atoll.node.pipeline.rank_stage import FollowingStage
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import load
-from atoll.node.trainer.orders import ModelOrders
+from atoll.node.trainer.model_orders import ModelOrders
 from atoll.node.trainer.session import Channel, refusal
 from atoll.node.training.device import limit_memory
-from atoll.node.training.group import Several, devices_of, facts_of
+from atoll.node.training.device_group import Several, devices_of, facts_of
 from atoll.node.training.loop import InnerLoop
 
 

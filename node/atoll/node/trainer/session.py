@@ -21,18 +21,18 @@ from typing import Protocol
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, by_reason
 from atoll.core.files import open_anonymous
-from atoll.node.model.genesis_file import write_initial
-from atoll.node.pipeline.cable_end import CableEnd, RouteEvent
+from atoll.node.model.initial_weights_file import write_initial
 from atoll.node.pipeline.evaluation import Outcome
-from atoll.node.pipeline.following import FollowingStage
+from atoll.node.pipeline.rank_stage import FollowingStage
+from atoll.node.pipeline.stage_io import CableEnd, RouteEvent
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import load
-from atoll.node.trainer.orders import OF_THE_MODEL, ModelOrders, require
+from atoll.node.trainer.model_orders import OF_THE_MODEL, ModelOrders, require
 from atoll.node.trainer.rank_processes import Followers
 from atoll.node.trainer.step_pacing import Pace, Work
 from atoll.node.training.device import computing_seconds, finish, limit_memory
-from atoll.node.training.group import Several, devices_of, facts_of
+from atoll.node.training.device_group import Several, devices_of, facts_of
 from atoll.node.training.loop import InnerLoop
 
 PUSH_SECONDS = 0.5

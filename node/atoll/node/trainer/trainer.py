@@ -22,13 +22,13 @@ from torch import Tensor
 
 from atoll.core.data_position import Range
 from atoll.core.errors import ChildDied, DeadlineExceeded, by_reason
-from atoll.node.model.shape import layer_offsets
-from atoll.node.pipeline.cable import Cable
+from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.pipeline.stage_socket import Cable
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
-from atoll.node.trainer.child import PROGRAM, Child
 from atoll.node.trainer.messages import TrainerConfig, TrainerStatus
+from atoll.node.trainer.trainer_process import PROGRAM, Child
 from atoll.node.training.progress import Snapshot
 from atoll.v1 import plan_pb2
 

@@ -29,7 +29,7 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Cut, Tie, layout_of, move_buffers, named
 from atoll.node.training.device import working_precision
-from atoll.node.training.group import Group
+from atoll.node.training.device_group import Group
 
 
 class SpreadModel:

@@ -20,8 +20,8 @@ from torch import Tensor
 from atoll.core.clock import Clock
 from atoll.core.errors import DeadlineExceeded
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.feed import SampleFeed, Taken
-from atoll.node.training.order import SampleOrder
+from atoll.node.training.sample_feed import SampleFeed, Taken
+from atoll.node.training.sample_order import SampleOrder
 
 DEPTH = 2  # batches prepared ahead
 WAIT = timedelta(minutes=2)

@@ -21,13 +21,13 @@ from atoll.node.model.span import Span
 from atoll.node.model.span_model import Cut, TrainedModel
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
-from atoll.node.training.group import Group
+from atoll.node.training.device_group import Group
+from atoll.node.training.fsdp_model import spread
+from atoll.node.training.inner_optimizer import Stepper
+from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
-from atoll.node.training.optim import Stepper
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.schedule import learning_rate
-from atoll.node.training.spread import spread
 
 PROBE_STEPS = 8
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from atoll.node.training.feed import Taken
+from atoll.node.training.sample_feed import Taken
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from atoll.core.errors import NotFinite
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.model.local_weights import ALL, Weights
-from atoll.node.training.feed import SampleFeed
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
+from atoll.node.training.sample_feed import SampleFeed
 
 PIECE_ELEMENTS = 1 << 22  # of a pseudo-gradient that the device has at once
 
