@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from atoll.coordinator.archive import pack, unpack
+from atoll.coordinator.backup_archive import pack, unpack
 from atoll.coordinator.store.copying import copy_rows
 from atoll.coordinator.store.records import Change, DenyRow, Event
 from atoll.coordinator.store.sql import SqlStore

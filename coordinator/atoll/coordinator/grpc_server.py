@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from atoll.coordinator import listening
+from atoll.coordinator import addresses as listening
 from atoll.coordinator.interceptors import Guard
 from atoll.core.errors import PortInUse
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from atoll.coordinator import listening
+from atoll.coordinator import addresses as listening
 from atoll.coordinator.ca import Keys, ServerCertificate, write_admin_credential
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
@@ -27,9 +27,9 @@ from atoll.coordinator.grpc_server import GrpcServer, stop_all
 from atoll.coordinator.interceptors import Guard
 from atoll.coordinator.paths import credentials_dir
 from atoll.coordinator.services.admin import AdminService
+from atoll.coordinator.services.checkpoint_relay import Uploads
 from atoll.coordinator.services.enrolment import EnrolmentService
 from atoll.coordinator.services.membership import MembershipService
-from atoll.coordinator.services.uploads import Uploads
 from atoll.coordinator.store.sql import SqlStore
 from atoll.coordinator.web.app import create_app
 from atoll.coordinator.web.http_server import HttpServer

@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from unit.coordinator.world import CORPUS, spec_toml
 
+from atoll.coordinator.addresses import Endpoints
 from atoll.coordinator.ca import Keys, write_admin_credential
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.listening import Endpoints
 from atoll.coordinator.server import Systemd, background, open_state, serving
 from atoll.core import protocol
 from atoll.core.certs import SERVER_NAME

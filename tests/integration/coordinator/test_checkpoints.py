@@ -17,7 +17,7 @@ from unit.coordinator.model_files import Files, checkpoint, committed_checkpoint
 from unit.coordinator.world import genesis_report, hash_of
 
 from atoll.coordinator.cli import main
-from atoll.coordinator.services.uploads import BETWEEN, PARTS_AT_ONCE, Upload, Uploads
+from atoll.coordinator.services.checkpoint_relay import BETWEEN, PARTS_AT_ONCE, Upload, Uploads
 from atoll.coordinator.store.records import Checkpoint
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.identity import Identity

@@ -12,7 +12,7 @@ from atoll.coordinator.planner.drafting import Part, routes_of
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import machine
-from atoll.coordinator.state import preparation
+from atoll.coordinator.state import prefetch as preparation
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Event
 from atoll.core.clock import ManualClock

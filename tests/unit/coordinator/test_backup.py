@@ -13,7 +13,8 @@ from support.postgres import missing, postgres
 from typer.testing import CliRunner
 from unit.coordinator.world import RUN, World
 
-from atoll.coordinator import archive, backup
+from atoll.coordinator import backup
+from atoll.coordinator import backup_archive as archive
 from atoll.coordinator.ca import Keys, write_admin_credential
 from atoll.coordinator.cli import serve
 from atoll.coordinator.store.records import DenyRow, Event

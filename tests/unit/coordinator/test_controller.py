@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from support.memory_store import MemoryStore
 from unit.coordinator.routed import RoutedWorld
 from unit.coordinator.world import RUN, World, spec_toml
 
@@ -15,7 +16,6 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.coordinator.store.records import DenyRow, PlanRow, Record
 from atoll.core.clock import Clock, ManualClock

@@ -10,7 +10,7 @@ from atoll.coordinator.live import pinning
 from atoll.coordinator.live import plan_apply as applying
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state import preparation
+from atoll.coordinator.state import prefetch as preparation
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
 

@@ -10,10 +10,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
 from atoll.coordinator.store.records import Event, Run

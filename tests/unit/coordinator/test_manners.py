@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from support.memory_store import MemoryStore
 from unit.coordinator.world import (
     FIT,
     RUN,
@@ -23,7 +24,6 @@ from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds import tie_break_votes as votes
 from atoll.coordinator.runs import admission, checkpoints, machine
 from atoll.coordinator.state import snapshot
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.rate_limits import REFUSED, STORED, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round, Waiting
 from atoll.core import manifest as manifests

@@ -19,9 +19,9 @@ from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_la
 from atoll.coordinator.planner.question import Path, Preferences
 from atoll.coordinator.planner.shares import MAX_UPLINK
 from atoll.coordinator.planner.solve import solve
+from atoll.coordinator.sanitize import tidied
 from atoll.coordinator.state import peer_paths as paths
 from atoll.coordinator.state.peer_paths import MOST_PATHS
-from atoll.coordinator.text import tidied
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb

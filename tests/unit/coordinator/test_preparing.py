@@ -11,7 +11,7 @@ from unit.coordinator.world import RUN, SECRET
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import views
-from atoll.coordinator.state import preparation
+from atoll.coordinator.state import prefetch as preparation
 from atoll.v1 import membership_pb2 as mb
 
 

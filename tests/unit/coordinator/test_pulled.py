@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.coordinator.model_files import Files, checkpoint, safetensors, tensors
 from unit.coordinator.world import LAYERS, RUN
 
-from atoll.coordinator.cli import pulled
+from atoll.coordinator.cli import checkpoint_download as pulled
 from atoll.core.errors import AlreadyExists, AtollError, CheckpointCorrupt
 from atoll.core.identity import Identity
 from atoll.v1 import membership_pb2 as mb

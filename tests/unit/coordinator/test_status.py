@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.runs import machine
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Evaluation
 from atoll.coordinator.web.metrics import StateCollector

@@ -11,10 +11,10 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import MetaData, create_engine, text
+from support.memory_store import MemoryStore
 from support.postgres import Postgres, missing, postgres
 from unit.coordinator.world import round_report
 
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.store import migrations
 from atoll.coordinator.store.copying import copy_rows
 from atoll.coordinator.store.database_lock import OWNER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.text import clean, enum_word
+from atoll.coordinator.sanitize import clean, enum_word
 from atoll.v1 import membership_pb2 as mb
 
 

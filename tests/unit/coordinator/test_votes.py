@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.rounds import tie_break_votes as votes
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from support.memory_store import MemoryStore
+
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.memory import MemoryStore
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
 from atoll.core import protocol

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.formatting import count, moment, size
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
-from atoll.coordinator.cli.words import count, moment, size
-from atoll.coordinator.text import clean
+from atoll.coordinator.sanitize import clean
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.v1 import admin_pb2 as wire
 
@@ -72,7 +72,7 @@ def pull(
 
       atollctl checkpoint pull --round 120 --node reef-3 --to reef-120
     """
-    from atoll.coordinator.cli import pulled
+    from atoll.coordinator.cli import checkpoint_download as pulled
 
     target = to.absolute()
     pulled.refuse_existing(target)

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.formatting import moment
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import plain
-from atoll.coordinator.cli.words import moment
-from atoll.coordinator.text import clean
+from atoll.coordinator.sanitize import clean
 from atoll.core.output import Output, OutputOption, print_json_line
 from atoll.v1 import admin_pb2 as wire
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.formatting import ago, count, loss, moment, size
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
-from atoll.coordinator.cli.words import ago, count, loss, moment, size
-from atoll.coordinator.text import clean, enum_word
+from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, asked, say
 from atoll.v1 import admin_pb2 as wire

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.coordinator.text import clean, enum_word
+from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.output import Output, fitted, print_json
 
 Plain = dict[str, object]

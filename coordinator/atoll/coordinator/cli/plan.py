@@ -10,10 +10,10 @@ import typer
 
 from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.formatting import count, moment, size
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
-from atoll.coordinator.cli.words import count, moment, size
-from atoll.coordinator.text import clean
+from atoll.coordinator.sanitize import clean
 from atoll.core.output import Output, OutputOption, say
 from atoll.v1 import admin_pb2 as wire
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from atoll.coordinator.cli.client import Client
+from atoll.coordinator.cli.formatting import count, size
 from atoll.coordinator.cli.output import Column, Plain, plain, show
-from atoll.coordinator.cli.words import count, size
-from atoll.coordinator.text import clean
+from atoll.coordinator.sanitize import clean
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, say
 from atoll.v1 import admin_pb2 as wire

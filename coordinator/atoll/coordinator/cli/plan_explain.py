@@ -21,7 +21,7 @@ from atoll.coordinator.planner.question import Measured, Path, Preferences, of_i
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.tables import Tables
-from atoll.coordinator.text import clean
+from atoll.coordinator.sanitize import clean
 from atoll.core.clock import SystemClock
 from atoll.core.errors import InvalidTransition
 from atoll.core.output import Output

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.formatting import count, loss, moment
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
-from atoll.coordinator.cli.words import count, loss, moment
-from atoll.coordinator.text import clean, enum_word
+from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import ConfigError, RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption, asked, say
 from atoll.v1 import admin_pb2 as wire

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.formatting import ahead
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
-from atoll.coordinator.cli.words import ahead
-from atoll.coordinator.text import enum_word
+from atoll.coordinator.sanitize import enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_json, say
 from atoll.core.units import duration_text, parse_duration

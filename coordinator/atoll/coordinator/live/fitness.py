@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import Joins, Live, RunMemory, State
 from atoll.coordinator.store.records import Node
-from atoll.coordinator.text import enum_word
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from atoll.coordinator.live import planner_question as asking
 from atoll.coordinator.live.fitness import present
-from atoll.coordinator.state import preparation
+from atoll.coordinator.state import prefetch as preparation
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.coordinator.store.records import Node
 

@@ -15,7 +15,7 @@ from atoll.coordinator.live.issuing import Notes, issue_routes
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import preparation
+from atoll.coordinator.state import prefetch as preparation
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, Preparation, State, Step
 from atoll.core.plan import Plan

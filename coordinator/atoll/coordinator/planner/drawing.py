@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from atoll.coordinator.planner.explain import Explanation, Place
 from atoll.coordinator.planner.solve import Solution
-from atoll.coordinator.text import clean
+from atoll.coordinator.sanitize import clean
 from atoll.core.units import count_text
 
 _WIDTH, _LEFT, _RIGHT = 960, 110, 16

@@ -18,11 +18,11 @@ from atoll.coordinator.rounds.round_checks import (
     report_key,
     told_row,
 )
+from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
 from atoll.coordinator.state.rate_limits import REFUSED
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of, may_store
 from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting
-from atoll.coordinator.text import clean
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import manifest_hash, read_head, require_signers, stored_form, verify_votes

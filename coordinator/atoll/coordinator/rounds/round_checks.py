@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.store.records import Round, Run
-from atoll.coordinator.text import clean
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, turn_of
 from atoll.core.manifest import Head, parse_head, require_quorum, stored_form

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.live import hand_over
+from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step, may_store
 from atoll.coordinator.store.records import Node, Token
-from atoll.coordinator.text import clean
 from atoll.core.errors import (
     AlreadyExists,
     Banned,

@@ -21,6 +21,7 @@ from atoll.coordinator.planner.question import Answer, Question, is_known, memor
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import check_table
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
+from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, tidied
 from atoll.coordinator.state import availability as presence
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.state import peer_paths as paths
@@ -43,7 +44,6 @@ from atoll.coordinator.state.snapshot import (
 )
 from atoll.coordinator.store.records import Checkpoint, Node
 from atoll.coordinator.store.store import Contents
-from atoll.coordinator.text import MAX_SENTENCE_CHARACTERS, clean, tidied
 from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.membership import EMPTY_DENY, Deny

@@ -15,7 +15,7 @@ from atoll.coordinator.live import pinning
 from atoll.coordinator.live import plan_apply as applying
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
-from atoll.coordinator.services.uploads import Uploads
+from atoll.coordinator.services.checkpoint_relay import Uploads
 from atoll.coordinator.state import lookup as find
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.runs import checkpoints
+from atoll.coordinator.sanitize import clean
 from atoll.coordinator.store.records import Checkpoint
-from atoll.coordinator.text import clean
 from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable, first_error
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb

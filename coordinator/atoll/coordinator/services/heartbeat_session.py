@@ -13,8 +13,8 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import fitness
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
-from atoll.coordinator.services.uploads import Uploads
-from atoll.coordinator.state import preparation
+from atoll.coordinator.services.checkpoint_relay import Uploads
+from atoll.coordinator.state import prefetch as preparation
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb

@@ -18,9 +18,9 @@ from atoll.coordinator.interceptors import NODE, caller
 from atoll.coordinator.rounds import tie_break_votes as votes
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
-from atoll.coordinator.services.conversation import Conversation
+from atoll.coordinator.services.checkpoint_relay import Uploads
 from atoll.coordinator.services.enrolment import membership_of
-from atoll.coordinator.services.uploads import Uploads
+from atoll.coordinator.services.heartbeat_session import Conversation
 from atoll.coordinator.state import lookup as find
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from atoll.coordinator.planner.question import Path
-from atoll.coordinator.text import MAX_NAME_CHARACTERS, clean, tidied
+from atoll.coordinator.sanitize import MAX_NAME_CHARACTERS, clean, tidied
 from atoll.v1 import membership_pb2 as mb
 
 MOST_PATHS = 64  # that one node's word is kept about

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live.fitness import ready_count
+from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
-from atoll.coordinator.text import enum_word
 from atoll.v1 import membership_pb2 as mb
 
 

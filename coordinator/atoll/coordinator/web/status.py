@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
+from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.services import views
 from atoll.coordinator.state.snapshot import Moment, State
 from atoll.coordinator.store.records import Evaluation, Event, Node, Round, Run
-from atoll.coordinator.text import enum_word
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
