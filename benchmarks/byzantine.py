@@ -20,9 +20,9 @@ from torch import Tensor
 from atoll.core.run_spec import RunSpec
 from benchmarks import parity_jobs
 from benchmarks.common import Report
-from benchmarks.finished import on_python_text
 from benchmarks.parity_jobs import STEP_TOKENS, corpus_of, warm_start
 from benchmarks.parity_recipes import PUBLISHED
+from benchmarks.resumable_jobs import on_python_text
 from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh
 
 MEMBERS = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.attempts import Accounts, Strike
-from benchmarks.swarm_lab import Chain, first_commits
+from benchmarks.attempt_audit import Accounts, Strike
+from benchmarks.process_swarm import Chain, first_commits
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from atoll.core.round_id import RoundId
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import RUN
 from atoll.lab.faults import frozen, kill
-from benchmarks.attempts import Accounts, Row, Strike, account, parse_attempt
+from benchmarks.attempt_audit import Accounts, Row, Strike, account, parse_attempt
 from benchmarks.common import Report
-from benchmarks.outcome import Outcome, compare
-from benchmarks.swarm_lab import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, reported, start
+from benchmarks.fault_outcome import Outcome, compare
+from benchmarks.process_swarm import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, reported, start
 
 VICTIMS = 3
 STRIKE_EVERY = 30.0  # seconds

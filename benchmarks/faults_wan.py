@@ -21,11 +21,11 @@ from atoll.lab.corpus import write_python_corpus
 from atoll.lab.faults import kill, same_ports
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, load_topology
-from benchmarks.attempts import Strike
+from benchmarks.attempt_audit import Strike
 from benchmarks.common import Report
+from benchmarks.fault_outcome import Outcome
 from benchmarks.faults import KINDS, NOTES, Fire, strikes, tell, tell_loss, under_fire
-from benchmarks.outcome import Outcome
-from benchmarks.swarm_lab import LabSwarm, reported, start
+from benchmarks.process_swarm import LabSwarm, reported, start
 
 TOPOLOGY = "two-regions-8"
 AWAY = "america"  # the region without the coordinator

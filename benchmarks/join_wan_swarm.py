@@ -17,7 +17,7 @@ from pathlib import Path
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import RUN
 from atoll.lab.wan.network import WanNetwork
-from benchmarks.swarm_lab import LabSwarm, start_run
+from benchmarks.process_swarm import LabSwarm, start_run
 
 _SEQUENCE = 128
 _WARM_ROUNDS = 2  # one of them is timed

@@ -25,7 +25,7 @@ from atoll.lab.corpus import write_python_corpus
 from atoll.lab.wan.network import wan_network
 from atoll.lab.wan.topology import SEED, Topology, load_topology
 from benchmarks.common import Report
-from benchmarks.swarm_lab import Chain, LabSwarm, reported, start
+from benchmarks.process_swarm import Chain, LabSwarm, reported, start
 
 TOPOLOGY = "nat-4"
 

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Report
-from benchmarks.finished import on_python_text
 from benchmarks.parity_explore import Train, explore
 from benchmarks.parity_jobs import STEP_TOKENS, WARM_STEPS, Job, Outcome, run_job
 from benchmarks.parity_recipes import Recipe
+from benchmarks.resumable_jobs import on_python_text
 
 CELLS = ((4, 480), (8, 240), (4, 1440), (8, 960))  # members, steps of each on average
 GRIDS = {"ddp": (2e-3, 4e-3, 8e-3), "swarm": (1e-3, 2e-3, 4e-3), "alone": (1e-3, 2e-3, 4e-3)}

@@ -18,7 +18,7 @@ from atoll.core.run_spec import DataSection, OptimizerSection, RunSection, RunSp
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.loop import InnerLoop
 from benchmarks.parity_recipes import PUBLISHED, Recipe, RecipeSwarm
-from benchmarks.synchronous import train_on
+from benchmarks.synchronous_baseline import train_on
 from benchmarks.virtual_swarm import Ingredients, fresh
 
 SEQUENCE_LENGTH, MICRO_BATCH = 128, 2

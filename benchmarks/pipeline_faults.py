@@ -38,7 +38,7 @@ from atoll.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
 from atoll.lab.faults import kill
 from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
-from benchmarks.swarm_lab import reported
+from benchmarks.process_swarm import reported
 
 NODES = 8
 PACE_SECONDS = 1.0  # of a flush

@@ -33,9 +33,9 @@ from atoll.node.training.loop import InnerLoop
 from atoll.node.training.replica import StepResult
 from benchmarks import parity_jobs
 from benchmarks.common import Report
-from benchmarks.finished import Finished, on_python_text
 from benchmarks.parity_jobs import MICRO_BATCH, STEP_TOKENS, corpus_of, warm_start
-from benchmarks.synchronous import train_on
+from benchmarks.resumable_jobs import Finished, on_python_text
+from benchmarks.synchronous_baseline import train_on
 from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh, member_names
 
 STAGES = 4  # of the route that trains alone

@@ -27,7 +27,7 @@ from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import wan_network
 from benchmarks.common import Report
 from benchmarks.planner_lab import Setting, begin, join, json_of, settings, settled
-from benchmarks.swarm_lab import LabSwarm, reported
+from benchmarks.process_swarm import LabSwarm, reported
 
 TOPOLOGY = "two-regions-8"
 _LOOK_SECONDS = 0.5

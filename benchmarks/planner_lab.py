@@ -32,7 +32,7 @@ from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import wan_network
 from atoll.lab.wan.topology import SEED, Host, Topology, load_topology, parse_topology
 from benchmarks.common import Report
-from benchmarks.swarm_lab import reported
+from benchmarks.process_swarm import reported
 
 LAYERS = 12
 _SHARE = 0.1  # of a core, at full speed

@@ -22,7 +22,7 @@ from pathlib import Path
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.faults import frozen, kill
 from benchmarks.common import Report
-from benchmarks.swarm_lab import LabSwarm, node_names, reported, start
+from benchmarks.process_swarm import LabSwarm, node_names, reported, start
 
 NODES = 4
 PEACEFUL_ROUNDS = 5  # whose times make the usual one

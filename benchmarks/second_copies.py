@@ -36,7 +36,7 @@ from atoll.lab.faults import kill
 from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
 from benchmarks.pipeline_faults import MICRO_BATCHES, PACE_SECONDS, Watched
-from benchmarks.swarm_lab import reported
+from benchmarks.process_swarm import reported
 
 SPANS = {"node-1": "0-2", "node-2": "3-5", "node-3": "6-9"}
 MEGABYTES = "211"

@@ -88,7 +88,7 @@ def run_job(job: Job, corpus_path: str) -> float:
     import torch
 
     from atoll.node.training.corpus import load_corpus
-    from benchmarks.synchronous import train_alone
+    from benchmarks.synchronous_baseline import train_alone
     from benchmarks.virtual_swarm import Ingredients, VirtualSwarm
 
     torch.set_num_threads(1)

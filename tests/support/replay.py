@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm
 from torch import Tensor
 
 from atoll.core.data_position import Range, drop
@@ -28,7 +29,6 @@ from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Progress
 from atoll.v1 import manifest_pb2
-from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm
 
 Carry = Mapping[str, int]  # steps that each member made between a snapshot and the anchor that it led to
 

@@ -1,8 +1,8 @@
 """Benchmarks compare recipes in a swarm in one process: its bits are those of real processes."""
 
 import pytest
-from benchmarks.replay import History, check, find_carries
 from support.reef import Reef, reef
+from support.replay import History, check, find_carries
 
 from atoll.core.plan import Plan
 from atoll.core.run_spec import parse_run_spec
