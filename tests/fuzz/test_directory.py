@@ -19,7 +19,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2 as dht
 from hivemind.utils import MSGPackSerializer
 from hypothesis import given
-from support.members import certificate_of
+from support.certificates import certificate_of
 from support.mutation import CASES, Mutator, cases, seeds
 
 from atoll.core.clock import SystemClock

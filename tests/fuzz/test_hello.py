@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.byte_stream import KeptWriter, reader_of
-from support.members import certificate_of
+from support.certificates import certificate_of
 from support.mutation import CASES, Mutator, cases, on_wire, seeds
 from support.virtual_time import run_virtually
 

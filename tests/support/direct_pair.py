@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from support.members import certificate_of
+from support.certificates import certificate_of
 from support.memory_network import MemoryHub
 
 from atoll.core.clock import SystemClock

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.one_process import OneProcess
+from support.single_process_reference import OneProcess
 
 from atoll.core.clock import SystemClock
 from atoll.core.data_position import Range

@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.certificates import certificate_of
 from support.direct_pair import unhurried_dialling
-from support.members import certificate_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity

@@ -10,8 +10,9 @@ wrong about whether a round holds its snapshot, or hangs in an attempt.
 import random
 from collections.abc import Callable
 
+from support.machine_clock import Agenda
 from support.machine_exchange import Exchanges, outer_step
-from support.machine_ledger import Ledger, Violation
+from support.machine_invariants import Ledger, Violation
 from support.machine_network import Network
 from support.machine_node import Disk, Node, Snapshot
 from support.machine_plans import (
@@ -25,7 +26,6 @@ from support.machine_plans import (
     routes_of,
     state_of,
 )
-from support.machine_time import Agenda
 from support.machine_votes import Acceptor, FakeSeals
 
 from atoll.core.fragments import Fragment

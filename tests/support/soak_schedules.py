@@ -7,7 +7,7 @@ first schedule that fails.
 import sys
 import time
 
-from support.schedules import running_totals
+from support.fault_schedules import running_totals
 
 EVERY_SECONDS = 30.0
 

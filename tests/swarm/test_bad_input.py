@@ -4,7 +4,7 @@ import socket
 from datetime import timedelta
 
 import pytest
-from support.reef import READY, reef
+from support.process_swarm import READY, reef
 
 from atoll.core.files import write_private
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.reef import GONE, READY, Reef, nothing_left, processes_of, reef
+from support.process_swarm import GONE, READY, Reef, nothing_left, processes_of, reef
 
 from atoll.lab.faults import kill
 from atoll.node.control.local_client import call

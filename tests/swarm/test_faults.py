@@ -1,7 +1,7 @@
 """Real processes, real SIGKILL and SIGSTOP: nothing committed is lost, nobody hangs, every replica is equal."""
 
 import pytest
-from support.reef import READY, Reef, reef
+from support.process_swarm import READY, Reef, reef
 
 from atoll.lab.faults import frozen, kill, same_ports
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.hf_runs import config_of, model_section, pretrained
-from support.reef import Reef, reef
+from support.process_swarm import Reef, reef
 
 from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import read_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.reef import GONE, READY, processes_of, reef
+from support.process_swarm import GONE, READY, processes_of, reef
 
 from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore

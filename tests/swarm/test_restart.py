@@ -4,7 +4,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from support.reef import reef
+from support.process_swarm import reef
 
 from atoll.core.manifest import Head
 from atoll.lab.faults import frozen, kill, same_ports

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.reef import READY, Reef, nothing_left, reef
+from support.process_swarm import READY, Reef, nothing_left, reef
 
 from atoll.core.manifest import Head, changed_layers
 from atoll.lab.faults import kill

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.reef import READY, Reef, reef
+from support.process_swarm import READY, Reef, reef
 
 from atoll.node.state.checkpoint import read_checkpoint
 

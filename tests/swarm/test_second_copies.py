@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from support.reef import READY, Reef, reef
+from support.process_swarm import READY, Reef, reef
 
 from atoll.core.manifest import changed_layers
 from atoll.lab.faults import kill

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.reef import nothing_left, reef
+from support.process_swarm import nothing_left, reef
 
 from atoll.core.manifest import require_signers
 from atoll.node.state.manifests import ManifestStore

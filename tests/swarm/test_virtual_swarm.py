@@ -1,7 +1,7 @@
 """Benchmarks compare recipes in a swarm in one process: its bits are those of real processes."""
 
 import pytest
-from support.reef import Reef, reef
+from support.process_swarm import Reef, reef
 from support.replay import History, check, find_carries
 
 from atoll.core.plan import Plan

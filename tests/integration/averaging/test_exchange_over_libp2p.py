@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.exchange_swarm import into
-from support.swarm_lab import Lab
+from support.loopback_hosts import Lab
 
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.machine_plans import make_plan
 from support.memory_network import MemoryHub
-from support.reef import MODEL, SPEC, write_corpus
+from support.process_swarm import MODEL, SPEC, write_corpus
 
 from atoll.core import protocol
 from atoll.core.clock import SystemClock

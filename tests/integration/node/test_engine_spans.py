@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.machine_plans import make_plan
 from support.memory_network import MemoryHub
-from support.reef import MODEL, SPEC
+from support.process_swarm import MODEL, SPEC
 from support.scripted_trainer import STEP_SAMPLES, STEP_TOKENS, ScriptedTrainer
 
 from atoll.core import protocol

@@ -14,8 +14,8 @@ from typing import cast
 import psutil
 import pytest
 import torch
+from support.loopback_hosts import DIRECT, Lab
 from support.stage_threads import bridged, trainers_of, until
-from support.swarm_lab import DIRECT, Lab
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied

@@ -18,8 +18,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2 as dht
 from hivemind.utils import MSGPackSerializer
-from support.members import certificate_of
-from support.swarm_lab import Lab
+from support.certificates import certificate_of
+from support.loopback_hosts import Lab
 
 from atoll.core.errors import PeerMisbehaved, Rejected
 from atoll.core.frames import FrameKind, unpack_prefix

@@ -17,8 +17,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2 as dht
 from support.donors import ANN, GENESIS, Holding, commit, state_of
+from support.loopback_hosts import Lab
 from support.mutation import Mutator, on_wire
-from support.swarm_lab import Lab
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from support.swarm_lab import DIRECT, SOON, Lab, echo
+from support.loopback_hosts import DIRECT, SOON, Lab, echo
 
 from atoll.core.errors import PeerMisbehaved, PortInUse, Unreachable
 from atoll.core.frames import FrameKind

@@ -9,7 +9,7 @@ import socket
 from datetime import timedelta
 
 import pytest
-from support.swarm_lab import SOON, Lab, echo
+from support.loopback_hosts import SOON, Lab, echo
 
 from atoll.core.errors import Banned, ConfigError, PortInUse, ProtocolMismatch, Unreachable
 from atoll.core.frames import FrameKind

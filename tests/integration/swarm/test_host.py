@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
-from support.swarm_lab import DIRECT, SOON, Lab, echo
+from support.loopback_hosts import DIRECT, SOON, Lab, echo
 
 from atoll.core.errors import ConfigError, Unreachable
 from atoll.core.frames import FrameKind

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from support.swarm_lab import DIRECT, Lab
+from support.loopback_hosts import DIRECT, Lab
 
 from atoll.core.frames import FrameKind
 from atoll.node.direct.stream import DirectStream

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.donors import GENESIS, OPERATOR, commit, history, plan_of
-from support.swarm_lab import SOON, Lab
+from support.loopback_hosts import SOON, Lab
 
 from atoll.core.errors import Busy, Unreachable
 from atoll.node.state import heads as heads_of_members

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from support.swarm_lab import SOON, Lab, echo
+from support.loopback_hosts import SOON, Lab, echo
 
 from atoll.core.errors import Banned, DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable
 from atoll.core.frames import PREFIX, Frame, FrameKind

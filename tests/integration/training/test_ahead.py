@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.reef import MODEL, SPEC
+from support.process_swarm import MODEL, SPEC
 
 from atoll.core.errors import CorpusError
 from atoll.node.trainer.preload import LoadingAhead

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.reef import MODEL, SPEC
+from support.process_swarm import MODEL, SPEC
 
 from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, RunSpecError
 from atoll.node.trainer.trainer import Trainer, TrainerConfig

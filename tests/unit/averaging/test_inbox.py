@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from support.donors import ANN, BOB, CLEO, GENESIS, OFFSETS, plan_of
 from support.memory_network import QUEUE_FRAMES, MemoryHub
-from support.reef import MODEL, SPEC
+from support.process_swarm import MODEL, SPEC
 
 from atoll.core.clock import SystemClock
 from atoll.core.frames import FrameKind

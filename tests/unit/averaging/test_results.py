@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.exchange_swarm import ELEMENTS, PART, ROUND, start_message
 from support.memory_network import MemoryHub
-from support.reef import MODEL, SPEC
+from support.process_swarm import MODEL, SPEC
 
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head

@@ -5,8 +5,8 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from support.fault_schedules import run_all, run_schedule
 from support.machine_world import Violation, World
-from support.schedules import run_all, run_schedule
 
 from atoll.core.quorum import Ballot, Electorate
 from atoll.node.rounds import opener

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.families import FAMILIES, VOCABULARY, config_of, initialise_span, lora_of
-from support.one_process import OneProcess
 from support.routes import Reef
+from support.single_process_reference import OneProcess
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reef import MODEL, SPEC
+from support.process_swarm import MODEL, SPEC
 from support.small_state import ANN, BOB, stored
 
 from atoll.core import protocol

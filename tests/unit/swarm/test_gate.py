@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.members import certificate_of
+from support.certificates import certificate_of
 
 from atoll.core.clock import ManualClock
 from atoll.core.errors import Banned, CertificateInvalid, NotIntroduced, ProtocolMismatch

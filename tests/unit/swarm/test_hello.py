@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from support.byte_stream import KeptWriter, reader_of
-from support.members import certificate_of
+from support.certificates import certificate_of
 from support.mutation import on_wire
 from support.virtual_time import run_virtually
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.members import certificate_of
+from support.certificates import certificate_of
 
 from atoll.core.errors import AtollError, InvalidRequest
 from atoll.core.identity import Identity
