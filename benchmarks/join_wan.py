@@ -32,7 +32,7 @@ from atoll.core.identity import Identity
 from atoll.lab.wan import probe
 from atoll.lab.wan.namespaces import COMMAND_TIMEOUT
 from atoll.lab.wan.network import WanNetwork, wan_network
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report
 from benchmarks.join_state import commit, make_state, write_head
@@ -65,7 +65,7 @@ async def downlink(network: WanNetwork) -> float:
             printed, _ = await asking.communicate()
         return float(json.loads(printed)["mbit"]) * 1e6 / 8
     finally:
-        await processes.stop(server, COMMAND_TIMEOUT)
+        await child_processes.stop(server, COMMAND_TIMEOUT)
 
 
 def prepare(directory: Path, megabytes: float) -> None:

@@ -22,7 +22,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import hold
 from atoll.node.model.span import equal_cuts
-from atoll.node.pipeline import message_codec as wire
+from atoll.node.pipeline import message_codec
 from atoll.node.pipeline.flush_machine import Runner
 from atoll.node.pipeline.inbox import Place
 from atoll.node.pipeline.messages import Message
@@ -78,7 +78,7 @@ class RouteLoop(InnerLoop):
         super().__init__(spec, corpus, "cpu")
         self.stage_bytes = 0
         self._codec = CODECS[codec]
-        self._channel = wire.Channel.of(spec, self.run.table, plan_version=1, route=0)
+        self._channel = message_codec.Channel.of(spec, self.run.table, plan_version=1, route=0)
         room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
         spans = equal_cuts(self.run.architecture.layers, stages)
         self._stages = [Stage(hold(self.run, span, self.device), spec.optimizer, room) for span in spans]
@@ -103,9 +103,11 @@ class RouteLoop(InnerLoop):
             stage.set_learning_rate(learning_rate(self.spec, committed_tokens))
 
     def _carry(self, message: Message) -> Message:
-        header, body = wire.pack(message, self._channel, self._codec)
+        header, body = message_codec.pack(message, self._channel, self._codec)
         self.stage_bytes += len(body)
-        return wire.unpack(wire.read_header(header.SerializeToString(), self._channel), body, self._channel)
+        return message_codec.unpack(
+            message_codec.read_header(header.SerializeToString(), self._channel), body, self._channel
+        )
 
 
 def run_job(job: Job, corpus_path: str) -> Outcome:

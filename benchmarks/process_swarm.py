@@ -27,7 +27,7 @@ from atoll.node.rounds.opener import TIE_SECONDS, Paces
 from atoll.node.rounds.policy import policy_of
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 from benchmarks.common import Report
 
 PATIENCE = timedelta(seconds=240)
@@ -148,7 +148,7 @@ class LabSwarm:
     async def stop_nodes(self) -> None:
         """SIGTERM to all nodes; each leaves the newest round that it holds as a checkpoint."""
         programs = [self.local.programs.pop(name) for name in self.names]
-        await asyncio.gather(*(processes.stop(program.child, DRAIN) for program in programs))
+        await asyncio.gather(*(child_processes.stop(program.child, DRAIN) for program in programs))
 
     def _run_dir(self, name: str) -> Path:
         return self.local.root / name / "runs" / RUN
@@ -242,7 +242,7 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
 def reported(report: Report, notes: str) -> Iterator[None]:
     """Print and keep what was measured in the block, also when it fails: then marked as incomplete."""
     started = time.monotonic()
-    processes.end_alike()
+    child_processes.end_alike()
     try:
         yield
     except BaseException as error:

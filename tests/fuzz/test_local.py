@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.mutation import CASES, Mutator, cases, seeds
 
 from atoll.core.errors import AtollError
-from atoll.node.control import local_client as localclient
+from atoll.node.control import local_client
 from atoll.node.control.local_api import LocalApi
 from atoll.node.trainer import messages as ms
 
@@ -86,7 +86,7 @@ class Daemon:
         """Send it and hang up on that side; what comes back until the daemon hangs up."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(3)
-            connection.connect(str(self.directory / localclient.SOCKET_NAME))
+            connection.connect(str(self.directory / local_client.SOCKET_NAME))
             try:
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
@@ -107,7 +107,7 @@ def test_whatever_is_asked_of_the_daemon(examples: int) -> None:
             if reply:
                 assert set(json.loads(reply)) <= {"ok", "error"}
             assert daemon.crashes == []
-            assert localclient.call(daemon.directory, "status") == {"well": True}
+            assert local_client.call(daemon.directory, "status") == {"well": True}
 
         ask()
 
@@ -116,7 +116,7 @@ def test_whatever_is_asked_of_the_daemon(examples: int) -> None:
 def test_whatever_the_daemon_answers(examples: int) -> None:
     """The asking side too ends with an error that a person can read."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / localclient.SOCKET_NAME
+        path = Path(directory) / local_client.SOCKET_NAME
         said: list[bytes] = []
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(path))
@@ -139,7 +139,7 @@ def test_whatever_the_daemon_answers(examples: int) -> None:
             def answer(line: bytes) -> None:
                 said.append(line[: 2**16] + b"\n")
                 with contextlib.suppress(AtollError):
-                    assert isinstance(localclient.call(Path(directory), "status"), dict)
+                    assert isinstance(local_client.call(Path(directory), "status"), dict)
 
             try:
                 answer()

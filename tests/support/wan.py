@@ -13,7 +13,7 @@ import pytest
 from atoll.lab.wan import namespaces, probe
 from atoll.lab.wan.network import WanNetwork
 from atoll.lab.wan.topology import Topology, parse_topology
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 
 _problem = namespaces.why_unavailable()
 needs_wan = (
@@ -50,7 +50,7 @@ async def serving(network: WanNetwork, *hosts: str):
         yield
     finally:
         for server in servers:
-            await processes.stop(server, namespaces.COMMAND_TIMEOUT)
+            await child_processes.stop(server, namespaces.COMMAND_TIMEOUT)
 
 
 async def ask(network: WanNetwork, host: str, peer: str, **request: object) -> dict:

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from atoll.coordinator import addresses as listening
+from atoll.coordinator import addresses
 from atoll.coordinator.interceptors import Guard
 from atoll.core.errors import PortInUse
 
@@ -46,7 +46,7 @@ class GrpcServer:
         max_calls: int | None = None,  # set on the strangers' port
     ) -> None:
         """Raises `PortInUse`, `ConfigError`."""
-        listening.check_free(host, port, flag)
+        addresses.check_free(host, port, flag)
         bounds = () if max_calls is None else _STRANGERS
         options = (*_OPTIONS, *bounds, ("grpc.max_receive_message_length", max_message_bytes))
         self.server = grpc.aio.server(interceptors=(guard,), options=options, maximum_concurrent_rpcs=max_calls)
@@ -54,7 +54,7 @@ class GrpcServer:
         if max_calls is None:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         try:
-            self.port = self.server.add_secure_port(listening.address(host, port), credentials)
+            self.port = self.server.add_secure_port(addresses.address(host, port), credentials)
         except RuntimeError as error:
             raise PortInUse(f"port {port} on {host} was taken just now", f"choose another one with {flag}") from error
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from atoll.coordinator import addresses as listening
+from atoll.coordinator import addresses
 from atoll.coordinator.ca import Keys, ServerCertificate, write_admin_credential
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
@@ -124,7 +124,7 @@ def open_state(config: CoordinatorConfig, clock: Clock, *, new_database: bool = 
 @asynccontextmanager
 async def serving(
     config: CoordinatorConfig, controller: Controller, keys: Keys, stopping: asyncio.Event
-) -> AsyncIterator[listening.Endpoints]:
+) -> AsyncIterator[addresses.Endpoints]:
     """All servers answer inside; at the end they drain. `stopping` must be set by then: it ends open streams."""
     registry = CollectorRegistry()
     guard = Guard(rpc_errors(registry))
@@ -146,7 +146,7 @@ async def serving(
         guard,
         max_message_bytes=MAX_MEMBER_BYTES,
     )
-    listener = listening.bind(config.http_host, config.http_port, "--http-port")
+    listener = addresses.bind(config.http_host, config.http_port, "--http-port")
     uploads = Uploads(controller)
     endpoints = _endpoints(config, enrol.port, member.port, listener.getsockname()[1])
     enrolment_pb2_grpc.add_EnrolmentServicer_to_server(
@@ -177,7 +177,7 @@ async def background(
     controller: Controller,
     keys: Keys,
     config: CoordinatorConfig,
-    endpoints: listening.Endpoints,
+    endpoints: addresses.Endpoints,
     systemd: Systemd,
 ) -> AsyncIterator[None]:
     """What runs beside the servers: the clock's tick, the watchdog, the admin credential's renewal."""
@@ -231,13 +231,13 @@ def _on_signals(stopping: asyncio.Event, controller: Controller) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
-def _endpoints(config: CoordinatorConfig, enrol: int, member: int, http: int) -> listening.Endpoints:
-    here = listening.dialable(config.listen)
-    public = config.public_endpoint or listening.address(listening.outward_address(config.listen), enrol)
-    return listening.Endpoints(
-        enrolment=listening.address(here, enrol),
-        local=listening.address(here, member),
-        http=listening.address(listening.dialable(config.http_host), http),
+def _endpoints(config: CoordinatorConfig, enrol: int, member: int, http: int) -> addresses.Endpoints:
+    here = addresses.dialable(config.listen)
+    public = config.public_endpoint or addresses.address(addresses.outward_address(config.listen), enrol)
+    return addresses.Endpoints(
+        enrolment=addresses.address(here, enrol),
+        local=addresses.address(here, member),
+        http=addresses.address(addresses.dialable(config.http_host), http),
         public=public,
     )
 

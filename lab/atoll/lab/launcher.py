@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, Unreachable
 from atoll.core.files import make_private_dir, write_private
 from atoll.node.control.local_client import call
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 
 START_TIMEOUT = timedelta(seconds=60)
 STOP_GRACE = timedelta(seconds=60)  # a node alone at the end may wait for its last round in vain, and then saves
@@ -124,7 +124,7 @@ class LocalSwarm:
 
     async def command(self, script: str, *arguments: str) -> str:
         """Run one of our console scripts to its end, with the operator's credentials; likewise."""
-        child = await processes.start(
+        child = await child_processes.start(
             self.places.command("coordinator", [_script(script), *arguments]),
             environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
             stdout=asyncio.subprocess.PIPE,
@@ -140,7 +140,7 @@ class LocalSwarm:
         log = directory / "log"
         with log.open("ab") as output:
             inside = self.places.command(name, command)
-            child = await processes.start(inside, environment=dict(os.environ), stdout=output, stderr=output)
+            child = await child_processes.start(inside, environment=dict(os.environ), stdout=output, stderr=output)
         self.programs[name] = Program(name, directory, child, log)
         return self.programs[name]
 
@@ -178,7 +178,7 @@ class LocalSwarm:
     async def stop(self, *names: str) -> None:
         """End some programs, all at once."""
         programs = [self.programs.pop(name) for name in names]
-        await asyncio.gather(*(processes.stop(program.child, STOP_GRACE) for program in programs))
+        await asyncio.gather(*(child_processes.stop(program.child, STOP_GRACE) for program in programs))
 
     async def close(self) -> None:
         """End everything, nodes first, so that they can say goodbye."""

@@ -13,7 +13,7 @@ from support.wan import PROBE, needs_wan, small
 
 from atoll.lab.wan import memory, namespaces
 from atoll.lab.wan.network import wan_network
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 
 pytestmark = [*needs_wan, pytest.mark.timeout(120)]
 LAB = """
@@ -58,7 +58,7 @@ async def start_lab(directory: Path) -> tuple[asyncio.subprocess.Process, str]:
     """A lab in a process of its own, and its token."""
     topology = directory / "t.toml"
     topology.write_text(FILE)
-    child = await processes.start(
+    child = await child_processes.start(
         [sys.executable, "-c", LAB, str(topology)], environment=os.environ, stdout=asyncio.subprocess.PIPE
     )
     token = (await asyncio.wait_for(child.stdout.readline(), 30)).decode().strip()

@@ -23,8 +23,7 @@ from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.direct.path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
-from atoll.node.pipeline import link_codec
-from atoll.node.pipeline import stage_streams as links
+from atoll.node.pipeline import link_codec, stage_streams
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.message_codec import Channel, read_header
 from atoll.node.pipeline.route import RoutePlace
@@ -182,7 +181,7 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
             codes.setdefault(kind, []).append(BY_NUMBER[tensor.codec].name)
         return header
 
-    monkeypatch.setattr(links, "read_header", noting)
+    monkeypatch.setattr(stage_streams, "read_header", noting)
     monkeypatch.setattr(link_codec, "LOOK_SECONDS", 0.2)
     spec = SPEC.replace('codec = "fp32"', 'codec = "auto"')
     hosts = await hosts_of(lab, DIRECT)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from atoll.core.identity import Identity
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 
 SLEEP = "/bin/sleep"
 DIE_WITH_PARENT = """
@@ -61,20 +61,22 @@ def test_p2pd_dies_with_a_parent_that_is_killed(short_dir: Path) -> None:
 
 
 async def test_stop_asks_first_and_insists_after_the_grace() -> None:
-    child = await processes.start([SLEEP, "60"], environment={})
+    child = await child_processes.start([SLEEP, "60"], environment={})
     assert os.getpgid(child.pid) == child.pid
-    assert await processes.stop(child, timedelta(seconds=5)) == -signal.SIGTERM
-    assert await processes.stop(child, timedelta(seconds=5)) == -signal.SIGTERM
+    assert await child_processes.stop(child, timedelta(seconds=5)) == -signal.SIGTERM
+    assert await child_processes.stop(child, timedelta(seconds=5)) == -signal.SIGTERM
 
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
-    child = await processes.start([sys.executable, "-c", stubborn], environment={}, stdout=asyncio.subprocess.PIPE)
+    child = await child_processes.start(
+        [sys.executable, "-c", stubborn], environment={}, stdout=asyncio.subprocess.PIPE
+    )
     assert child.stdout is not None
     await child.stdout.readline()
-    assert await processes.stop(child, timedelta(milliseconds=100)) == -signal.SIGKILL
+    assert await child_processes.stop(child, timedelta(milliseconds=100)) == -signal.SIGKILL
 
 
 def test_a_child_whose_parent_is_gone_before_it_starts_does_not_start(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
-    command = processes.tied_command(["/bin/touch", witness], parent_pid=1 if os.getpid() != 1 else 2)
+    command = child_processes.tied_command(["/bin/touch", witness], parent_pid=1 if os.getpid() != 1 else 2)
     assert subprocess.run(command, check=False).returncode == 1
     assert not witness.exists()

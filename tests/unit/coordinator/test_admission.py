@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.coordinator.world import RUN, SECRET, World, spec_toml
 
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Event
 from atoll.core.errors import (
     AlreadyExists,
@@ -169,11 +169,11 @@ def test_nodes_are_found_by_name_id_and_the_end_of_the_id(world: World) -> None:
     peer = world.enrol("ann").peer_id
     world.enrol("bob")
     for text in ("ann", peer, peer[-8:]):
-        assert find.node(world.state, text).peer_id == peer
+        assert lookup.node(world.state, text).peer_id == peer
     with pytest.raises(Ambiguous, match="names 2 nodes"):
-        find.node(world.state, "12D3KooW")
+        lookup.node(world.state, "12D3KooW")
     with pytest.raises(NotFound):
-        find.node(world.state, "cid")
+        lookup.node(world.state, "cid")
 
 
 def test_seeds_are_handed_out_with_their_peer_id(world: World) -> None:

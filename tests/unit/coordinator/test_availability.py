@@ -10,7 +10,7 @@ from unit.coordinator.world import FIT, World
 
 from atoll.coordinator.planner.measured import problem_of
 from atoll.coordinator.planner.problem import Wishes, read_layers
-from atoll.coordinator.state import availability as presence
+from atoll.coordinator.state import availability
 from atoll.coordinator.state.snapshot import Live, Moment
 from atoll.coordinator.store.records import Node
 
@@ -21,15 +21,15 @@ def after(*spells: tuple[float, float], lost: bool = True) -> Node:
     """A node that was there, then away, for so many seconds each time, and came back."""
     node, now = Node("peer", "ann", "reef", ("node",), b"", 1, 0), 0.0
     for there, away in spells:
-        node = presence.went(node, Live(session=1, seen=now, came=now), now + there)
-        node = presence.lost(node, Live(session=0, seen=now, came=1.0)) if lost else node
-        node = presence.came(node, Live(session=0, seen=now + there), now + there + away)
+        node = availability.went(node, Live(session=1, seen=now, came=now), now + there)
+        node = availability.lost(node, Live(session=0, seen=now, came=1.0)) if lost else node
+        node = availability.came(node, Live(session=0, seen=now + there), now + there + away)
         now += there + away
     return node
 
 
 def seen(node: Node) -> float:
-    return presence.availability(node, None, 0.0)
+    return availability.availability(node, None, 0.0)
 
 
 def test_who_is_new_counts_as_always_there_and_a_blink_changes_little() -> None:
@@ -42,13 +42,13 @@ def test_after_weeks_it_is_the_share_of_the_time(there: float, away: float) -> N
     spells = int(40 * DAY / (there + away)) + 1
     found = after(*[(there, away)] * spells)
     assert seen(found) == pytest.approx(there / (there + away), abs=0.07)
-    told = presence.failures_per_hour(found, None, 0.0) * there / HOUR
+    told = availability.failures_per_hour(found, None, 0.0) * there / HOUR
     assert told == pytest.approx(1.0, rel=0.3)
 
 
 def test_an_absence_counts_as_a_day_at_most_and_a_goodbye_is_no_failure() -> None:
     assert seen(after((DAY, 300 * DAY))) == pytest.approx(seen(after((DAY, DAY))))
-    assert presence.failures_per_hour(after((DAY, HOUR), lost=False), None, 0.0) == 0.0
+    assert availability.failures_per_hour(after((DAY, HOUR), lost=False), None, 0.0) == 0.0
 
 
 def test_a_node_that_has_become_better_is_believed() -> None:
@@ -60,8 +60,8 @@ def test_a_node_that_has_become_better_is_believed() -> None:
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=30), st.floats(0, 1e12))
 def test_it_is_a_share_and_a_rate_whatever_happens(spells: list[tuple[float, float]], now: float) -> None:
     node, live = after(*spells), Live(session=1, seen=now, came=0.0)
-    assert 0 < presence.availability(node, live, now) <= 1
-    assert 0 <= presence.failures_per_hour(node, live, now) < 3600
+    assert 0 < availability.availability(node, live, now) <= 1
+    assert 0 <= availability.failures_per_hour(node, live, now) < 3600
 
 
 def test_the_coordinator_keeps_it_over_a_restart_and_does_not_count_its_own_absence() -> None:

@@ -13,8 +13,7 @@ from support.postgres import missing, postgres
 from typer.testing import CliRunner
 from unit.coordinator.world import RUN, World
 
-from atoll.coordinator import backup
-from atoll.coordinator import backup_archive as archive
+from atoll.coordinator import backup, backup_archive
 from atoll.coordinator.ca import Keys, write_admin_credential
 from atoll.coordinator.cli import serve
 from atoll.coordinator.store.records import DenyRow, Event
@@ -178,7 +177,7 @@ def with_more(data: bytes) -> bytes:
 
 
 def without_index(data: bytes) -> bytes:
-    return rewrite(data, lambda name: None if name == archive.INDEX else name)
+    return rewrite(data, lambda name: None if name == backup_archive.INDEX else name)
 
 
 def poem(_data: bytes) -> bytes:

@@ -6,11 +6,10 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import FIT, RUN
 
-from atoll.coordinator.live import pinning
-from atoll.coordinator.live import plan_apply as applying
+from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
 
@@ -35,7 +34,7 @@ class Fetching(RoutedWorld):
         self.fetches = False
         super().tick_done()
         for name, identity in self.identities.items():
-            span = preparation.told(self.state, identity.peer_id)
+            span = prefetch.told(self.state, identity.peer_id)
             if name != self.slow and span and self.prepared.get(name) != span:
                 self.prepared[name] = span
                 self.say(name, self.state.live[identity.peer_id].status.state)
@@ -179,11 +178,11 @@ def test_who_comes_while_the_operator_s_plan_is_searched_for_is_looked_at_at_onc
 
     world.bring(asked(), world.find(asked()))
     world.wait(2)
-    ordered = applying.question_of(world.state, world.now, RUN, world.policy)
+    ordered = plan_apply.question_of(world.state, world.now, RUN, world.policy)
     world.cards(cid=12)
     world.wait(2)
     own = asked()
-    world.take(applying.apply(world.state, world.now, RUN, ordered, answer(ordered, ManualClock())))
+    world.take(plan_apply.apply(world.state, world.now, RUN, ordered, answer(ordered, ManualClock())))
     assert asked() is own
     world.bring(own, world.find(own))
     world.fetch_told()
@@ -196,7 +195,7 @@ def test_what_the_operator_asked_for_is_not_issued_when_it_makes_no_sense_any_mo
     world = RoutedWorld()
     world.begin(ann=12, bob=12)
     world.cards(cid=12)
-    ordered = applying.question_of(world.state, world.now, RUN, world.policy)
+    ordered = plan_apply.question_of(world.state, world.now, RUN, world.policy)
     assert ordered.wanted
     if meanwhile == "paused":
         world.take(lifecycle.pause(world.state, world.now, RUN))
@@ -204,7 +203,7 @@ def test_what_the_operator_asked_for_is_not_issued_when_it_makes_no_sense_any_mo
         world.take(pinning.pin(world.state, world.now, "cid", (0, 5)))
     plans = len(world.plans)
     found = answer(ordered, ManualClock())
-    assert world.take(applying.apply(world.state, world.now, RUN, ordered, found)) is None
+    assert world.take(plan_apply.apply(world.state, world.now, RUN, ordered, found)) is None
     assert len(world.plans) == plans
 
 

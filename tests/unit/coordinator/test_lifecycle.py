@@ -13,7 +13,7 @@ from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_rep
 from atoll.coordinator.live.fitness import DRAIN_SECONDS, corpus_notice, ready_count
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.services import views
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.run_states import EDGES
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Node, Run
@@ -79,17 +79,17 @@ def test_names_of_runs_are_taken_once() -> None:
 def test_the_only_run_needs_no_name_and_two_do() -> None:
     world = World()
     with pytest.raises(NotFound):
-        find.run(world.state, "")
+        lookup.run(world.state, "")
     world.create_run()
-    assert find.run(world.state, "").run_id == RUN
+    assert lookup.run(world.state, "").run_id == RUN
     world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="atoll-2"), start=False))
     with pytest.raises(Ambiguous, match="there are 2 runs: atoll-2, reef"):
-        find.run(world.state, "")
+        lookup.run(world.state, "")
     world.take(lifecycle.stop(world.state, world.now, "atoll-2"))
-    assert find.run(world.state, "").run_id == RUN  # the only one that is not over
+    assert lookup.run(world.state, "").run_id == RUN  # the only one that is not over
     world.take(lifecycle.stop(world.state, world.now, RUN))
     with pytest.raises(Ambiguous, match="atoll-2, reef"):
-        find.run(world.state, "")
+        lookup.run(world.state, "")
 
 
 def test_orders_that_make_no_sense_say_what_would() -> None:

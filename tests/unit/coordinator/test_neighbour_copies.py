@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
-from unit.coordinator.test_preparing import order, told
+from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.world import FIT, RUN
 
-from atoll.coordinator.live import neighbour_copies as second_copies
-from atoll.coordinator.live import pinning
+from atoll.coordinator.live import neighbour_copies, pinning
 from atoll.coordinator.live.fitness import Present
 from atoll.coordinator.live.issuing import round_seconds
 from atoll.coordinator.live.neighbour_copies import Pair
@@ -68,7 +67,9 @@ def settle(world: RoutedWorld) -> None:
 
 def copies(world: RoutedWorld) -> dict[str, str]:
     """Who has whose layers, by name."""
-    return {world.name_of(pair.keeper): world.name_of(pair.of) for pair in second_copies.kept(world.state, world.plan)}
+    return {
+        world.name_of(pair.keeper): world.name_of(pair.of) for pair in neighbour_copies.kept(world.state, world.plan)
+    }
 
 
 def lose(world: RoutedWorld, name: str, seconds: float = 2.0, says: str = "") -> None:
@@ -123,7 +124,7 @@ def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
     routes = [[f"{number}-{place}" for place in range(length)] for number, length in enumerate(lengths)]
     every = [pair for route in routes for pair in pairs_along(route)]
     able = [pair for pair in every if data.draw(st.booleans())]
-    found = second_copies.chosen(able)
+    found = neighbour_copies.chosen(able)
     assert all(pair.keeper == keeper for keeper, pair in found.items())
     copied = [pair.of for pair in found.values()]
     assert len(set(copied)) == len(copied)
@@ -133,7 +134,7 @@ def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
 @given(st.integers(1, 12))
 def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
     route = [str(place) for place in range(2 * half)]
-    assert {pair.of for pair in second_copies.chosen(pairs_along(route)).values()} == set(route)
+    assert {pair.of for pair in neighbour_copies.chosen(pairs_along(route)).values()} == set(route)
 
 
 def pairs_along(route: list[str]) -> list[Pair]:
@@ -337,7 +338,7 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     swarm.wait(5)
     draft = Draft(swarm.state, swarm.now)
     draft.remember(RUN, copies_looked_at=None)
-    second_copies.follow(draft, RUN, swarm.policy, Present(fit=tuple(sorted((bob, cid))), silent=(), finishing=()))
+    neighbour_copies.follow(draft, RUN, swarm.policy, Present(fit=tuple(sorted((bob, cid))), silent=(), finishing=()))
     assert draft.state.memory[RUN].copies[bob].span == range(8)
 
 

@@ -20,7 +20,7 @@ from atoll.coordinator.planner.question import Path, Preferences
 from atoll.coordinator.planner.shares import MAX_UPLINK
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.sanitize import tidied
-from atoll.coordinator.state import peer_paths as paths
+from atoll.coordinator.state import peer_paths
 from atoll.coordinator.state.peer_paths import MOST_PATHS
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec
@@ -181,19 +181,19 @@ def test_a_node_behind_nat_is_reached_over_relays():
 @given(st.lists(st.tuples(st.sampled_from("abcx"), st.floats(), st.floats())))
 def test_no_figure_that_cannot_be_and_no_stranger_is_kept(told):
     messages = [mb.PeerPath(peer_id=peer, rtt_seconds=rtt, bytes_per_second=rate) for peer, rtt, rate in told]
-    known = paths.take({}, messages, {"a", "b", "c"}, 5.0)
+    known = peer_paths.take({}, messages, {"a", "b", "c"}, 5.0)
     assert set(known) <= {"a", "b", "c"}
     assert all(0 < path.rtt_seconds <= 60 and 0 <= path.bytes_per_second < math.inf for path in known.values())
 
 
 def test_figures_are_smoothed_grow_stale_and_are_bounded():
-    known = paths.take({}, [mb.PeerPath(peer_id="a", rtt_seconds=0.1)], {"a"}, 0.0)
-    known = paths.take(known, [mb.PeerPath(peer_id="a", rtt_seconds=0.2)], {"a"}, 10.0)
+    known = peer_paths.take({}, [mb.PeerPath(peer_id="a", rtt_seconds=0.1)], {"a"}, 0.0)
+    known = peer_paths.take(known, [mb.PeerPath(peer_id="a", rtt_seconds=0.2)], {"a"}, 10.0)
     assert known["a"].rtt_seconds == pytest.approx(0.13)
-    assert not paths.take(known, [], {"a"}, 10.0 + paths.STALE_SECONDS)
+    assert not peer_paths.take(known, [], {"a"}, 10.0 + peer_paths.STALE_SECONDS)
     many = [f"peer-{number}" for number in range(2 * MOST_PATHS)]
     flood = [mb.PeerPath(peer_id=peer, rtt_seconds=0.1) for peer in many]
-    assert len(paths.take({}, flood, set(many), 0.0)) == MOST_PATHS
+    assert len(peer_paths.take({}, flood, set(many), 0.0)) == MOST_PATHS
     asked: list[str] = []
 
     def endless() -> Iterator[mb.PeerPath]:
@@ -201,7 +201,7 @@ def test_figures_are_smoothed_grow_stale_and_are_bounded():
             asked.append("one more")
             yield mb.PeerPath(peer_id="stranger", rtt_seconds=0.1)
 
-    paths.take({}, endless(), {"a"}, 0.0)
+    peer_paths.take({}, endless(), {"a"}, 0.0)
     assert len(asked) <= MOST_PATHS
 
 

@@ -6,9 +6,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
-from atoll.coordinator.live import pinning
-from atoll.coordinator.live import plan_apply as applying
-from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import pinning, plan_apply, planner_question
 from atoll.coordinator.planner.live import answer
 from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.services import plan_views
@@ -32,10 +30,10 @@ def pin(world: World, name: str, span: tuple[int, int] | None) -> None:
 
 def apply(world: RoutedWorld, *, dry_run: bool = False) -> tuple[Plan | None, list[tuple[str, str, str]]]:
     """As the service does: the plan that was issued, and who moves from where to where."""
-    question = applying.question_of(world.state, world.now, RUN, world.policy)
+    question = plan_apply.question_of(world.state, world.now, RUN, world.policy)
     found, issued = answer(question, ManualClock()), None
     if not dry_run:
-        issued = world.take(applying.apply(world.state, world.now, RUN, question, found))
+        issued = world.take(plan_apply.apply(world.state, world.now, RUN, question, found))
     view = plan_views.proposal_view(world.state, RUN, question, found, issued if isinstance(issued, Plan) else None)
     assert bool(view.version) == (issued is not None)
     return issued if isinstance(issued, Plan) else None, [(it.name, it.before, it.after) for it in view.moves]
@@ -141,7 +139,7 @@ def test_an_order_for_which_no_plan_is_possible_says_so_and_changes_nothing() ->
     world.begin(ann=6, bob=6)
     world.hang_up("bob")
     world.wait(world.policy.lost_after_seconds + 0.4)
-    question = applying.question_of(world.state, world.now, RUN, world.policy)
+    question = plan_apply.question_of(world.state, world.now, RUN, world.policy)
     found = answer(question, ManualClock())
     view = plan_views.proposal_view(world.state, RUN, question, found, None)
     assert "more memory" in view.missing
@@ -152,9 +150,9 @@ def test_plans_are_made_for_runs_that_train() -> None:
     world = RoutedWorld()
     world.create_run(start=False)
     with pytest.raises(InvalidTransition):
-        applying.question_of(world.state, world.now, RUN, world.policy)
+        plan_apply.question_of(world.state, world.now, RUN, world.policy)
     with pytest.raises(InvalidTransition, match="no layer table"):
-        asking.ask(world.state, world.now, RUN, world.policy)
+        planner_question.ask(world.state, world.now, RUN, world.policy)
 
 
 def test_a_plan_is_shown_with_memory_and_who_is_left_out() -> None:

@@ -11,7 +11,7 @@ from unit.coordinator.world import RUN, SECRET
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import views
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -25,7 +25,7 @@ def pair() -> RoutedWorld:
 
 def told(world: RoutedWorld) -> dict[str, range]:
     """By name: the layers that each node is told to fetch."""
-    spans = {name: preparation.told(world.state, it.peer_id) for name, it in world.identities.items()}
+    spans = {name: prefetch.told(world.state, it.peer_id) for name, it in world.identities.items()}
     return {name: span for name, span in spans.items() if span}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.coordinator.model_files import Files, checkpoint, safetensors, tensors
 from unit.coordinator.world import LAYERS, RUN
 
-from atoll.coordinator.cli import checkpoint_download as pulled
+from atoll.coordinator.cli import checkpoint_download
 from atoll.core.errors import AlreadyExists, AtollError, CheckpointCorrupt
 from atoll.core.identity import Identity
 from atoll.v1 import membership_pb2 as mb
@@ -22,7 +22,7 @@ SIGNER = Identity.generate()
 
 def receive(messages: list[mb.CheckpointUpload], target: Path) -> list[tuple[int, int]]:
     told: list[tuple[int, int]] = []
-    pulled.receive(iter(messages), target, RUN, LAYERS, lambda done, total: told.append((done, total)))
+    checkpoint_download.receive(iter(messages), target, RUN, LAYERS, lambda done, total: told.append((done, total)))
     return told
 
 
@@ -146,7 +146,7 @@ def test_no_header_does_worse_than_be_refused(tmp_path: Path, position: int, val
     path.write_bytes(data)
     digests = dict.fromkeys(LAYERS, bytes(32))
     with pytest.raises(CheckpointCorrupt):
-        pulled.check_layers(path, digests)
+        checkpoint_download.check_layers(path, digests)
 
 
 # --- checkpoints of nodes that hold some layers each --------------------------------------------------------
@@ -173,7 +173,7 @@ def test_parts_that_come_by_turns_lie_beside_one_another_by_their_layers(tmp_pat
     first, second = halves()
     told: list[tuple[int, int]] = []
     messages = iter(set_of(second, first))
-    pulled_ = pulled.receive(messages, tmp_path / "c", RUN, LAYERS, lambda *it: told.append(it))
+    pulled_ = checkpoint_download.receive(messages, tmp_path / "c", RUN, LAYERS, lambda *it: told.append(it))
     assert pulled_.parts == ("layers-0-0", "layers-1-2")
     for name, files in zip(pulled_.parts, (first, second), strict=True):
         assert {path.name: path.read_bytes() for path in (tmp_path / "c" / name).iterdir()} == files.files

@@ -20,8 +20,7 @@ from unit.coordinator.world import (
 )
 
 from atoll.coordinator.live import fitness
-from atoll.coordinator.rounds import reports
-from atoll.coordinator.rounds import tie_break_votes as votes
+from atoll.coordinator.rounds import reports, tie_break_votes
 from atoll.coordinator.runs import admission, checkpoints, machine
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.rate_limits import REFUSED, STORED, Allowance, Rate
@@ -377,15 +376,15 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
 
     def ask(peer: str, round_id: RoundId) -> bool:
         try:
-            answer = world.take(votes.answer(world.state, world.now, peer, round_id, b""))
+            answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, b""))
         except InvalidRequest:
             return False
-        assert isinstance(answer, votes.Answer)
+        assert isinstance(answer, tie_break_votes.Answer)
         return answer.granted
 
     top = 0
     for _ in range(60):  # a minute of asking for as much as it gets
-        jump = votes.MAX_ATTEMPT
+        jump = tie_break_votes.MAX_ATTEMPT
         while jump > 0:
             wanted = next_of(dan, top + jump)
             if ask(dan, wanted):
@@ -393,7 +392,7 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
             else:
                 jump //= 2
         world.wait(1)
-    assert top < votes.MAX_FIRST_ATTEMPT + 1000 + 200
+    assert top < tie_break_votes.MAX_FIRST_ATTEMPT + 1000 + 200
     assert ask(ann, next_of(ann, top + 1))  # the others go on from there
     assert ask(ann, next_of(ann, top + 500))
 
@@ -401,12 +400,12 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
 def test_who_could_not_ask_for_long_may_come_late(world: World) -> None:
     eve = world.identities["eve"].peer_id
     members = world.state.memory[RUN].caps[1]
-    tries = (RoundId(RUN, 1, 0, 1, count) for count in range(votes.MAX_FIRST_ATTEMPT + 10, 10**6))
+    tries = (RoundId(RUN, 1, 0, 1, count) for count in range(tie_break_votes.MAX_FIRST_ATTEMPT + 10, 10**6))
     far = next(item for item in tries if item.opener(members) == eve)
     with pytest.raises(InvalidRequest, match="too far"):
-        votes.answer(world.state, world.now, eve, far, b"")
+        tie_break_votes.answer(world.state, world.now, eve, far, b"")
     world.wait(20)
-    assert votes.answer(world.state, world.now, eve, far, b"").result.granted
+    assert tie_break_votes.answer(world.state, world.now, eve, far, b"").result.granted
 
 
 # --- lists -----------------------------------------------------------------------------------------------

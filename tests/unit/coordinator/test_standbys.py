@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from unit.coordinator.routed import RoutedWorld, card
-from unit.coordinator.test_preparing import order, told
+from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.test_recovery_of_routes import go_on
 from unit.coordinator.world import FIT, RUN
 

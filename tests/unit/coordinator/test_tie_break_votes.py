@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
-from atoll.coordinator.rounds import tie_break_votes as votes
+from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity
@@ -30,7 +30,11 @@ def test_no_vote_below_a_promise_and_no_two_in_one_attempt(asked: list[tuple[Bal
     promised, voted = Ballot(0, 0), {}  # what was told, kept beside the machine
     for ballot, payload in asked:
         known = next(iter(store.load().votes), None)  # a restart before every call
-        answer = votes.cast(known, RUN, 5, ballot, payload) if payload else votes.promise(known, RUN, 5, ballot)
+        answer = (
+            tie_break_votes.cast(known, RUN, 5, ballot, payload)
+            if payload
+            else tie_break_votes.promise(known, RUN, 5, ballot)
+        )
         if not answer.granted:
             assert ballot < promised or voted[ballot] != payload
             assert answer.reason
@@ -64,12 +68,12 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
     for number, voting, name in steps:
         ballot = Ballot(1, number)
         if not voting and number not in chosen:
-            answer = votes.promise(kept.get(name), RUN, 1, ballot)
+            answer = tie_break_votes.promise(kept.get(name), RUN, 1, ballot)
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 promises[number][name] = last(answer.vote)
         elif voting and (number in chosen or choose(electorate, number, promises[number], chosen)):
-            answer = votes.cast(kept.get(name), RUN, 1, ballot, chosen[number])
+            answer = tie_break_votes.cast(kept.get(name), RUN, 1, ballot, chosen[number])
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 voters[number].add(name)
@@ -120,10 +124,10 @@ def payload(world: World, round_id: RoundId, *, previous: bytes | None = None) -
     return manifest.SerializeToString(deterministic=True)
 
 
-def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> votes.Answer:
+def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> tie_break_votes.Answer:
     peer = world.identities[by].peer_id
-    answer = world.take(votes.answer(world.state, world.now, peer, round_id, text))
-    assert isinstance(answer, votes.Answer)
+    answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, text))
+    assert isinstance(answer, tie_break_votes.Answer)
     return answer
 
 
@@ -197,7 +201,7 @@ def test_who_may_not_ask(world: World) -> None:
     world.join("cid")  # not in a plan yet
     with pytest.raises(InvalidRequest):
         ask(world, mine, by="cid")
-    world.take(votes.answer(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
+    world.take(tie_break_votes.answer(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
     world.state = replace(
         world.state,
         nodes={key: replace(node, banned=node.name == "ann") for key, node in world.state.nodes.items()},
@@ -214,7 +218,7 @@ def test_what_is_not_voted_for(world: World, spoil: str) -> None:
         "attempt": payload(world, replace(mine, attempt=mine.attempt + 1)),
         "previous": payload(world, mine, previous=b"y" * 32),
         "rubbish": b"\xff" * 40,
-        "size": b"\0" * (votes.MAX_PAYLOAD_BYTES + 1),
+        "size": b"\0" * (tie_break_votes.MAX_PAYLOAD_BYTES + 1),
     }[spoil]
     with pytest.raises(InvalidRequest):
         ask(world, mine, text)
@@ -222,12 +226,12 @@ def test_what_is_not_voted_for(world: World, spoil: str) -> None:
 
 
 def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
-    far = [1000 + number for number in range(votes.MAX_FAR_ROUNDS)]
+    far = [1000 + number for number in range(tie_break_votes.MAX_FAR_ROUNDS)]
     for number in far:
         assert ask(world, attempt(world, number=number)).granted
     assert not ask(world, attempt(world, number=2000)).granted
     assert ask(world, attempt(world, number=far[0])).granted
-    for number in range(1, votes.AHEAD + 1):  # the next rounds are not crowded out
+    for number in range(1, tie_break_votes.AHEAD + 1):  # the next rounds are not crowded out
         assert ask(world, attempt(world, number=number)).granted
 
 
@@ -262,4 +266,4 @@ def test_a_restored_coordinator_abstains_until_a_round_of_a_plan_since_has_commi
 
 def test_errors_are_ours(world: World) -> None:
     with pytest.raises(AtollError):
-        world.take(votes.answer(world.state, world.now, Identity.generate().peer_id, attempt(world), b""))
+        world.take(tie_break_votes.answer(world.state, world.now, Identity.generate().peer_id, attempt(world), b""))

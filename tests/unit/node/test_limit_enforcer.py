@@ -14,7 +14,7 @@ import pytest
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidTransition, ModelTooLarge
 from atoll.node.config import NodeConfig, load
-from atoll.node.limits import enforcer as manners
+from atoll.node.limits import enforcer
 from atoll.node.limits.enforcer import Manners, Subjects
 
 MORNING = datetime(2026, 11, 21, 8, 0).timestamp()
@@ -211,7 +211,7 @@ async def test_force_also_overrules_the_minute_for_which_mains_power_must_last(
 
 
 async def test_the_owner_is_told_first_of_his_own_pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manners, "on_battery", lambda: True)
+    monkeypatch.setattr(enforcer, "on_battery", lambda: True)
     await node.start()
     assert node.resting == "on battery"
     await node.ask("pause")

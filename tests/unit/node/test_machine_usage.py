@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.node.limits import machine_usage as observing
+from atoll.node.limits import machine_usage
 from atoll.node.limits.machine_usage import Usage, cpu_times, idle_since_of, on_battery, others_cores
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -63,7 +63,7 @@ async def test_use_by_others_starts_the_clock_again(tmp_path: Path, monkeypatch:
     async def loginctl() -> str:
         return said
 
-    monkeypatch.setattr(observing, "_loginctl", loginctl)
+    monkeypatch.setattr(machine_usage, "_loginctl", loginctl)
     usage = Usage(100.0, tmp_path)
     stat(tmp_path, 0)
     assert await usage.unused_seconds(105.0, 1e9) == 5
@@ -91,7 +91,7 @@ def test_this_machine_can_be_observed() -> None:
     with subprocess.Popen(burn, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        before = observing.CpuTimes(0.0, {})
+        before = machine_usage.CpuTimes(0.0, {})
         child.stdout.readline()
         now = cpu_times()
         assert now.processes[child.pid] == (os.getpid(), pytest.approx(0.6, abs=0.2))

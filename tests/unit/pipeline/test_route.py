@@ -32,9 +32,7 @@ from atoll.core.frames import Frame, FrameKind
 from atoll.core.learned_deadline import Pace
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in_shape import layer_table, resolve_shape
-from atoll.node.pipeline import dispatcher, stage_loop
-from atoll.node.pipeline import route_connection as bridge
-from atoll.node.pipeline import stage_streams as links
+from atoll.node.pipeline import dispatcher, route_connection, stage_loop, stage_streams
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
 from atoll.node.pipeline.messages import Begin
 from atoll.node.pipeline.route import RoutePlace
@@ -171,7 +169,7 @@ async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle stage's frames end its streams, at moments that come nearer to one another."""
-    monkeypatch.setattr(bridge, "_LONGEST_PAUSE", bridge._FIRST_PAUSE)
+    monkeypatch.setattr(route_connection, "_LONGEST_PAUSE", route_connection._FIRST_PAUSE)
     sent = 0
 
     async def fault(passage: Passage) -> Frame | AtollError | None:
@@ -306,7 +304,7 @@ async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus
 
 
 async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_SLICE", timedelta(milliseconds=20))
+    monkeypatch.setattr(stage_streams, "_SLICE", timedelta(milliseconds=20))
     async with route_on(MemoryHub(), corpus) as route, route.on() as bridges:
         await route.more(1)
         await route.stand_still()
@@ -539,7 +537,7 @@ def opening(data: bytes) -> tuple[FrameKind, bytes, bytes]:
 async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused_before_a_body_is_read(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bridge, "WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(route_connection, "WAIT", timedelta(milliseconds=50))
     monkeypatch.setattr(dispatcher, "WAIT", timedelta(milliseconds=50))
     hub = MemoryHub()
     async with route_on(hub, corpus) as route:

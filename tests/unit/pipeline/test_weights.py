@@ -10,7 +10,7 @@ import torch
 from support.families import FAMILIES, VOCABULARY, config_of, lora_of
 
 from atoll.core.errors import CheckpointCorrupt, ConfigError
-from atoll.node.model import pretrained_weights as weights
+from atoll.node.model import pretrained_weights
 from atoll.node.model.huggingface import HuggingFace
 from atoll.node.model.safetensors_reader import read_tensor
 from atoll.node.model.span import Span, equal_cuts
@@ -46,7 +46,7 @@ def test_spans_of_a_directory_give_the_model_s_logits(tmp_path: Path, family: st
         first: SpanModel | None = None
         for span in equal_cuts(architecture.layers, 3):
             held = SpanModel(architecture.cut(span), CPU)
-            weights.load(architecture, tmp_path, held)
+            pretrained_weights.load(architecture, tmp_path, held)
             first = first or held
             if held.cut.tie is not None and held.cut.last:
                 held.borrowed.copy_(first.owned)
@@ -63,10 +63,10 @@ def test_only_the_span_s_tensors_are_read(tmp_path: Path, family: str, monkeypat
         read.append(name)
         return read_tensor(path, name)
 
-    monkeypatch.setattr(weights, "read_tensor", remember)
+    monkeypatch.setattr(pretrained_weights, "read_tensor", remember)
     architecture = HuggingFace.of_directory(tmp_path)
     held = SpanModel(architecture.cut(Span(2, 2)), CPU)
-    weights.load(architecture, tmp_path, held)
+    pretrained_weights.load(architecture, tmp_path, held)
     assert read
     assert all(name.startswith("model.layers.1.") for name in read)
     assert sum(parameter.numel() for parameter in held.cut.module.parameters()) == held.trained.elements
@@ -76,14 +76,14 @@ def test_one_file_is_a_directory_too(tmp_path: Path) -> None:
     model = saved(tmp_path, "qwen3", shard="1GB")
     architecture = HuggingFace.of_directory(tmp_path)
     held = SpanModel(architecture.cut(Span(0, 3)), CPU)
-    weights.load(architecture, tmp_path, held)
+    pretrained_weights.load(architecture, tmp_path, held)
     assert torch.equal(held.layer(0).view(VOCABULARY, -1), model.get_input_embeddings().weight)
 
 
 def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
     def refusal(directory: Path, architecture: HuggingFace) -> str:
         with pytest.raises(CheckpointCorrupt) as caught:
-            weights.load(architecture, directory, SpanModel(architecture.cut(Span(1, 1)), CPU))
+            pretrained_weights.load(architecture, directory, SpanModel(architecture.cut(Span(1, 1)), CPU))
         return f"{caught.value} {caught.value.remedy}"
 
     saved(tmp_path / "llama", "llama")

@@ -26,8 +26,7 @@ from support.donors import (
 from atoll.core.errors import NotFound, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head
-from atoll.node.state import heads
-from atoll.node.state import state_server as serve
+from atoll.node.state import heads, state_server
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.state_client import PROTOCOL
 from atoll.v1 import dataplane_pb2 as dp
@@ -330,7 +329,7 @@ def hasty(monkeypatch):
     """Deadlines as they are to one another, but a tenth."""
     monkeypatch.setattr(heads, "_ANSWER", timedelta(seconds=1))
     monkeypatch.setattr(heads, "_HISTORY", timedelta(seconds=6))
-    monkeypatch.setattr(serve, "_IDLE", timedelta(seconds=3))
+    monkeypatch.setattr(state_server, "_IDLE", timedelta(seconds=3))
 
 
 async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(reef, hasty):

@@ -11,7 +11,7 @@ from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OFFSETS, OPERATOR, Reef
 from atoll.core.errors import DataDirUnusable, Unreachable
 from atoll.core.membership import Authority
 from atoll.node.control.directives import Directives
-from atoll.node.state import prefetch as prepared
+from atoll.node.state import prefetch
 from atoll.node.state.mapped_vectors import mapped_vector
 from atoll.node.state.prefetch import Preparing, Present, lacking
 
@@ -137,7 +137,7 @@ async def test_it_follows_the_rounds_until_the_plan_is_there(node):
 
 
 async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
-    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 20)
+    monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
     later = state_of(5.0)
@@ -150,7 +150,7 @@ async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
 
 
 async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
-    monkeypatch.setattr(prepared, "_ASIDE", prepared._ASIDE / 3000)
+    monkeypatch.setattr(prefetch, "_ASIDE", prefetch._ASIDE / 3000)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
     node.wants(range(0))
@@ -184,7 +184,7 @@ async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_
 
 async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, monkeypatch):
     """Nobody else may have it."""
-    monkeypatch.setattr(prepared, "_OWED", prepared._OWED / 6_000)
+    monkeypatch.setattr(prefetch, "_OWED", prefetch._OWED / 6_000)
     node.directives.plan = plan_with(range(1), version=1)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
@@ -261,7 +261,7 @@ async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
 
 
 async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(node, monkeypatch):
-    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 20)
+    monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.preparing.span == range(2))
@@ -320,7 +320,7 @@ async def test_layers_that_the_model_has_not_are_ignored(node):
 
 
 async def test_when_nobody_can_be_reached_it_tries_again(node, monkeypatch):
-    monkeypatch.setattr(prepared, "_RETRY", prepared.POLL / 100)
+    monkeypatch.setattr(prefetch, "_RETRY", prefetch.POLL / 100)
     states = [(holding, holding.state) for holding in node.holdings]
     for holding, _ in states:
         holding.state = None
@@ -373,18 +373,18 @@ async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
 
 
 async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
-    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 50)
-    monkeypatch.setattr(prepared, "_RETRY", prepared.POLL / 50)
+    monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 50)
+    monkeypatch.setattr(prefetch, "_RETRY", prefetch.POLL / 50)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
-    catch_up = prepared.catch_up
+    catch_up = prefetch.catch_up
     failed = asyncio.Event()
 
     async def fail(*_args, **_more):
         failed.set()
         raise Unreachable("no head was found")
 
-    monkeypatch.setattr(prepared, "catch_up", fail)
+    monkeypatch.setattr(prefetch, "catch_up", fail)
     await asyncio.wait_for(failed.wait(), 10)
     assert node.preparing.span == range(4)
     assert holds(node.preparing.held[0][1], STATE, range(4))
@@ -395,7 +395,7 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
         again.set()
         return await catch_up(*args, **more)
 
-    monkeypatch.setattr(prepared, "catch_up", succeed)
+    monkeypatch.setattr(prefetch, "catch_up", succeed)
     await asyncio.wait_for(again.wait(), 10)
     assert node.preparing.span == range(4)
     assert sum(node.reef.bodies.values()) == bodies  # nothing is fetched again
@@ -427,7 +427,7 @@ async def test_what_has_no_room_is_not_fetched(node):
 
 async def test_what_turns_out_to_have_no_room_is_dropped_and_not_called_prepared(node, monkeypatch):
     """A trainer with these layers is loaded meanwhile, and cannot hold them."""
-    monkeypatch.setattr(prepared, "POLL", prepared.POLL / 100)
+    monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 100)
     node.wants(range(4))
     await node.until(lambda: node.preparing.span == range(4))
     node.preparing.refuse()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, UnsupportedModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.cli.main import app
-from atoll.node.export import safetensors_writer as shards
+from atoll.node.export import safetensors_writer
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
@@ -125,11 +125,14 @@ def test_files_are_those_that_the_format_s_library_writes(tmp_path: Path) -> Non
         "empty": torch.zeros(0),
         "c": torch.randn(6, 4, generator=generator).T,
     }
-    parts = [shards.Part({name: tuple(each.shape)}, partial(dict, {name: each})) for name, each in tensors.items()]
+    parts = [
+        safetensors_writer.Part({name: tuple(each.shape)}, partial(dict, {name: each}))
+        for name, each in tensors.items()
+    ]
     for dtype in (torch.float32, torch.bfloat16):
         directory = tmp_path / str(dtype)
         directory.mkdir()
-        shards.write(shards.Form(directory, dtype), parts)
+        safetensors_writer.write(safetensors_writer.Form(directory, dtype), parts)
         save_file(
             {name: each.to(dtype).contiguous() for name, each in tensors.items()}, tmp_path / "theirs", {"format": "pt"}
         )
@@ -139,9 +142,12 @@ def test_files_are_those_that_the_format_s_library_writes(tmp_path: Path) -> Non
 def test_a_part_that_makes_other_tensors_than_it_announced_is_an_error(tmp_path: Path) -> None:
     for number, made in enumerate(({"a": torch.zeros(3, 2)}, {"b": torch.zeros(2, 3)}, {})):
         (tmp_path / str(number)).mkdir()
-        form, part = shards.Form(tmp_path / str(number), torch.float32), shards.Part({"a": (2, 3)}, partial(dict, made))
+        form, part = (
+            safetensors_writer.Form(tmp_path / str(number), torch.float32),
+            safetensors_writer.Part({"a": (2, 3)}, partial(dict, made)),
+        )
         with pytest.raises(AtollError, match="announced"):
-            shards.write(form, [part])
+            safetensors_writer.write(form, [part])
 
 
 @pytest.mark.parametrize("family", [None, *CONFIGS])

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.clock import ManualClock
-from atoll.node.trainer import layer_times_cache as times_file
-from atoll.node.trainer import loading
+from atoll.node.trainer import layer_times_cache, loading
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.layer_times_cache import ENTRIES, MAX_AGE, TimesFile
 from atoll.node.training.device import choose_device, device_facts
@@ -87,7 +86,7 @@ def test_what_is_of_something_else_or_long_ago_is_measured_again(start, measured
 
 def test_another_version_of_transformers_is_measured(start, measured: list[int], monkeypatch) -> None:
     for known in ("5.0.0", "5.0.0", "5.1.0"):
-        monkeypatch.setattr(times_file, "version", lambda package, known=known: known)
+        monkeypatch.setattr(layer_times_cache, "version", lambda package, known=known: known)
         start()
     assert len(measured) == 2
 

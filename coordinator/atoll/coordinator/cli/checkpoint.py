@@ -72,16 +72,16 @@ def pull(
 
       atollctl checkpoint pull --round 120 --node reef-3 --to reef-120
     """
-    from atoll.coordinator.cli import checkpoint_download as pulled
+    from atoll.coordinator.cli import checkpoint_download
 
     target = to.absolute()
-    pulled.refuse_existing(target)
+    checkpoint_download.refuse_existing(target)
     request = wire.PullCheckpointRequest(run_id=run, round=round_number, node=node, unverified=unverified)
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         layers = [layer.name for layer in view.layers.layers]
         with contextlib.closing(client.stream(client.stub.PullCheckpoint, request)) as messages:
-            found = pulled.receive(messages, target, view.run_id, layers, Progress())
+            found = checkpoint_download.receive(messages, target, view.run_id, layers, Progress())
     head = found.head
     if output is Output.JSON:
         facts = {"run_id": view.run_id, "round": head.round, "committed_tokens": head.committed_tokens}

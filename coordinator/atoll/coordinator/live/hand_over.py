@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_question as asking
+from atoll.coordinator.live import planner_question
 from atoll.coordinator.live.fitness import present
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.coordinator.store.records import Node
 
@@ -29,7 +29,7 @@ def go_on(draft: Draft, run_id: str, policy: Policy) -> None:
             continue
         since = live.drain_since if live.drain_since is not None else now
         coming = draft.state.memory[run_id].preparation
-        most = MOST_SECONDS + (preparation.patience(coming, policy.prepare_seconds) if coming is not None else 0.0)
+        most = MOST_SECONDS + (prefetch.patience(coming, policy.prepare_seconds) if coming is not None else 0.0)
         if now - since >= most or not begins(draft.state, node) or _is_settled(draft.state, run_id, now):
             draft.set_live(node.peer_id, replace(live, hands_over=False, drain_since=now))
 
@@ -40,5 +40,5 @@ def _is_settled(state: State, run_id: str, now: float) -> bool:
     if memory.preparation is not None:
         return False  # the plan without them comes first: they are members until then
     asks = memory.question is not None and not memory.question.wanted
-    known = memory.considered is not None and memory.considered.nodes == asking.about(state, run_id, here)
+    known = memory.considered is not None and memory.considered.nodes == planner_question.about(state, run_id, here)
     return known and not asks

@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import issuing, standbys
-from atoll.coordinator.live import planner_question as asking
-from atoll.coordinator.live import stage_liveness as gone
+from atoll.coordinator.live import issuing, planner_question, stage_liveness, standbys
 from atoll.coordinator.live.fitness import Present
 from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.live.span_fit import has_room
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Coming, Draft, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
@@ -63,7 +61,9 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
         return False
     keepers, gone_peers = {pair.keeper: pair for pair in taken}, {pair.of for pair in taken}
     routes = [_shorter(route, keepers, gone_peers) for route in routes_of(plan)]
-    alone = [pair.keeper for pair in taken if not gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper)]
+    alone = [
+        pair.keeper for pair in taken if not stage_liveness.is_gone(state, plan, pair.of, here, now, but=pair.keeper)
+    ]
     draft.remember(
         run_id,
         copies={peer: it for peer, it in memory.copies.items() if peer not in keepers},
@@ -85,7 +85,7 @@ def are_needed(state: State, run_id: str, here: Present, now: float) -> bool:
     return any(
         pair.keeper in aside
         and memory.copies[pair.keeper].span == pair.both
-        and gone.is_gone(state, memory.plan, pair.of, here, now)
+        and stage_liveness.is_gone(state, memory.plan, pair.of, here, now)
         for pair in pairs(memory.plan)
     )
 
@@ -100,9 +100,9 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
     settled = draft.now.unix_ms - plan.issued_unix_ms >= 1000 * policy.standby_seconds
     wanted = _wanted(state, plan, here, now, settled=settled)
     copies = {peer: _since(state, peer, pair, memory.copies.get(peer), now) for peer, pair in wanted.items()}
-    lacking = {peer: it for peer, it in copies.items() if not preparation.holds(state, peer, it.span)}
+    lacking = {peer: it for peer, it in copies.items() if not prefetch.holds(state, peer, it.span)}
     late = {peer for peer, it in lacking.items() if now - it.since >= standbys.patience(state, run_id, it, policy)}
-    late |= {peer for peer, it in copies.items() if preparation.refuses(state, peer, it.span)}
+    late |= {peer for peer, it in copies.items() if prefetch.refuses(state, peer, it.span)}
     if late:
         draft.remember(run_id, slow_to_fetch={**memory.slow_to_fetch, **dict.fromkeys(late, now)})
     copies = {peer: it for peer, it in copies.items() if peer not in late}
@@ -135,7 +135,7 @@ def kept(state: State, plan: Plan) -> Iterator[Pair]:
     copies = state.memory[plan.run_id].copies
     for pair in pairs(plan):
         coming = copies.get(pair.keeper)
-        if coming is not None and coming.span == pair.both and preparation.holds(state, pair.keeper, pair.both):
+        if coming is not None and coming.span == pair.both and prefetch.holds(state, pair.keeper, pair.both):
             yield pair
 
 
@@ -169,7 +169,7 @@ def _taken(state: State, plan: Plan, here: Present, now: float) -> list[Pair]:
     without: set[str] = set()
     for pair in kept(state, plan):
         free = pair.of not in without and pair.keeper not in keepers and pair.keeper not in without
-        if free and gone.is_gone(state, plan, pair.of, here, now) and _can_take(state, plan, pair, here, now):
+        if free and stage_liveness.is_gone(state, plan, pair.of, here, now) and _can_take(state, plan, pair, here, now):
             found.append(pair)
             keepers.add(pair.keeper)
             without.add(pair.of)
@@ -183,13 +183,13 @@ def _can_take(state: State, plan: Plan, pair: Pair, here: Present, now: float) -
         return False
     before = state.memory[plan.run_id].took_over.get(pair.keeper)
     lately = before is not None and now - before < _ALONE_SECONDS
-    return not lately or gone.is_gone(state, plan, pair.of, here, now, but=pair.keeper)
+    return not lately or stage_liveness.is_gone(state, plan, pair.of, here, now, but=pair.keeper)
 
 
 def _is_newest(state: State, pair: Pair, here: Present) -> bool:
     """Whether a copy is of the newest round. One that is nearly is enough once its stage cannot bring its own back."""
     newest = state.runs[state.nodes[pair.keeper].run_id].head_round
-    return pair.of not in here.there or asking.live_of(state, pair.keeper).status.prepared_round >= newest
+    return pair.of not in here.there or planner_question.live_of(state, pair.keeper).status.prepared_round >= newest
 
 
 def _shorter(route: Route, keepers: Mapping[str, Pair], without: Collection[str]) -> Route:
@@ -241,7 +241,7 @@ def _since(state: State, peer: str, pair: Pair, before: Coming | None, now: floa
     """A copy that is there is not late: its time begins anew."""
     if before is None or before.span != pair.both:
         return Coming(pair.both, now)
-    fresh = now - before.since < _FRESH_SECONDS or not preparation.holds(state, peer, pair.both)
+    fresh = now - before.since < _FRESH_SECONDS or not prefetch.holds(state, peer, pair.both)
     return before if fresh else Coming(pair.both, now)
 
 
@@ -254,8 +254,8 @@ def _may(state: State, run_id: str, pair: Pair) -> bool:
 
 def _can_fetch(state: State, run_id: str, pair: Pair, here: Present, now: float) -> bool:
     """Whether this node trains, told what it computes with, and was not too slow lately."""
-    slow = asking.lately(state.memory[run_id].slow_to_fetch, pair.keeper, now)
-    known = is_known(asking.live_of(state, pair.keeper).profile)
+    slow = planner_question.lately(state.memory[run_id].slow_to_fetch, pair.keeper, now)
+    known = is_known(planner_question.live_of(state, pair.keeper).profile)
     trains = pair.keeper in here.fit and _trains(state, pair.keeper)
     return trains and known and not slow
 
@@ -271,4 +271,4 @@ def _links_carry(state: State, pair: Pair, weights: Sequence[float], seconds: fl
 
 
 def _trains(state: State, peer: str) -> bool:
-    return asking.live_of(state, peer).status.state == mb.NODE_STATE_TRAINING
+    return planner_question.live_of(state, peer).status.state == mb.NODE_STATE_TRAINING

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from atoll.coordinator.live.fitness import OUT, wanted
 from atoll.coordinator.live.span_fit import room_of
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import PlanInputInvalid
@@ -18,7 +18,7 @@ Span = tuple[int, int]
 
 def pin(state: State, now: Moment, text: str, span: Span | None) -> Step[Node]:
     """Pin a node to layers (first, last), or out. Raises `NotFound`, `Ambiguous`, `PlanInputInvalid`."""
-    node = find.node(state, text)
+    node = lookup.node(state, text)
     if span is not None:
         _check_span(state, node, span)
     pinned = replace(node, pin=OUT if span is None else f"{span[0]}-{span[1]}")
@@ -29,7 +29,7 @@ def pin(state: State, now: Moment, text: str, span: Span | None) -> Step[Node]:
 
 def unpin(state: State, now: Moment, text: str) -> Step[Node]:
     """Let the planner decide again. Twice is fine. Raises `NotFound`, `Ambiguous`."""
-    node = find.node(state, text)
+    node = lookup.node(state, text)
     return _put(state, now, node, replace(node, pin=""), "node.unpinned", "is not pinned any more")
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_answer as answering
-from atoll.coordinator.live import planner_question as asking
-from atoll.coordinator.live import routing
+from atoll.coordinator.live import planner_answer, planner_question, routing
 from atoll.coordinator.live.fitness import difference, present
 from atoll.coordinator.live.issuing import issue
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
@@ -25,7 +23,9 @@ def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Quest
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: plans are made for runs that train", "see `atollctl run show`"
         )
-    question = replace(asking.ask(state, now, run_id, policy), number=0)  # the machine's own questions have others
+    question = replace(
+        planner_question.ask(state, now, run_id, policy), number=0
+    )  # the machine's own questions have others
     here = present(state, run_id, now.monotonic)
     if routing.needs_routes(state, run_id, here):
         return question
@@ -37,7 +37,7 @@ def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Quest
 def apply(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
     """The plan that was issued; None where the present one stays."""
     if not question.wanted:
-        return answering.take(state, now, run_id, question, answer, ordered=True)
+        return planner_answer.take(state, now, run_id, question, answer, ordered=True)
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
     here = present(state, run_id, now.monotonic)

@@ -7,15 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_question as asking
-from atoll.coordinator.live import profile_doubts as doubts
-from atoll.coordinator.live import standbys
+from atoll.coordinator.live import planner_question, profile_doubts, standbys
 from atoll.coordinator.live.fitness import Present, difference, present
 from atoll.coordinator.live.issuing import Notes, issue_routes
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.planner.drafting import Part, Route, routes_of
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, Preparation, State, Step
 from atoll.core.plan import Plan
@@ -40,11 +38,11 @@ def take(
         return draft.done(None)
     about = memory.asked_about if waits else _about_asked(state, run_id, question, here)
     draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
-    doubts.learn(draft, run_id, question, answer)
+    profile_doubts.learn(draft, run_id, question, answer)
     _tell_missing(draft, run_id, answer.missing)
     if answer.missing:
         return draft.done(None)
-    if set(answer.routes) == set(question.current) and not asking.forgotten(state, run_id):
+    if set(answer.routes) == set(question.current) and not planner_question.forgotten(state, run_id):
         _tell_left_out(draft, run_id, _left_out(state, here, question, answer, now.monotonic))
     elif ordered or not _prepare(draft, run_id, question, answer, here):
         _issue(draft, run_id, question, answer)
@@ -55,7 +53,7 @@ def take(
 def _about_asked(state: State, run_id: str, question: Question, here: Present) -> tuple[tuple[object, ...], ...]:
     """What the operator's question was about: who came after it was asked is looked at by the next one."""
     asked = {node.peer_id for node in question.nodes}
-    return tuple(item for item in asking.about(state, run_id, here) if item[0] in asked)
+    return tuple(item for item in planner_question.about(state, run_id, here) if item[0] in asked)
 
 
 def _still_holds(state: State, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
@@ -76,7 +74,7 @@ def _used(question: Question, answer: Answer) -> list[str]:
 def _changed(state: State, question: Question, peers: Sequence[str], here: Present) -> list[str]:
     """Of these, who is gone or has other memory than when it was asked."""
     about, able = {node.peer_id: memory_of(node.profile) for node in question.nodes}, {*here.fit, *here.silent}
-    return [it for it in peers if it not in able or about[it] != memory_of(asking.live_of(state, it).profile)]
+    return [it for it in peers if it not in able or about[it] != memory_of(planner_question.live_of(state, it).profile)]
 
 
 def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: Present) -> None:
@@ -90,14 +88,14 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
         )
         abandon(draft, run_id, "somebody whom it needs is gone or changed")
         return
-    unready = preparation.unready(state, coming)
+    unready = prefetch.unready(state, coming)
     assert memory.plan is not None
-    going = [peer for peer in here.finishing if not asking.live_of(state, peer).hands_over]
+    going = [peer for peer in here.finishing if not planner_question.live_of(state, peer).hands_over]
     if not memory.plan.stages <= set(here.members) or not (unready or going):
         _issue(draft, run_id, coming.question, coming.answer)
-    elif refusing := [peer for peer in unready if preparation.refuses(state, peer, coming.spans[peer])]:
+    elif refusing := [peer for peer in unready if prefetch.refuses(state, peer, coming.spans[peer])]:
         _give_up_on(draft, run_id, refusing, waited, "found no room for the layers")
-    elif unready and waited >= preparation.patience(coming, policy.prepare_seconds):
+    elif unready and waited >= prefetch.patience(coming, policy.prepare_seconds):
         _give_up_on(draft, run_id, unready, waited, "did not fetch the layers in time")
 
 
@@ -110,9 +108,9 @@ def _give_up_on(draft: Draft, run_id: str, peers: Sequence[str], waited: float, 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
     """Let nodes fetch what this answer gives them; False where nobody has to, or nobody should wait for it."""
     state, plan = draft.state, draft.state.memory[run_id].plan
-    if plan is None or not plan.stages <= set(here.members) or asking.forgotten(state, run_id):
+    if plan is None or not plan.stages <= set(here.members) or planner_question.forgotten(state, run_id):
         return False
-    spans = preparation.lacking(plan, question, answer)
+    spans = prefetch.lacking(plan, question, answer)
     if not spans and not here.finishing:
         return False
     draft.remember(run_id, preparation=Preparation(question, answer, spans, draft.now.monotonic))
@@ -124,7 +122,7 @@ def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here
 def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited: float) -> None:
     """Who kept a plan from being issued: newcomers are given nothing for much longer, members no other layers."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    until = now + max(asking.UNPREPARED_SECONDS, _TIMES_WAITED * waited)
+    until = now + max(planner_question.UNPREPARED_SECONDS, _TIMES_WAITED * waited)
     known = {peer: then for peer, then in memory.unprepared.items() if now < then}
     draft.remember(run_id, unprepared={**known, **dict.fromkeys(peers, until)})
 
@@ -170,9 +168,9 @@ def _left_out(state: State, here: Present, question: Question, answer: Answer, n
 
 
 def _why_not_asked_about(state: State, peer: str, now: float) -> str:
-    if asking.is_unprepared(state.memory[state.nodes[peer].run_id], peer, now):
+    if planner_question.is_unprepared(state.memory[state.nodes[peer].run_id], peer, now):
         return "did not fetch its layers in time"
-    known = is_known(asking.live_of(state, peer).profile)
+    known = is_known(planner_question.live_of(state, peer).profile)
     return "joined while the plan was made" if known else "has not told its memory"
 
 

@@ -8,7 +8,7 @@ from atoll.coordinator.live.fitness import Present, present
 from atoll.coordinator.live.pinning import pins_of
 from atoll.coordinator.planner.drafting import routes_of
 from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of, of_its_layers
-from atoll.coordinator.state import availability as presence
+from atoll.coordinator.state import availability
 from atoll.coordinator.state.peer_paths import fresh
 from atoll.coordinator.state.snapshot import Live, Moment, Policy, RunMemory, State
 from atoll.core.errors import InvalidTransition
@@ -100,8 +100,8 @@ def _measured(state: State, memory: RunMemory, peer: str, now: Moment) -> Measur
         multiaddrs=node.multiaddrs,
         paths=fresh(live.paths, now.monotonic),
         alone=alone,
-        availability=presence.availability(node, live, now.monotonic),
-        failures_per_hour=presence.failures_per_hour(node, live, now.monotonic),
+        availability=availability.availability(node, live, now.monotonic),
+        failures_per_hour=availability.failures_per_hour(node, live, now.monotonic),
         learned=memory.corrections.get(peer, 0.0),
     )
 

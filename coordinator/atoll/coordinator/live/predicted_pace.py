@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_question as asking
-from atoll.coordinator.live import profile_doubts as doubts
+from atoll.coordinator.live import planner_question, profile_doubts
 from atoll.coordinator.planner.question import Answer, Question, is_known
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.coordinator.store.records import PlanFigures
@@ -60,7 +59,7 @@ def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
     lives = [state.live.get(peer) for peer in plan.members]
     if not all(live is not None and is_known(live.profile) for live in lives):
         return
-    question = asking.ask(state, draft.now, run_id, policy)
+    question = planner_question.ask(state, draft.now, run_id, policy)
     nodes = tuple(node for node in question.nodes if node.peer_id in plan.members)
     if len(nodes) == len(plan.members):
         draft.remember(
@@ -77,8 +76,8 @@ def take_prediction(state: State, now: Moment, run_id: str, question: Question, 
     if memory.question is None or memory.question.number != question.number:
         return draft.done(None)
     draft.remember(run_id, question=None)
-    doubts.learn(draft, run_id, question, answer)
-    standing = asking.named(state, memory.plan) == question.wanted
+    profile_doubts.learn(draft, run_id, question, answer)
+    standing = planner_question.named(state, memory.plan) == question.wanted
     if standing and memory.figures is not None and answer.tokens_per_second:
         draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))
     return draft.done(None)

@@ -15,16 +15,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import issuing
-from atoll.coordinator.live import planner_question as asking
-from atoll.coordinator.live import stage_liveness as gone
+from atoll.coordinator.live import issuing, planner_question, stage_liveness
 from atoll.coordinator.live.fitness import JOINS_FORGOTTEN_SECONDS, Present
 from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.live.span_fit import has_room, room_of
 from atoll.coordinator.planner.drafting import Route, routes_of
 from atoll.coordinator.planner.question import is_known
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Coming, Draft, Joins, Policy, RunMemory, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
@@ -46,7 +44,7 @@ def take_over(draft: Draft, run_id: str, here: Present) -> bool:
         for part in route:
             span = range(part.first, part.last + 1)
             other = next((peer for peer, held in sorted(free.items()) if held == span), None)
-            if other is not None and gone.has_no_part(state, plan, part.peer_id, here, now):
+            if other is not None and stage_liveness.has_no_part(state, plan, part.peer_id, here, now):
                 del free[other]
                 told.append(f"{state.nodes[other].name} takes the place of {state.nodes[part.peer_id].name}")
                 parts.append(replace(part, peer_id=other))
@@ -71,9 +69,9 @@ def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
         peer: before if (before := memory.standbys.get(peer)) and before.span == span else Coming(span, now)
         for peer, span in new.items()
     }
-    ready = {peer for peer, it in coming.items() if preparation.holds(state, peer, it.span)}
+    ready = {peer for peer, it in coming.items() if prefetch.holds(state, peer, it.span)}
     late = {peer for peer, it in coming.items() if now - it.since >= patience(state, run_id, it, policy)} - ready
-    late |= {peer for peer, it in coming.items() if preparation.refuses(state, peer, it.span)}
+    late |= {peer for peer, it in coming.items() if prefetch.refuses(state, peer, it.span)}
     if late:
         draft.remember(run_id, slow_to_fetch={**memory.slow_to_fetch, **dict.fromkeys(late, now)})
     coming = {peer: it for peer, it in coming.items() if peer not in late}
@@ -100,7 +98,7 @@ def patience(state: State, run_id: str, coming: Coming, policy: Policy) -> float
     """Seconds that a node may take to fetch its layers."""
     weights = issuing.layer_weights(state.runs[run_id])
     fetched = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in coming.span)
-    return policy.prepare_seconds + fetched / preparation.SLOWEST_BYTES_PER_SECOND
+    return policy.prepare_seconds + fetched / prefetch.SLOWEST_BYTES_PER_SECOND
 
 
 # --- who stands by -----------------------------------------------------------------------------------
@@ -116,7 +114,9 @@ def _wanted(state: State, run_id: str, plan: Plan, here: Present, now: float) ->
     there = [*here.fit, *here.silent]
     found = {span: peer for peer, span in sorted(kept(state, run_id, routes, there).items(), reverse=True)}
     fetching = {
-        peer: it.span for peer, it in memory.standbys.items() if not asking.lately(memory.slow_to_fetch, peer, now)
+        peer: it.span
+        for peer, it in memory.standbys.items()
+        if not planner_question.lately(memory.slow_to_fetch, peer, now)
     }
     for peer, span in sorted(_able(state, run_id, routes, here.fit, fetching).items()):
         found.setdefault(span, peer)
@@ -154,8 +154,8 @@ def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
 
 
 def _may(state: State, run_id: str, peer: str, now: float) -> bool:
-    slow = asking.lately(state.memory[run_id].slow_to_fetch, peer, now)
-    return is_known(asking.live_of(state, peer).profile) and not slow
+    slow = planner_question.lately(state.memory[run_id].slow_to_fetch, peer, now)
+    return is_known(planner_question.live_of(state, peer).profile) and not slow
 
 
 def _fits(state: State, run_id: str, peer: str, span: range) -> bool:
@@ -179,7 +179,7 @@ def _keeps_up(state: State, run_id: str, peer: str, parameters: float) -> bool:
 def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
     """Who has most of it already, then the smallest card: larger ones suit more spans."""
     saved = any(set(span) <= set(item.layers) for item in state.checkpoints.get(peer, ()))
-    return not saved, asking.live_of(state, peer).profile.device_memory_bytes, peer
+    return not saved, planner_question.live_of(state, peer).profile.device_memory_bytes, peer
 
 
 def _wait(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
@@ -191,8 +191,8 @@ def _wait(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
 
 def _is_current(state: State, run_id: str, peer: str) -> bool:
     """Whether who stands by has the newest round of its layers, or nearly."""
-    status = asking.live_of(state, peer).status
-    recent = status.head_round + preparation.MOST_BEHIND >= state.runs[run_id].head_round
+    status = planner_question.live_of(state, peer).status
+    recent = status.head_round + prefetch.MOST_BEHIND >= state.runs[run_id].head_round
     return recent and status.state in _CURRENT and not status.lost_layers
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import plan_upkeep as following
+from atoll.coordinator.live import plan_upkeep
 from atoll.coordinator.rounds.round_checks import (
     check_layers,
     check_table,
@@ -88,7 +88,7 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
     genesis = Commit(manifest_hash(report.manifest.payload))
     draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
-    following.begin(draft, run_id)
+    plan_upkeep.begin(draft, run_id)
 
 
 def tell_gap(draft: Draft, run_id: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from google.protobuf.message import DecodeError
 
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES, fragments_of
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.rate_limits import ATTEMPTS, Allowance
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.coordinator.store.records import Run, Vote
@@ -66,7 +66,7 @@ def answer(state: State, now: Moment, peer_id: str, round_id: RoundId, payload: 
     Raises `InvalidRequest` for what no correct opener sends, `Banned`, `CertificateInvalid`.
     """
     draft = Draft(state, now)
-    node = find.caller(state, peer_id)
+    node = lookup.caller(state, peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
     run = state.runs[node.run_id]

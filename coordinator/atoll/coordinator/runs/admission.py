@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step, may_store
 from atoll.coordinator.store.records import Node, Token
 from atoll.core.errors import (
@@ -61,7 +61,7 @@ class Applicant:
 
 def create_token(state: State, now: Moment, request: TokenRequest) -> Step[Token]:
     """A new token. Raises `NotFound`, `Ambiguous`, `InvalidRequest`."""
-    run = find.run(state, request.run_id)
+    run = lookup.run(state, request.run_id)
     roles = request.roles or ("node",)
     if any(role not in TOKEN_ROLES for role in roles):
         raise InvalidRequest(f"a token can admit {' or '.join(TOKEN_ROLES)}, not {', '.join(roles)}")
@@ -86,7 +86,7 @@ def create_token(state: State, now: Moment, request: TokenRequest) -> Step[Token
 
 def revoke_token(state: State, now: Moment, token_id: str) -> Step[Token]:
     """Make a token useless. Twice is fine. Raises `NotFound`."""
-    token = find.token(state, token_id)
+    token = lookup.token(state, token_id)
     draft = Draft(state, now)
     if not token.revoked:
         token = replace(token, revoked=True)
@@ -168,7 +168,7 @@ def renew(state: State, now: Moment, peer_id: str) -> Step[Node]:
 
 def drain(state: State, now: Moment, text: str) -> Step[Node]:
     """Ask a node to finish its round and leave. Raises `NotFound`, `Ambiguous`."""
-    node = find.node(state, text)
+    node = lookup.node(state, text)
     draft = Draft(state, now)
     if not node.draining:
         node = replace(node, draining=True)
@@ -184,7 +184,7 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
 
 def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
     """Put a peer on the deny-list, for good. Raises `NotFound`, `Ambiguous`."""
-    node, reason = find.node(state, text), clean(reason, MAX_REASON_CHARACTERS)
+    node, reason = lookup.node(state, text), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not node.banned:
         node = replace(node, banned=True)
@@ -216,7 +216,7 @@ def take_deny_list(draft: Draft, sealed: pb.Signed) -> None:
 
 def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:
     """An orderly goodbye. The node may come back while its certificate lasts. Raises `CertificateInvalid`."""
-    node, reason = find.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
+    node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not node.left:
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
@@ -246,7 +246,7 @@ def _seeds(state: State, run_id: str) -> list[Node]:
 
 
 def _welcome(state: State, peer_id: str) -> Node:
-    node = find.caller(state, peer_id)
+    node = lookup.caller(state, peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
     return node

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, State, electorate_after
 from atoll.coordinator.store.records import Checkpoint, Node
 from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable
@@ -84,8 +84,8 @@ def choose(
     between a backup and its restore. Raises `NotFound`, `Ambiguous`, and `Unreachable` when nodes that are away are
     needed for it.
     """
-    run = find.run(state, run_id)
-    peer_id = find.node(state, node).peer_id if node else ""
+    run = lookup.run(state, run_id)
+    peer_id = lookup.node(state, node).peer_id if node else ""
     told = [
         item for item in held_in(state, run.run_id) if round_number in (0, item.round) and peer_id in ("", item.peer_id)
     ]

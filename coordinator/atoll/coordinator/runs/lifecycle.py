@@ -22,7 +22,7 @@ from atoll.coordinator.live.fitness import (
 )
 from atoll.coordinator.live.plan_upkeep import follow_members
 from atoll.coordinator.live.span_fit import room_of
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step, may_store
 from atoll.coordinator.store.records import Run
@@ -51,7 +51,7 @@ def create_run(state: State, now: Moment, spec_toml: str, *, start: bool) -> Ste
 
 def start(state: State, now: Moment, run_id: str, policy: Policy) -> Step[Run]:
     """Start a created run, or go on with a paused one. Raises `NotFound`, `InvalidTransition`."""
-    run = find.run(state, run_id)
+    run = lookup.run(state, run_id)
     draft = Draft(state, now)
     if run.state not in ("CREATED", "PAUSED"):
         raise InvalidTransition(
@@ -171,7 +171,7 @@ def _tell_corpora(draft: Draft, run_id: str, digest: str) -> None:
 
 
 def _ordered(state: State, now: Moment, run_id: str, target: str, why: str) -> Step[Run]:
-    run = find.run(state, run_id)
+    run = lookup.run(state, run_id)
     draft = Draft(state, now)
     move(draft, run.run_id, target, why)
     return draft.done(draft.state.runs[run.run_id])

@@ -13,18 +13,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from atoll.coordinator.live import hand_over
-from atoll.coordinator.live import planner_answer as answering
-from atoll.coordinator.live import predicted_pace as pace
+from atoll.coordinator.live import hand_over, planner_answer, predicted_pace
 from atoll.coordinator.live.fitness import FIT, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import check_table
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, tidied
-from atoll.coordinator.state import availability as presence
-from atoll.coordinator.state import lookup as find
-from atoll.coordinator.state import peer_paths as paths
+from atoll.coordinator.state import availability, lookup, peer_paths
 from atoll.coordinator.state.rate_limits import RESIZED
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -94,7 +90,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
 
     Raises `Banned`, `CertificateInvalid`.
     """
-    node = find.caller(state, peer_id)
+    node = lookup.caller(state, peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
     draft = Draft(state, now)
@@ -115,7 +111,7 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
             dropped_since=old.dropped_since,
         )
     draft.set_live(peer_id, fresh)
-    draft.put(replace(presence.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
+    draft.put(replace(availability.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
     if may_store(draft, peer_id):  # who does nothing else is not news
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
@@ -139,7 +135,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
         **_told_profile(live, request, now.monotonic),
-        paths=paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
+        paths=peer_paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_told_layers(state, node, live, request),
     )
@@ -152,7 +148,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
 
 def check_session(state: State, peer_id: str, session: int) -> tuple[Node, Live]:
     """The node and what it told us, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
-    node, live = find.caller(state, peer_id), state.live.get(peer_id)
+    node, live = lookup.caller(state, peer_id), state.live.get(peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
     expected = corpus_expected(state, node.run_id)
@@ -201,8 +197,8 @@ def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[Non
 def take_answer(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Any]:
     """The planner answered what a run wanted to know."""
     if question.wanted:
-        return pace.take_prediction(state, now, run_id, question, answer)
-    return answering.take(state, now, run_id, question, answer)
+        return predicted_pace.take_prediction(state, now, run_id, question, answer)
+    return planner_answer.take(state, now, run_id, question, answer)
 
 
 def _watch_streams(draft: Draft, policy: Policy) -> None:
@@ -222,8 +218,8 @@ def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)
-        pace.measure(draft, run_id)
-        pace.ask_prediction(draft, run_id, policy)
+        predicted_pace.measure(draft, run_id)
+        predicted_pace.ask_prediction(draft, run_id, policy)
 
 
 def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: Moment) -> RunMemory:
@@ -300,7 +296,7 @@ def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[
     """What a node says of itself from now on. Who changes its memory too often is believed again after a while."""
     if not request.HasField("profile"):
         return {}
-    profile = paths.tidied_profile(request.profile)
+    profile = peer_paths.tidied_profile(request.profile)
     if (memory_of(profile), is_known(profile)) == (memory_of(live.profile), is_known(live.profile)):
         return {"profile": profile}
     left = live.resized.spend(RESIZED, now)
@@ -332,7 +328,7 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
 
 def _end_stream(draft: Draft, peer_id: str, live: Live) -> None:
     draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
-    node = presence.went(draft.state.nodes[peer_id], live, draft.now.monotonic)
+    node = availability.went(draft.state.nodes[peer_id], live, draft.now.monotonic)
     draft.put(replace(node, last_seen_ms=draft.now.unix_ms))
 
 
@@ -340,7 +336,7 @@ def _lose(draft: Draft, peer_id: str, live: Live) -> None:
     draft.set_live(peer_id, replace(live, lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
-        draft.put(presence.lost(node, live))
+        draft.put(availability.lost(node, live))
         draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
 
 

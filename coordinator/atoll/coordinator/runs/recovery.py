@@ -17,9 +17,9 @@ from atoll.coordinator.live import routing, standbys
 from atoll.coordinator.live.fitness import fit_nodes, present
 from atoll.coordinator.live.issuing import Notes, issue, issue_routes, next_version
 from atoll.coordinator.planner.drafting import routes_of
-from atoll.coordinator.rounds import tie_break_votes as votes
+from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.rounds.round_checks import MAX_GAP
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import InvalidTransition
@@ -44,7 +44,7 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
     `force`: although enough nodes to decide are here. They cannot, when a result that they voted for may have been
     committed and none of them has its state any more (docs/explain/rounds.md).
     """
-    run = find.run(state, run_id)
+    run = lookup.run(state, run_id)
     memory = state.memory[run.run_id]
     if run.state != "TRAINING" or memory.plan is None:
         raise InvalidTransition(
@@ -59,7 +59,7 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
             "start the nodes that still have their data directories, or begin a new run",
         )
     electorate = electorate_after(memory, run.head_round)
-    tie_break = not votes.abstains(run, memory)
+    tie_break = not tie_break_votes.abstains(run, memory)
     decidable = electorate is not None and electorate.decides(set(here), tie_break) and left.round >= run.head_round
     if electorate is not None and decidable and not force:
         raise InvalidTransition(

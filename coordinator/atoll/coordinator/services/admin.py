@@ -11,12 +11,11 @@ from typing import Any
 import grpc
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.live import pinning
-from atoll.coordinator.live import plan_apply as applying
+from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.checkpoint_relay import Uploads
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound
@@ -82,14 +81,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(self, request: wire.ListNodesRequest, context: Context) -> wire.ListNodesResponse:
         """Of one run, or all; by name."""
         state = self._controller.state
-        run_id = find.run(state, request.run_id).run_id if request.run_id else ""
+        run_id = lookup.run(state, request.run_id).run_id if request.run_id else ""
         nodes = [node for node in state.nodes.values() if run_id in ("", node.run_id)]
         nodes.sort(key=lambda node: (node.run_id, node.name))
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 
     async def GetNode(self, request: wire.GetNodeRequest, context: Context) -> wire.NodeView:
         """By peer id, name, or part of a peer id."""
-        return self._node(find.node(self._controller.state, request.node))
+        return self._node(lookup.node(self._controller.state, request.node))
 
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
         """Ask it to finish and leave."""
@@ -138,7 +137,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def GetRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
         """With its losses."""
-        return await self._run(find.run(self._controller.state, request.run_id))
+        return await self._run(lookup.run(self._controller.state, request.run_id))
 
     async def ListRuns(self, request: wire.ListRunsRequest, context: Context) -> wire.ListRunsResponse:
         """Oldest first, without losses."""
@@ -151,7 +150,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetPlan(self, request: wire.GetPlanRequest, context: Context) -> wire.PlanView:
         """A version, or the newest."""
         state = self._controller.state
-        run = find.run(state, request.run_id)
+        run = lookup.run(state, request.run_id)
         version = min(request.version or run.plan_version, MAX_NUMBER)
         row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
         if row is None:
@@ -168,21 +167,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def PlanHistory(self, request: wire.PlanHistoryRequest, context: Context) -> wire.PlanHistoryResponse:
         """Oldest first."""
-        run = find.run(self._controller.state, request.run_id)
+        run = lookup.run(self._controller.state, request.run_id)
         rows = await self._controller.read(lambda store: store.plan_figures(run.run_id))
         return wire.PlanHistoryResponse(plans=[plan_views.figures_view(row) for row in rows])
 
     async def ApplyPlan(self, request: wire.ApplyPlanRequest, context: Context) -> wire.ApplyPlanResponse:
         """Plan now, or say what that would change."""
-        run = find.run(self._controller.state, request.run_id)
-        question = applying.question_of(
+        run = lookup.run(self._controller.state, request.run_id)
+        question = plan_apply.question_of(
             self._controller.state, self._controller.moment(), run.run_id, self._controller.policy
         )
         found = await self._controller.plan(question)
         issued = None
         if not request.dry_run:
             issued = await self._controller.do(
-                lambda state, now: applying.apply(state, now, run.run_id, question, found)
+                lambda state, now: plan_apply.apply(state, now, run.run_id, question, found)
             )
         return plan_views.proposal_view(self._controller.state, run.run_id, question, found, issued)
 
@@ -197,7 +196,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
         """Oldest first: those after a round, or the newest."""
-        run_id = find.run(self._controller.state, request.run_id).run_id
+        run_id = lookup.run(self._controller.state, request.run_id).run_id
         limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
 
         def wanted(store: Store) -> tuple[Round, ...]:
@@ -232,7 +231,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> wire.ListCheckpointsResponse:
         """The newest first."""
         state = self._controller.state
-        found = checkpoints.held_in(state, find.run(state, request.run_id).run_id)
+        found = checkpoints.held_in(state, lookup.run(state, request.run_id).run_id)
         return wire.ListCheckpointsResponse(checkpoints=[views.checkpoint_view(state, item) for item in found])
 
     async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from atoll.coordinator.live import fitness
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import Uploads
-from atoll.coordinator.state import prefetch as preparation
+from atoll.coordinator.state import prefetch
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -70,7 +70,7 @@ class Conversation:
             order=views.order_for(state, node),
             notice=fitness.corpus_notice(state, node),
         )
-        layers = preparation.told(state, self._peer_id)
+        layers = prefetch.told(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
         telling = (response.run_state, response.order, layers, response.notice)

@@ -15,13 +15,13 @@ import grpc
 from atoll.coordinator.ca import Keys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE, caller
-from atoll.coordinator.rounds import tie_break_votes as votes
+from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import Uploads
 from atoll.coordinator.services.enrolment import membership_of
 from atoll.coordinator.services.heartbeat_session import Conversation
-from atoll.coordinator.state import lookup as find
+from atoll.coordinator.state import lookup
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify
 from atoll.core.manifest import sign_tie_break
@@ -46,7 +46,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     ) -> mb.RenewResponse:
         """A new TLS certificate and the next epoch of the membership."""
         peer_id = caller(context, NODE)
-        known = find.caller(self._controller.state, peer_id)
+        known = lookup.caller(self._controller.state, peer_id)
         verify("csr", request.csr_der, request.csr_signature, known.public_key)
         csr_public_key(request.csr_der)
         node = await self._controller.do(lambda state, now: admission.renew(state, now, peer_id))
@@ -66,7 +66,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         """A promise or a vote, signed once it is durable."""
         peer_id, round_id = caller(context, NODE), RoundId.from_proto(request.round)
         given = await self._controller.do(
-            lambda state, now: votes.answer(state, now, peer_id, round_id, request.payload)
+            lambda state, now: tie_break_votes.answer(state, now, peer_id, round_id, request.payload)
         )
         response = views.vote_answer(round_id, given)
         if given.granted and request.payload:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from atoll.coordinator.live import neighbour_copies as second_copies
+from atoll.coordinator.live import neighbour_copies
 from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
@@ -90,7 +90,7 @@ def part_in_plan(state: State, node: Node) -> admin.NodeView:
 
 def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
     """By peer id: the layers of a neighbour that it has, too."""
-    for pair in second_copies.kept(state, plan):
+    for pair in neighbour_copies.kept(state, plan):
         yield pair.keeper, plan_pb2.Span(first=pair.of_span.start, last=pair.of_span.stop - 1)
 
 

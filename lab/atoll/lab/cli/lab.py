@@ -54,10 +54,10 @@ def check(
 
     from atoll.lab.wan.check import check_topology
     from atoll.lab.wan.topology import load_topology
-    from atoll.node.system import child_processes as processes
+    from atoll.node.system import child_processes
 
     wanted = load_topology(topology)
-    processes.end_alike()
+    child_processes.end_alike()
     result = asyncio.run(check_topology(wanted, seconds, say))
     if output is Output.JSON:
         print_json({"lab_check": result.to_json()})
@@ -93,7 +93,7 @@ def run(
     from atoll.lab.demo_view import live_view
     from atoll.lab.wan.run import LabRunOptions, run_lab
     from atoll.lab.wan.topology import load_topology
-    from atoll.node.system import child_processes as processes
+    from atoll.node.system import child_processes
 
     check_codec(codec)
     text = _read(spec) if spec is not None else None
@@ -101,7 +101,7 @@ def run(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-lab-"))
-    processes.end_alike()
+    child_processes.end_alike()
     try:
         with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
             result = asyncio.run(run_lab(options, root, show))

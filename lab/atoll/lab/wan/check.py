@@ -23,7 +23,7 @@ from atoll.core.errors import DeadlineExceeded
 from atoll.lab.wan.errors import LabBroken
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, Host, Topology, end_to_end
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 
 PAYLOAD_SHARE = 1448 / 1500  # of a full packet; the rest is headers
 RATE_TOLERANCE = (0.92, 1.01)  # of what headers leave
@@ -234,7 +234,7 @@ async def _servers(network: WanNetwork) -> AsyncIterator[None]:
                     raise LabBroken("a probe did not start")
         yield
     finally:
-        await asyncio.gather(*(processes.stop(server, _STOP) for server in servers))
+        await asyncio.gather(*(child_processes.stop(server, _STOP) for server in servers))
 
 
 async def _ask(network: WanNetwork, asks: Host, answers: Host, **request: object) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from atoll.lab.wan.errors import LabBroken
 from atoll.lab.wan.hub import Seat, enter_namespace
 from atoll.lab.wan.memory import MemoryLimit, limit_hosts
 from atoll.lab.wan.topology import Topology
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 
 T = TypeVar("T")
 
@@ -94,13 +94,13 @@ class WanNetwork:
         command: Sequence[str | Path],
         *,
         environment: Mapping[str, str] | None = None,
-        stdin: processes.Output = asyncio.subprocess.DEVNULL,
-        stdout: processes.Output = None,
-        stderr: processes.Output = None,
+        stdin: child_processes.Output = asyncio.subprocess.DEVNULL,
+        stdout: child_processes.Output = None,
+        stderr: child_processes.Output = None,
         cwd: Path | None = None,
     ) -> asyncio.subprocess.Process:
         """Start a program in a host; it ends with the lab at the latest."""
-        child = await processes.start(
+        child = await child_processes.start(
             self.command(host, command),
             environment=os.environ if environment is None else environment,
             stdin=stdin,
@@ -155,7 +155,7 @@ class WanNetwork:
 
     async def _close(self) -> None:
         self._control.close()
-        await asyncio.gather(*(processes.stop(child, STOP_GRACE) for child in self._children))
+        await asyncio.gather(*(child_processes.stop(child, STOP_GRACE) for child in self._children))
 
 
 @asynccontextmanager
@@ -184,7 +184,7 @@ async def wan_network(topology: Topology, *, seed: int = 0) -> AsyncIterator[Wan
     finally:
         try:
             if hub is not None:
-                await processes.stop(hub, STOP_GRACE)
+                await child_processes.stop(hub, STOP_GRACE)
         finally:
             await asyncio.shield(asyncio.to_thread(claim.release))
 
@@ -196,7 +196,7 @@ async def _start_hub(
     document = {"name": topology.name, "topology": topology.to_document(), "seats": seats, "seed": seed}
     document["control"] = str(_control_path(claim.directory))
     with (claim.directory / "hub.log").open("wb") as log:
-        hub = await processes.start(
+        hub = await child_processes.start(
             [sys.executable, "-m", "atoll.lab.wan.hub"],
             environment=os.environ,
             stdin=asyncio.subprocess.PIPE,
@@ -212,13 +212,13 @@ async def _start_hub(
                 await hub.stdin.drain()
             ready = await hub.stdout.readline()
     except TimeoutError as error:
-        await processes.stop(hub, STOP_GRACE)
+        await child_processes.stop(hub, STOP_GRACE)
         raise DeadlineExceeded(f"the hub did not start within {START_TIMEOUT.total_seconds():.0f} s") from error
     except BaseException:
-        await processes.stop(hub, STOP_GRACE)
+        await child_processes.stop(hub, STOP_GRACE)
         raise
     if not ready:
-        await processes.stop(hub, STOP_GRACE)
+        await child_processes.stop(hub, STOP_GRACE)
         raise LabBroken(f"the hub did not start: {_last_words(claim.directory)}")
     return hub
 

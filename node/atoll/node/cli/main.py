@@ -8,9 +8,7 @@ from __future__ import annotations
 import typer
 
 from atoll.core.output import VersionOption
-from atoll.node.cli import base, config_show, doctor, export, join, logs, status
-from atoll.node.cli import pause_resume as control
-from atoll.node.cli import set_limits as limits
+from atoll.node.cli import base, config_show, doctor, export, join, logs, pause_resume, set_limits, status
 
 app = typer.Typer(
     name="atoll",
@@ -30,11 +28,11 @@ def root(version: VersionOption = False) -> None:
 app.command()(join.join)
 app.command()(join.up)
 app.command()(status.status)
-app.command()(control.pause)
-app.command()(control.resume)
-app.command()(control.finish)
-app.command()(control.leave)
-app.command("set")(limits.set_)
+app.command()(pause_resume.pause)
+app.command()(pause_resume.resume)
+app.command()(pause_resume.finish)
+app.command()(pause_resume.leave)
+app.command("set")(set_limits.set_)
 app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)

@@ -19,7 +19,7 @@ from atoll.core.errors import ConfigError, UnsupportedModel, UsageError
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.node.export.safetensors_writer import Form, Part, Shape, stored_part, write
 from atoll.node.export.stored_model import StoredModel
-from atoll.node.model import pretrained_weights as weights
+from atoll.node.model import pretrained_weights
 from atoll.node.model.base_files import BaseFiles
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.hf_configuration import lora_configuration
@@ -105,7 +105,7 @@ def _merged(
 
         gc.collect()  # modules of the layer before refer to one another in circles
         span = SpanModel(architecture.cut(Span(layer, layer)), torch.device("cpu"))
-        weights.load(architecture, base.directory, span, base.check)
+        pretrained_weights.load(architecture, base.directory, span, base.check)
         for name, view in span.trained.views(span.weights_E):
             view.copy_(model.read(slots[name].offset, slots[name].offset + slots[name].elements).view(view.shape))
         for module in span.cut.module.modules():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
-from atoll.node.model import pretrained_weights as weights
+from atoll.node.model import pretrained_weights
 from atoll.node.model.base_files import BaseFiles
 from atoll.node.model.hf_configuration import check_targets, configuration, lora_configuration
 from atoll.node.model.hf_initial_weights import initial_adapter, initialise_layer
@@ -66,7 +66,7 @@ class HuggingFaceRun:
 
     def _read(self, model: TrainedModel) -> None:
         assert self._base is not None
-        weights.load(self.architecture, self._base.directory, model, self._base.check)
+        pretrained_weights.load(self.architecture, self._base.directory, model, self._base.check)
 
 
 def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length: int) -> HuggingFace:

@@ -28,7 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from atoll.core import log
 from atoll.core.errors import ChildDied, ConfigError, PortInUse
 from atoll.core.files import make_private_dir
-from atoll.node.system import child_processes as processes
+from atoll.node.system import child_processes
 from atoll.node.system.socket_paths import SocketDirectory
 
 RELAY_MAX_CIRCUITS = 16  # open relayed connections of one peer
@@ -120,7 +120,7 @@ class P2pd:
         try:
             config = replace(config, runtime_dir=sockets.path)
             _remove_sockets(config)
-            child = await processes.start(
+            child = await child_processes.start(
                 command(config),
                 environment=_environment(),
                 stdout=asyncio.subprocess.PIPE,
@@ -142,7 +142,7 @@ class P2pd:
         """End the daemon and remove its sockets. Calling twice is fine."""
         self._stopping = True
         try:
-            await processes.stop(self._child, grace)
+            await child_processes.stop(self._child, grace)
             await self._watcher
         finally:
             if not self._stopped:
