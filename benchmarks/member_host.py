@@ -10,7 +10,7 @@ from pathlib import Path
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, issue_membership
+from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier, issue_membership
 from atoll.node.direct.path import DirectConfig
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.wire.transport import Stream
@@ -55,9 +55,9 @@ async def start_host(
             direct=direct,
         ),
         identity=identity,
-        authority=Authority(operator.public_key, run_id),
+        authority=MembershipVerifier(operator.public_key, run_id),
         membership=membership,
-        deny=EMPTY_DENY,
+        deny=EMPTY_DENY_LIST,
         clock=clock,
         timeout=timeout,
     )

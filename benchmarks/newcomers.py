@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atoll.core.data_position import advance, length
+from atoll.core.data_position import advance, sample_count
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import STEP_TOKENS, spec_toml
@@ -226,7 +226,7 @@ class Lab:
     def _elsewhere(self) -> Saved:
         """The warm swarm, whose members hold other samples from here on: what differs then is noise."""
         position = self._warm.position
-        held = {peer: length(ranges) for peer, ranges in position.holdings.items()}
+        held = {peer: sample_count(ranges) for peer, ranges in position.holdings.items()}
         return replace(self._warm, position=advance(position, tuple(held), held, self._minimum_lease))
 
 

@@ -234,7 +234,12 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
     policy = policy_of(spec, [0, *accumulate(sizes)])
     paces = Paces.of(policy)[0]
     due = policy.round_max + nodes * policy.open_timeout
-    stages = paces.ready.ceiling + paces.exchange_ceiling + paces.decision.floor + paces.decision.ceiling
+    stages = (
+        paces.ready.ceiling_seconds
+        + paces.exchange_ceiling
+        + paces.decision.floor_seconds
+        + paces.decision.ceiling_seconds
+    )
     return due.total_seconds() + stages + 2 * TIE_SECONDS
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from atoll.core.clock import SystemClock
-from atoll.core.data_position import Range
+from atoll.core.data_position import SampleRange
 from atoll.core.errors import ChildDied
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.dispatcher import RouteDispatcher
@@ -19,7 +19,7 @@ from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 _LOAD = timedelta(minutes=3)
 _ENDS = timedelta(seconds=5)
-_ALL: tuple[Range, ...] = ((0, 10**9),)
+_ALL: tuple[SampleRange, ...] = ((0, 10**9),)
 
 
 @dataclass

@@ -25,7 +25,7 @@ import torch
 
 from atoll.core import protocol
 from atoll.core.clock import SystemClock
-from atoll.core.data_position import Range
+from atoll.core.data_position import SampleRange
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
@@ -117,14 +117,16 @@ class Device:
             self._busy_until += self._copy_seconds * (end - start) / len(self.anchor)
             return self._progress.freeze(start, end)
 
-    async def apply(self, *, ranges: Sequence[Range], committed_tokens: int, moved: Range | None = None) -> None:
+    async def apply(
+        self, *, ranges: Sequence[SampleRange], committed_tokens: int, moved: SampleRange | None = None
+    ) -> None:
         """The device copies in what `moved` (all)."""
         with self._lock:
             self._progress.commit()
             self._busy_until += self._share(moved) * self._copy_seconds
 
     async def rebase(
-        self, *, ranges: Sequence[Range], committed_tokens: int, spent: int = 0, moved: Range | None = None
+        self, *, ranges: Sequence[SampleRange], committed_tokens: int, spent: int = 0, moved: SampleRange | None = None
     ) -> None:
         """The device copies in what `moved` (all)."""
         with self._lock:
@@ -132,13 +134,13 @@ class Device:
             self._progress.spend(spent)
             self._busy_until += self._share(moved) * self._copy_seconds
 
-    async def load(self, *, ranges: Sequence[Range], committed_tokens: int) -> None:
+    async def load(self, *, ranges: Sequence[SampleRange], committed_tokens: int) -> None:
         """The device copies in."""
         with self._lock:
             self._progress.reset()
             self._busy_until += self._copy_seconds
 
-    async def set_ranges(self, ranges: Sequence[Range]) -> None:
+    async def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
         """Nothing to copy."""
 
     async def discard(self) -> None:
@@ -150,7 +152,7 @@ class Device:
         """Nothing is learnt here."""
         return 0.0
 
-    def _share(self, moved: Range | None) -> float:
+    def _share(self, moved: SampleRange | None) -> float:
         return (moved[1] - moved[0]) / len(self.anchor) if moved else 1.0
 
     def _run(self) -> None:

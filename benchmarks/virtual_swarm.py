@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, first_position
+from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, genesis_position
 from atoll.core.errors import PartInvalid
-from atoll.core.fragments import cut_layers, turn_of
+from atoll.core.fragments import fragment_of_round, split_into_fragments
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS, is_finite
 from atoll.node.exchange.partition import part_elements, partition, shares
@@ -93,7 +93,7 @@ def member_names(count: int) -> list[str]:
 
 def fresh(spec: RunSpec, members: int, anchor_E: Tensor) -> Saved:
     """A swarm that begins its run with these weights."""
-    position = first_position(member_names(members), LEASE_ROUNDS * _round_samples(spec))
+    position = genesis_position(member_names(members), LEASE_ROUNDS * _round_samples(spec))
     return Saved(anchor_E, torch.zeros_like(anchor_E), position)
 
 
@@ -124,7 +124,7 @@ class VirtualSwarm:
         self.members = list(members) or member_names(len(ingredients.step_times))
         self._make = make or (lambda peer: InnerLoop(spec, corpus, "cpu"))
         self.loops = {peer: self._make(peer) for peer in self.members}
-        self._fragments = cut_layers(self.loops[self.members[0]].layout.layer_offsets, spec.sync.fragments)
+        self._fragments = split_into_fragments(self.loops[self.members[0]].layout.layer_offsets, spec.sync.fragments)
         self._minimum_lease = _round_samples(spec)
         self._step_times = dict(zip(self.members, ingredients.step_times, strict=True))
         saved = saved or self._genesis()
@@ -283,7 +283,7 @@ class VirtualSwarm:
     @property
     def _part(self) -> slice:
         """What the next round averages."""
-        fragment = self._fragments[turn_of(self.rounds + 1, len(self._fragments))]
+        fragment = self._fragments[fragment_of_round(self.rounds + 1, len(self._fragments))]
         return slice(fragment.start, fragment.end)
 
     def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:

@@ -25,8 +25,8 @@ from support.mutation import CASES, Mutator, cases, seeds
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority
-from atoll.core.records import build_head, heads_key
+from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
+from atoll.core.records import build_head_record, heads_key
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.msgpack_scan import MAX_DEPTH
@@ -37,7 +37,7 @@ from atoll.node.wire.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
 
 OPERATOR, OWN, PEER, HONEST = (Identity.generate() for _ in range(4))
-AUTHORITY = Authority(OPERATOR.public_key, "reef")
+AUTHORITY = MembershipVerifier(OPERATOR.public_key, "reef")
 KEY = DHTID.generate(source=heads_key("reef"))
 UNTIL = time.time() + 590  # renewed for every test; a record lives ten minutes at most
 HASH = b"h" * 32
@@ -46,7 +46,7 @@ Serve = Callable[[bytes, PeerID], Awaitable[bytes]]
 
 
 CARDS = {who.peer_id: certificate_of(who, OPERATOR, time.time()) for who in (OWN, PEER, HONEST)}
-RECORDS = {who.peer_id: build_head(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
+RECORDS = {who.peer_id: build_head_record(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
 NODE = dht.NodeInfo(node_id=node_id_bytes(PeerID.from_base58(PEER.peer_id).to_bytes()))
 PEER_ID = PeerID.from_base58(PEER.peer_id)
 
@@ -57,7 +57,7 @@ def fresh_records() -> None:
     global UNTIL
     UNTIL = time.time() + 590
     RECORDS.update(
-        {who.peer_id: build_head(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
+        {who.peer_id: build_head_record(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
     )
     ENTRY[1:] = [msgpack.packb(RECORDS[PEER.peer_id]), UNTIL]
 
@@ -92,9 +92,9 @@ class Introduced:
 async def directory() -> tuple[DHTProtocol, Daemon]:
     """Our DHT, which knows one honest record."""
     clock, daemon = SystemClock(), Daemon()
-    gate = Gate(AUTHORITY, CARDS[OWN.peer_id], OWN.peer_id, EMPTY_DENY, clock)
+    gate = Gate(AUTHORITY, CARDS[OWN.peer_id], OWN.peer_id, EMPTY_DENY_LIST, clock)
     for who in (PEER, HONEST):
-        gate.admit(who.peer_id, Gate(AUTHORITY, CARDS[who.peer_id], who.peer_id, EMPTY_DENY, clock).hello())
+        gate.admit(who.peer_id, Gate(AUTHORITY, CARDS[who.peer_id], who.peer_id, EMPTY_DENY_LIST, clock).hello())
     p2p = Undaemoned()
     p2p._client, p2p.control, p2p.gate, p2p._clock = daemon, daemon, gate, clock  # type: ignore[assignment]
     p2p.traffic, p2p.introductions, p2p.book = Traffic(clock), Introduced(), AddressBook(clock)  # type: ignore[assignment]

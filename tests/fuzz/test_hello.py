@@ -17,7 +17,7 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import AtollError
 from atoll.core.frames import PREFIX, Frame, FrameKind, unpack_prefix
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority
+from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.swarm.hello import COURTESY, HELLO_TIMEOUT, Introductions
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
@@ -33,8 +33,8 @@ def certificate(identity: Identity, operator: Identity = OPERATOR) -> pb.Signed:
 
 
 def gate_of(identity: Identity) -> Gate:
-    authority = Authority(OPERATOR.public_key, "reef")
-    return Gate(authority, certificate(identity), identity.peer_id, EMPTY_DENY, CLOCK)
+    authority = MembershipVerifier(OPERATOR.public_key, "reef")
+    return Gate(authority, certificate(identity), identity.peer_id, EMPTY_DENY_LIST, CLOCK)
 
 
 GOOD = gate_of(PEER).hello()

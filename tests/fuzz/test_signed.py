@@ -16,14 +16,14 @@ from hypothesis import given
 from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OPERATOR, commit, plan_of, state_of
 from support.mutation import CASES, Mutator, cases, seeds
 
-from atoll.core.data_position import first_position
+from atoll.core.data_position import genesis_position
 from atoll.core.errors import AtollError, TokenMalformed
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, read_head, require_quorum, sign_vote
-from atoll.core.membership import Authority, issue_deny_list, issue_membership
+from atoll.core.manifest import Head, parse_and_verify_head, require_quorum, sign_vote
+from atoll.core.membership import MembershipVerifier, issue_deny_list, issue_membership
 from atoll.core.plan import Plan, sign_plan, verify_plan
 from atoll.core.quorum import Ballot
-from atoll.core.tokens import new_token, parse_token
+from atoll.core.tokens import new_join_token, parse_join_token
 from atoll.node.control.directives import Directives
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -37,7 +37,7 @@ NOW = 1_700_000_000.0
 def manifest() -> manifest_pb2.Manifest:
     message = manifest_pb2.Manifest()
     message.CopyFrom(HEAD.manifest)
-    message.data.CopyFrom(first_position([member.peer_id for member in MEMBERS], 100).to_proto())
+    message.data.CopyFrom(genesis_position([member.peer_id for member in MEMBERS], 100).to_proto())
     message.data.returned.add(start=5, end=9)
     message.corpus_digest = b"c" * 32
     return message
@@ -67,7 +67,7 @@ def test_whatever_manifest_is_shown(examples: int) -> None:
         except DecodeError:
             return  # not for these functions to judge
         try:
-            head = read_head(committed, "r")
+            head = parse_and_verify_head(committed, "r")
         except AtollError:
             return
         _ = (head.round, head.hash, head.data, head.electorate, head.committed_tokens, head.signers)
@@ -100,7 +100,7 @@ def test_whatever_plan_a_member_shares(examples: int) -> None:
             mutator = Mutator(seed)
             payload = mutator.message(PLAN.to_proto())
             signer = mutator.rng.choice((OPERATOR, ANN))
-            sealed = signer.seal("plan", payload)
+            sealed = signer.sign_message("plan", payload)
             try:
                 shown = pb.Signed.FromString(mutator.message(sealed))
             except DecodeError:
@@ -113,7 +113,7 @@ def test_whatever_plan_a_member_shares(examples: int) -> None:
                 plan = None
 
             async def take() -> Plan | None:
-                authority = Authority(OPERATOR.public_key, "r")
+                authority = MembershipVerifier(OPERATOR.public_key, "r")
                 path = Path(directory) / f"{seed}.plan"
                 directives = Directives(authority, lambda *_: None, lambda _: None, path)
                 directives.take_plan(shown)
@@ -141,15 +141,15 @@ DENY = issue_deny_list(OPERATOR, 7, frozenset({BOB.peer_id, DAN.peer_id}), NOW)
 
 @pytest.mark.parametrize("examples", CASES)
 def test_whatever_certificate_or_deny_list_is_shown(examples: int) -> None:
-    authority = Authority(OPERATOR.public_key, "r")
+    authority = MembershipVerifier(OPERATOR.public_key, "r")
 
     @cases(examples)
     @given(seeds)
     def show(seed: int) -> None:
         mutator = Mutator(seed)
         signer: Identity = mutator.rng.choice((OPERATOR, OPERATOR, DAN))
-        card = signer.seal("membership", mutator.message(pb.Membership.FromString(CARD.payload)))
-        listed = signer.seal("deny-list", mutator.message(pb.DenyList.FromString(DENY.payload)))
+        card = signer.sign_message("membership", mutator.message(pb.Membership.FromString(CARD.payload)))
+        listed = signer.sign_message("deny-list", mutator.message(pb.DenyList.FromString(DENY.payload)))
         swapped = pb.Signed(payload=DENY.payload, signature=DENY.signature, public_key=DENY.public_key)
         for sealed in (card, listed, swapped, CARD, DENY):
             try:
@@ -174,19 +174,19 @@ def test_whatever_certificate_or_deny_list_is_shown(examples: int) -> None:
 
 @pytest.mark.parametrize("examples", CASES)
 def test_whatever_token_is_pasted(examples: int) -> None:
-    good = new_token("a" * 64, "host.example:7400").text()
+    good = new_join_token("a" * 64, "host.example:7400").text()
 
     @cases(examples)
     @given(seeds)
     def paste(seed: int) -> None:
         text = Mutator(seed).bytes(good.encode()).decode(errors="replace")
         try:
-            token = parse_token(text)
+            token = parse_join_token(text)
         except TokenMalformed as refused:
             said = str(refused)
         else:
             said = repr(token)
-            assert parse_token(token.text()) == token
+            assert parse_join_token(token.text()) == token
         assert good.split(".")[3] not in said  # secrets are not repeated
 
     paste()
@@ -194,6 +194,6 @@ def test_whatever_token_is_pasted(examples: int) -> None:
 
 def test_head_of_nothing_is_not_read() -> None:
     with pytest.raises(AtollError):
-        read_head(Head(manifest_pb2.CommittedManifest()).committed, "r")
+        parse_and_verify_head(Head(manifest_pb2.CommittedManifest()).committed, "r")
     with pytest.raises(AtollError):
         verify_plan(sign_plan(ANN, PLAN), OPERATOR.public_key, "r")

@@ -18,7 +18,7 @@ from support.memory_network import MemoryHub
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority
+from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.direct import dialler
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
@@ -44,7 +44,9 @@ class Side:
         self.identity = Identity.generate()
         self.peer_id = self.identity.peer_id
         certificate = certificate_of(self.identity, operator, self.clock.unix(), name=name)
-        self.gate = Gate(Authority(operator.public_key, "reef"), certificate, self.peer_id, EMPTY_DENY, self.clock)
+        self.gate = Gate(
+            MembershipVerifier(operator.public_key, "reef"), certificate, self.peer_id, EMPTY_DENY_LIST, self.clock
+        )
         self.traffic, self.pacer = Traffic(self.clock), Pacer(self.clock)
         self.traffic.departing.append(self.pacer.wake)
         self.door = Door(self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic)

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from support.machine_plans import OFFSETS, POLICY, make_plan, random_routes, state_of
 from support.machine_world import World
 
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.node.rounds.machine import RoundMachine
 
 CHUNK = 250
@@ -30,7 +30,7 @@ class Outcome:
 def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine) -> Outcome:
     """Trouble for a while, then peace. Raises `Violation`, or AssertionError when peace does not bring progress."""
     size = 1 + seed % 5 if seed % 7 else 3
-    policy = replace(POLICY, fragments=cut_layers(OFFSETS, 1 + seed % 3))
+    policy = replace(POLICY, fragments=split_into_fragments(OFFSETS, 1 + seed % 3))
     world = World(size, seed, machine, policy)
     rng = world.rng
     if cut := seed % 4 == 3:  # every fourth run is of routes, whose cuts change with every plan

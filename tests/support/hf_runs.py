@@ -12,7 +12,7 @@ import torch
 from support.single_process_reference import OneProcess
 
 from atoll.core.clock import SystemClock
-from atoll.core.data_position import Range
+from atoll.core.data_position import SampleRange
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.model.base_files import digest_of
@@ -103,7 +103,7 @@ def pretrained(directory: Path, family: str = "llama", shard: str = "5GB", **cha
 
 @contextlib.contextmanager
 def plain_loop(
-    spec_toml: str, text: Path, ranges: tuple[Range, ...], named: dict[str, torch.Tensor]
+    spec_toml: str, text: Path, ranges: tuple[SampleRange, ...], named: dict[str, torch.Tensor]
 ) -> Iterator[tuple[OneProcess, Loader]]:
     """The same run with nothing of ours but the data."""
     spec = parse_run_spec(spec_toml)

@@ -15,7 +15,7 @@ from support.direct_pair import unhurried_dialling
 
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, Deny
+from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier
 from atoll.node.direct.path import DirectConfig
 from atoll.node.direct.protocol import BULK
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
@@ -38,8 +38,8 @@ class Lab:
     clock: SystemClock = field(default_factory=SystemClock)
 
     @property
-    def authority(self) -> Authority:
-        return Authority(self.operator.public_key, "reef")
+    def authority(self) -> MembershipVerifier:
+        return MembershipVerifier(self.operator.public_key, "reef")
 
     def identity(self, name: str) -> Identity:
         return Identity.load_or_create(self.directory / f"{name}.key")
@@ -58,8 +58,8 @@ class Lab:
         listen: tuple[str, ...] = ANY_PORT,
         relay_service: bool = False,
         membership: pb.Signed | None = None,
-        authority: Authority | None = None,
-        deny: Deny = EMPTY_DENY,
+        authority: MembershipVerifier | None = None,
+        deny: DenyList = EMPTY_DENY_LIST,
         direct: DirectConfig | None = DIRECT,
     ) -> SwarmHost:
         identity = self.identity(name)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from atoll.core import protocol
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.node.exchange.screening import Screen
@@ -20,7 +20,7 @@ from atoll.v1 import manifest_pb2
 OFFSETS = (0, 256, 512, 1024)  # of the layers
 POLICY = RoundPolicy(
     run_id="r",
-    fragments=cut_layers(OFFSETS, 1),
+    fragments=split_into_fragments(OFFSETS, 1),
     part_elements=256,
     codecs=("int4",),
     screen=Screen(change=1.0),
@@ -29,7 +29,7 @@ POLICY = RoundPolicy(
     round_max=timedelta(seconds=60),
     exchange_share=1.0,
     stop_tokens=10**9,
-    minimum_lease=8,
+    minimum_lease_samples=8,
     ready_timeout=timedelta(seconds=4),
     exchange_timeout=timedelta(seconds=4),
     decision_timeout=timedelta(seconds=4),
@@ -87,7 +87,7 @@ def routes_of(plan: Plan) -> Routes:
 def policies(policy: RoundPolicy) -> PolicyOf:
     """This policy, with as many fragments, under plans that have cuts."""
     wanted = len(policy.fragments)
-    made = lru_cache(maxsize=8)(lambda cuts: replace(policy, fragments=cut_layers(OFFSETS, wanted, cuts)))
+    made = lru_cache(maxsize=8)(lambda cuts: replace(policy, fragments=split_into_fragments(OFFSETS, wanted, cuts)))
     return lambda plan: made(plan.cuts)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from atoll.core.errors import SignatureInvalid
 from atoll.core.manifest import Head
-from atoll.core.quorum import Ballot, Electorate, Voted
+from atoll.core.quorum import Ballot, Electorate, LastVote
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.types import TieBreak
 from atoll.v1 import common_pb2 as pb
@@ -56,7 +56,7 @@ class Acceptor:
     up: bool = True
     since_version: int = 1  # of the base: older ballots are void
     promised: dict[int, Ballot] = field(default_factory=dict)
-    voted: dict[int, Voted] = field(default_factory=dict)
+    voted: dict[int, LastVote] = field(default_factory=dict)
 
     def doubt(self, number: int) -> bytes:
         """What it voted for in that round."""
@@ -74,6 +74,6 @@ class Acceptor:
             return TieBreak(round_id, payload, True, before, None, "")
         if before is not None and before.ballot == ballot and before.payload != payload:
             return TieBreak(round_id, payload, False, before, None, "voted otherwise")
-        self.voted[number] = Voted(ballot, payload)
+        self.voted[number] = LastVote(ballot, payload)
         vote = pb.Signed(signature=_stamp(payload, ballot), public_key=OPERATOR)
         return TieBreak(round_id, payload, True, before, vote, "")

@@ -153,9 +153,9 @@ class Mutator:
                 return valid[:at] + bytes([valid[at] ^ 1 << self.rng.randrange(8)]) + valid[at + 1 :]
         return self.bytes(valid)
 
-    def wire(self, frame: Frame, *, sums_body: bool = True) -> bytes:
+    def wire(self, frame: Frame, *, checksum_body: bool = True) -> bytes:
         """A frame's bytes on a stream, at times with a prefix that lies about them."""
-        data = bytearray(on_wire(frame, sums_body=sums_body))
+        data = bytearray(on_wire(frame, checksum_body=checksum_body))
         match self.rng.randrange(8):
             case 0:
                 data[self.rng.randrange(16)] ^= 1 << self.rng.randrange(8)
@@ -179,10 +179,10 @@ _BOUNDS = {
 }
 
 
-def on_wire(frame: Frame, *, sums_body: bool = True) -> bytes:
+def on_wire(frame: Frame, *, checksum_body: bool = True) -> bytes:
     """A frame's true bytes on a stream, also of one that no sender of ours would send."""
     body = bytes(frame.body)
-    checksum = zlib.crc32(body if sums_body else b"", zlib.crc32(frame.header))
+    checksum = zlib.crc32(body if checksum_body else b"", zlib.crc32(frame.header))
     return PREFIX.pack(b"AT", 1, frame.kind, len(frame.header), len(body), checksum) + frame.header + body
 
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm
 from torch import Tensor
 
-from atoll.core.data_position import Range, drop
+from atoll.core.data_position import SampleRange, drop_samples
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.run_spec import RunSpec
@@ -136,7 +136,7 @@ class _Before:
     """The anchor that members had at their snapshots, and the part that these were of."""
 
     anchor_E: Tensor  # noqa: N815
-    holdings: Mapping[str, tuple[Range, ...]]
+    holdings: Mapping[str, tuple[SampleRange, ...]]
     committed_tokens: int
     part: slice
 
@@ -198,7 +198,7 @@ class _Search(Replay):
 
     def _restore(self, peer: str) -> None:
         loop, it, before = self.loops[peer], self._at_snapshot[peer], self._before
-        left, committed_tokens = drop(before.holdings[peer], it.progress.samples), before.committed_tokens
+        left, committed_tokens = drop_samples(before.holdings[peer], it.progress.samples), before.committed_tokens
         loop.load(before.anchor_E, ranges=left, committed_tokens=committed_tokens)
         loop.weights_E.copy_(it.weights_E)
         loop.progress = copy.deepcopy(it.progress)

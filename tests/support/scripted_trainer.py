@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll.core.data_position import Range, drop
+from atoll.core.data_position import SampleRange, drop_samples
 from atoll.core.errors import InvalidTransition
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.training.progress import Progress, Snapshot
@@ -38,9 +38,9 @@ class ScriptedTrainer:
         return TrainerStatus(tokens=self._progress.tokens_total, step_seconds=0.01, training=True)
 
     @property
-    def ahead(self) -> tuple[Range, ...]:
+    def ahead(self) -> tuple[SampleRange, ...]:
         """The samples that it trains next."""
-        return drop(self.ranges, self._progress.samples)
+        return drop_samples(self.ranges, self._progress.samples)
 
     async def load(self, *, ranges, committed_tokens) -> None:
         for vector_E in (self.weights_E, self._known_E):

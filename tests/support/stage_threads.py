@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.clock import SystemClock
-from atoll.core.errors import AtollError, by_reason
-from atoll.core.files import open_anonymous
+from atoll.core.errors import AtollError, error_class
+from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
@@ -49,7 +49,7 @@ class StageThread:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[ms.Answer]] = {0: self._loop.create_future()}
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._descriptors = [open_anonymous("anchor"), open_anonymous("gradient")]
+        self._descriptors = [open_anonymous_file("anchor"), open_anonymous_file("gradient")]
 
     @classmethod
     async def start(cls, config: ms.TrainerConfig) -> StageThread:
@@ -60,7 +60,7 @@ class StageThread:
         self._thread.start()
         ready = await self._answers[0]
         if isinstance(ready, ms.Refused):
-            raise by_reason(ready.reason)(ready.message)
+            raise error_class(ready.reason)(ready.message)
         assert isinstance(ready, ms.Ready)
         self.ready = ready
         self.facts = facts = TrainerFacts.of(ready)
@@ -94,7 +94,7 @@ class StageThread:
         self.events.put(ms.Envelope(number, order))
         answer = await self._answers[number]
         if isinstance(answer, ms.Refused):
-            raise by_reason(answer.reason)(answer.message)
+            raise error_class(answer.reason)(answer.message)
         return answer
 
     async def enter_route(self, place: RoutePlace) -> None:

@@ -27,9 +27,9 @@ from atoll.coordinator.store.sql import SqlStore
 from atoll.core.certs import certificate_sha256
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, DatabaseCorrupt, DataDirUnusable
-from atoll.core.files import unusable
+from atoll.core.files import data_dir_unusable
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, issue_deny_list
+from atoll.core.membership import EMPTY_DENY_LIST, issue_deny_list
 
 DATABASE = "coordinator.db"
 KEYS = ("ca.key", "ca.crt", "operator.key")
@@ -73,7 +73,7 @@ def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> Made
         except FileExistsError as error:
             raise AlreadyExists(f"{target} exists already", "name a new file") from error
         except OSError as error:
-            raise unusable(target, error) from error
+            raise data_dir_unusable(target, error) from error
     return _made(target, data_dir, unix_ms)
 
 
@@ -99,7 +99,7 @@ def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> M
             OS_DISK.rename(directory, data_dir)
             OS_DISK.sync_directory(data_dir.parent)
         except OSError as error:
-            raise unusable(data_dir, error) from error
+            raise data_dir_unusable(data_dir, error) from error
     return _made(data_dir, data_dir, created)
 
 
@@ -110,8 +110,8 @@ def _leave_marks(url: str, operator_key: Path, created_ms: int, unix_ms: int) ->
     store = SqlStore(url)
     try:
         contents = store.load()
-        empty = issue_deny_list(operator, EMPTY_DENY.number, EMPTY_DENY.peer_ids, unix_ms / 1000)
-        deny = contents.deny or DenyRow(EMPTY_DENY.number, empty.SerializeToString())
+        empty = issue_deny_list(operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, unix_ms / 1000)
+        deny = contents.deny or DenyRow(EMPTY_DENY_LIST.number, empty.SerializeToString())
         told = "restored from a backup: all tokens are revoked, and votes wait for a round of a newer plan"
         changes: list[Change] = [
             *(replace(run, plan_floor=max(run.plan_version, run.plan_floor) + spare) for run in contents.runs),
@@ -174,7 +174,7 @@ def _staging(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise unusable(target, error) from error
+        raise data_dir_unusable(target, error) from error
     try:
         yield staging
     finally:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import BackupCorrupt, ConfigError
-from atoll.core.files import unusable
+from atoll.core.files import data_dir_unusable
 
 VERSION = 1
 INDEX = "backup.json"
@@ -36,7 +36,7 @@ def pack(archive: Path, sources: Mapping[str, Path], unix_ms: int) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise unusable(archive, error) from error
+        raise data_dir_unusable(archive, error) from error
 
 
 def unpack(archive: Path, directory: Path, required: Collection[str], possible: Collection[str]) -> int:
@@ -57,7 +57,7 @@ def unpack(archive: Path, directory: Path, required: Collection[str], possible: 
     except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _none(archive, error) from error
     except OSError as error:
-        raise unusable(directory, error) from error
+        raise data_dir_unusable(directory, error) from error
 
 
 def _unpack(tar: tarfile.TarFile, archive: Path, directory: Path, required: set[str], allowed: set[str]) -> int:

@@ -18,7 +18,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import CertificateInvalid
 from atoll.core.files import make_private_dir, write_private
 from atoll.core.identity import Identity
-from atoll.core.membership import RENEW_AT
+from atoll.core.membership import RENEW_AT_FRACTION
 
 SERVER_SUBJECT = "atoll://coordinator/self"
 ADMIN_SUBJECT = "atoll://admin/operator"
@@ -67,8 +67,8 @@ class ServerCertificate:
             return self._issue(now) if now >= self._renew_at else None
 
     def _issue(self, now: float) -> grpc.ServerCertificateConfiguration:
-        leaf = self._ca.issue_local(SERVER_SUBJECT, now, server=True, lifetime=SERVER_LIFETIME)
-        self._renew_at = now + RENEW_AT * SERVER_LIFETIME.total_seconds()
+        leaf = self._ca.issue_with_new_key(SERVER_SUBJECT, now, server=True, lifetime=SERVER_LIFETIME)
+        self._renew_at = now + RENEW_AT_FRACTION * SERVER_LIFETIME.total_seconds()
         return grpc.ssl_server_certificate_configuration(
             [(leaf.key_pem, leaf.chain_pem)], root_certificates=self._ca.pem
         )
@@ -79,7 +79,7 @@ def write_admin_credential(keys: Keys, directory: Path, endpoint: str, now: floa
     make_private_dir(directory)
     chain = directory / "admin.crt"
     if not _still_good(chain, keys.ca, now):
-        fresh = keys.ca.issue_local(ADMIN_SUBJECT, now, lifetime=ADMIN_LIFETIME)
+        fresh = keys.ca.issue_with_new_key(ADMIN_SUBJECT, now, lifetime=ADMIN_LIFETIME)
         write_private(directory / "admin.key", fresh.key_pem)
         write_private(directory / "ca.crt", fresh.ca_pem)
         write_private(chain, fresh.chain_pem)

@@ -26,7 +26,7 @@ from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, DatabaseCorrupt, Rejected
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority, Deny, issue_deny_list
+from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier, issue_deny_list
 from atoll.core.plan import Plan, sign_plan, verify_plan
 from atoll.v1 import common_pb2 as pb
 
@@ -50,7 +50,7 @@ class Controller:
         self._planner = ThreadPoolExecutor(1, "planner")
         self._watchers: set[asyncio.Event] = set()
         self._sealed_plans: dict[str, pb.Signed] = {}
-        self._sealed_deny = issue_deny_list(operator, EMPTY_DENY.number, EMPTY_DENY.peer_ids, clock.unix())
+        self._sealed_deny = issue_deny_list(operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, clock.unix())
         self.state = self._restore()
 
     async def do(self, operation: Operation[T]) -> T:
@@ -175,7 +175,7 @@ class Controller:
     def _seal(self, plan: Plan) -> bytes:
         return sign_plan(self.operator, plan).SerializeToString()
 
-    def _seal_deny(self, deny: Deny) -> bytes:
+    def _seal_deny(self, deny: DenyList) -> bytes:
         sealed = issue_deny_list(self.operator, deny.number, deny.peer_ids, self.clock.unix())
         return sealed.SerializeToString()
 
@@ -197,9 +197,9 @@ class Controller:
         self._sealed_plans[row.run_id] = sealed  # rows come in order of version: the newest stays
         return plan
 
-    def _opened_deny(self, row: DenyRow) -> Deny:
+    def _opened_deny(self, row: DenyRow) -> DenyList:
         self._sealed_deny = pb.Signed.FromString(row.sealed)
-        return Authority(self.operator.public_key, "").verify_deny_list(self._sealed_deny)
+        return MembershipVerifier(self.operator.public_key, "").verify_deny_list(self._sealed_deny)
 
 
 def _answer(question: Question, clock: Clock) -> Answer:

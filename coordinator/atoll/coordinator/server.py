@@ -37,7 +37,7 @@ from atoll.coordinator.web.metrics import StateCollector, rpc_errors
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AlreadyRunning, AtollError, DataDirUnusable
-from atoll.core.files import make_private_dir, take_descriptors
+from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
@@ -99,7 +99,7 @@ def private_files() -> Iterator[None]:
 
 def _take_all_files() -> None:
     """Every connection is one."""
-    have = take_descriptors(MAX_FILES)
+    have = raise_descriptor_limit(MAX_FILES)
     if have < FEW_FILES:
         _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=have)
 

@@ -21,10 +21,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.core.errors import CertificateInvalid, KeyFileCorrupt
 from atoll.core.files import read_private, write_private
-from atoll.core.membership import CERTIFICATE_LIFETIME, GRACE
+from atoll.core.membership import CERTIFICATE_LIFETIME, EXPIRY_GRACE
 
 SERVER_NAME = "coordinator.atoll"
-LEAF_LIFETIME = CERTIFICATE_LIFETIME + GRACE  # so that members can renew after the coordinator was down for long
+LEAF_LIFETIME = CERTIFICATE_LIFETIME + EXPIRY_GRACE  # so that members can renew after the coordinator was down for long
 CA_LIFETIME = dt.timedelta(days=3650)
 _BACKDATE = dt.timedelta(minutes=5)  # tolerates clocks that are a little behind
 
@@ -117,7 +117,7 @@ class CertificateAuthority:
         )
         return leaf.public_bytes(serialization.Encoding.PEM) + self.pem
 
-    def issue_local(
+    def issue_with_new_key(
         self, subject: str, now: float, *, server: bool = False, lifetime: dt.timedelta = LEAF_LIFETIME
     ) -> Credential:
         """A key and a leaf made here, for the server itself and for the admin credential."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.output import say
+from atoll.core.output import print_to_stderr
 
 INTERRUPTED = 130
 _EXTRAS = {
@@ -25,9 +25,9 @@ _EXTRAS = {
 def run_cli(app: Callable[[], object]) -> None:
     """Run a typer app (or any callable) as a program: returns only by `SystemExit`."""
     try:
-        _with_extras(app)
+        _explain_missing_extra(app)
     except AtollError as error:
-        report(error)
+        print_error(error)
         raise SystemExit(int(error.exit_code)) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -38,7 +38,7 @@ def run_cli(app: Callable[[], object]) -> None:
     raise SystemExit(0)
 
 
-def _with_extras(app: Callable[[], object]) -> None:
+def _explain_missing_extra(app: Callable[[], object]) -> None:
     try:
         app()
     except ModuleNotFoundError as error:
@@ -52,8 +52,8 @@ def _with_extras(app: Callable[[], object]) -> None:
         ) from error
 
 
-def report(error: AtollError) -> None:
+def print_error(error: AtollError) -> None:
     """`error: …` on stderr, and below it what to do."""
-    say(f"error: {error}")
+    print_to_stderr(f"error: {error}")
     if error.remedy:
-        say(f"  {error.remedy}")
+        print_to_stderr(f"  {error.remedy}")

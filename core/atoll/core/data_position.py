@@ -16,7 +16,7 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
-Range = tuple[int, int]
+SampleRange = tuple[int, int]
 MAX_RANGES = 2**16  # of a position that comes from outside, and of who holds some
 LEASE_ROUNDS = 4  # a member holds samples for about that many rounds at its last pace
 
@@ -26,8 +26,8 @@ class DataPosition:
     """The whole data position of a run."""
 
     cursor: int = 0
-    returned: tuple[Range, ...] = ()
-    holdings: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    returned: tuple[SampleRange, ...] = ()
+    holdings: Mapping[str, tuple[SampleRange, ...]] = field(default_factory=dict)
 
     def to_proto(self) -> manifest_pb2.DataPosition:
         """The form that stands in a manifest."""
@@ -62,18 +62,18 @@ class DataPosition:
         )
 
 
-def first_position(members: Sequence[str], samples_each: int) -> DataPosition:
+def genesis_position(members: Sequence[str], samples_each: int) -> DataPosition:
     """Genesis: equal ranges, in the order of the members."""
     holdings = {peer: ((i * samples_each, (i + 1) * samples_each),) for i, peer in enumerate(members)}
     return DataPosition(cursor=len(members) * samples_each, holdings=holdings)
 
 
 def advance(
-    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], minimum_lease: int
+    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], minimum_lease_samples: int
 ) -> DataPosition:
     """The position after a round: `consumed` samples per member since the last one.
 
-    `minimum_lease` is what the whole swarm consumes in a round; each member then holds at least that much.
+    `minimum_lease_samples` is what the whole swarm consumes in a round; each member then holds at least that much.
 
     Consuming more than one holds is allowed up to re-reading (a member whose ranges ran dry trains the last
     of them again): its holding is then simply empty. Raises `PeerMisbehaved` for a negative count.
@@ -84,37 +84,37 @@ def advance(
     returned = list(position.returned)
     for peer in sorted(set(position.holdings) - present):
         returned.extend(position.holdings[peer])
-    left = {peer: drop(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
+    left = {peer: drop_samples(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
     cursor = position.cursor
     for peer, ranges in left.items():
         # no more than it held can have been consumed, and no member outruns the whole swarm
-        used = min(consumed.get(peer, 0), length(position.holdings.get(peer, ())))
-        target = max(minimum_lease, LEASE_ROUNDS * min(used, minimum_lease))
-        missing = target - length(ranges)
+        used = min(consumed.get(peer, 0), sample_count(position.holdings.get(peer, ())))
+        target = max(minimum_lease_samples, LEASE_ROUNDS * min(used, minimum_lease_samples))
+        missing = target - sample_count(ranges)
         if missing <= 0:
             continue
-        taken, returned = _take(returned, missing)
-        rest = missing - length(taken)
+        taken, returned = _split_at(returned, missing)
+        rest = missing - sample_count(taken)
         if rest:
             taken = [*taken, (cursor, cursor + rest)]
             cursor += rest
-        left[peer] = _join([*ranges, *taken])
-    return DataPosition(cursor, _join(sorted(returned)), left)
+        left[peer] = _merge_adjacent([*ranges, *taken])
+    return DataPosition(cursor, _merge_adjacent(sorted(returned)), left)
 
 
-def length(ranges: Sequence[Range]) -> int:
+def sample_count(ranges: Sequence[SampleRange]) -> int:
     """How many samples the ranges hold."""
     return sum(end - start for start, end in ranges)
 
 
-def drop(ranges: Sequence[Range], count: int) -> tuple[Range, ...]:
+def drop_samples(ranges: Sequence[SampleRange], count: int) -> tuple[SampleRange, ...]:
     """The ranges without their first `count` samples; empty when there are fewer."""
-    return tuple(_take(list(ranges), count)[1])
+    return tuple(_split_at(list(ranges), count)[1])
 
 
-def _take(ranges: list[Range], count: int) -> tuple[list[Range], list[Range]]:
-    taken: list[Range] = []
-    rest: list[Range] = []
+def _split_at(ranges: list[SampleRange], count: int) -> tuple[list[SampleRange], list[SampleRange]]:
+    taken: list[SampleRange] = []
+    rest: list[SampleRange] = []
     for start, end in ranges:
         middle = min(end, start + count)
         count -= middle - start
@@ -125,8 +125,8 @@ def _take(ranges: list[Range], count: int) -> tuple[list[Range], list[Range]]:
     return taken, rest
 
 
-def _join(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    joined: list[Range] = []
+def _merge_adjacent(ranges: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
+    joined: list[SampleRange] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], end)

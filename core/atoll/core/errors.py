@@ -64,7 +64,7 @@ class CorpusError(ConfigError):
     """The training text is missing, empty, binary, or not the run's."""
 
 
-class BaseUnusable(ConfigError):
+class PretrainedWeightsUnusable(ConfigError):
     """The pretrained weights are missing, or not the run's."""
 
 
@@ -191,7 +191,7 @@ class NotPermitted(Rejected):
     grpc_status = "PERMISSION_DENIED"
 
 
-class NotIntroduced(Rejected):
+class HelloRequired(Rejected):
     """A peer has not shown its membership on this connection, or ours was lost by a restart: hello first."""
 
 
@@ -302,7 +302,7 @@ class ChildDied(AtollError):
     exit_code = ExitCode.RETRY
 
 
-class NotFinite(ChildDied):
+class WeightsNotFinite(ChildDied):
     """The trainer's weights are of no use any more: its hardware computes wrongly, or the run diverged."""
 
 
@@ -322,7 +322,7 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 _BY_REASON: dict[str, type[AtollError]] = {}
 
 
-def by_reason(reason: str) -> type[AtollError]:
+def error_class(reason: str) -> type[AtollError]:
     """The class with that name; `AtollError` for a name that this version does not know."""
     if not _BY_REASON:
         pending: list[type[AtollError]] = [AtollError]

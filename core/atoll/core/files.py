@@ -31,11 +31,11 @@ def make_private_dir(path: Path) -> Path:
         for created in reversed(missing):
             OS_DISK.sync_directory(created.parent)
     except OSError as error:
-        raise unusable(path, error) from error
+        raise data_dir_unusable(path, error) from error
     return path
 
 
-def open_anonymous(name: str) -> int:
+def open_anonymous_file(name: str) -> int:
     """A descriptor of an empty, nameless file: in memory where the system can, in the temporary folder elsewhere."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
@@ -59,7 +59,7 @@ def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644,
             raise
         disk.sync_directory(path.parent)
     except OSError as error:
-        raise unusable(path, error) from error
+        raise data_dir_unusable(path, error) from error
 
 
 def write_synced(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
@@ -83,10 +83,10 @@ def read_private(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise unusable(path, error) from error
+        raise data_dir_unusable(path, error) from error
 
 
-def unusable(path: Path, error: OSError) -> DataDirUnusable:
+def data_dir_unusable(path: Path, error: OSError) -> DataDirUnusable:
     """What an error of the file system means for the owner."""
     return DataDirUnusable(
         f"cannot use {path}: {error.strerror or error}",
@@ -94,7 +94,7 @@ def unusable(path: Path, error: OSError) -> DataDirUnusable:
     )
 
 
-def take_descriptors(most: int) -> int:
+def raise_descriptor_limit(most: int) -> int:
     """As many file descriptors as this process may have, up to `most`; how many those are. A thousand is usual."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)

@@ -43,13 +43,13 @@ def fragment_count(wanted: int, layers: int, cuts: int = 0) -> int:
     return min(max(wanted, cuts + 1), layers)
 
 
-def turn_of(number: int, count: int) -> int:
+def fragment_of_round(number: int, count: int) -> int:
     """The index of the fragment that round `number` averages; genesis, number 0, is of all and counts as the first."""
     return max(0, number - 1) % count
 
 
 @lru_cache(maxsize=16)
-def cut_layers(offsets: tuple[int, ...], wanted: int, cuts: tuple[int, ...] = ()) -> tuple[Fragment, ...]:
+def split_into_fragments(offsets: tuple[int, ...], wanted: int, cuts: tuple[int, ...] = ()) -> tuple[Fragment, ...]:
     """Cut the layers between `offsets` (one entry more than there are layers) into fragments of about equal size.
 
     No fragment holds layers from both sides of one of the `cuts` (first layers of spans, ordered). The largest is as
@@ -66,8 +66,8 @@ def cut_layers(offsets: tuple[int, ...], wanted: int, cuts: tuple[int, ...] = ()
 
 def _ends(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
     """By dynamic programming over (fragments, layers) for the sum of squares, none larger than it has to be."""
-    layers, largest = len(offsets) - 1, _least_largest(offsets, count, cuts)
-    first_allowed = _first_allowed(offsets, largest, cuts)
+    layers, largest = len(offsets) - 1, _smallest_largest_size(offsets, count, cuts)
+    first_allowed = _earliest_starts(offsets, largest, cuts)
     best: list[int | None] = [0, *[None] * layers]  # the least cost of so many layers
     before: list[list[int]] = []  # for every number of fragments and layers: where the last fragment begins
     for _ in range(count):
@@ -87,18 +87,18 @@ def _ends(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> tuple[in
     return tuple(reversed(ends[:-1]))
 
 
-def _least_largest(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> int:
+def _smallest_largest_size(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> int:
     """The size of the largest fragment where it is as small as can be: found by halving."""
     low, high = 0, offsets[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fewest(offsets, middle, cuts) <= count else (middle + 1, high)
+        low, high = (low, middle) if _fragments_needed(offsets, middle, cuts) <= count else (middle + 1, high)
     return low
 
 
-def _fewest(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> int:
+def _fragments_needed(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> int:
     """How many fragments it takes when none is larger than that; more than there are layers when it cannot be."""
-    first_allowed = _first_allowed(offsets, largest, cuts)
+    first_allowed = _earliest_starts(offsets, largest, cuts)
     end, taken = len(offsets) - 1, 0
     while end > 0:
         if first_allowed[end] == end:
@@ -107,7 +107,7 @@ def _fewest(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> int:
     return taken
 
 
-def _first_allowed(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> list[int]:
+def _earliest_starts(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> list[int]:
     """For every end, the first layer with which a fragment that ends there may begin."""
     allowed, first = [0], 0
     for end in range(1, len(offsets)):

@@ -59,13 +59,13 @@ class Prefix:
     checksum: int
 
 
-def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"", *, sums_body: bool = True) -> bytes:
+def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"", *, checksum_body: bool = True) -> bytes:
     """The 16 bytes that go before `header` and `body`. Raises `FrameInvalid` above the cap."""
     if len(header) > MAX_HEADER_BYTES:
         raise FrameInvalid(f"a message of {len(header)} bytes is over the cap of {MAX_HEADER_BYTES}")
     if len(header) + len(body) > MAX_FRAME_BYTES:
         raise FrameInvalid(f"a frame of {len(header) + len(body)} bytes is over the cap of {MAX_FRAME_BYTES}")
-    checksum = _checksum(header, body if sums_body else b"")
+    checksum = _checksum(header, body if checksum_body else b"")
     return PREFIX.pack(_MAGIC, _VERSION, kind, len(header), len(body), checksum)
 
 
@@ -84,9 +84,9 @@ def unpack_prefix(data: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
         raise FrameInvalid(f"frame kind {kind} is unknown") from error
 
 
-def check_frame(prefix: Prefix, header: bytes, body: bytes | memoryview, *, sums_body: bool = True) -> Frame:
+def check_frame(prefix: Prefix, header: bytes, body: bytes | memoryview, *, checksum_body: bool = True) -> Frame:
     """Compare the checksum and return the frame. Raises `FrameInvalid`."""
-    if _checksum(header, body if sums_body else b"") != prefix.checksum:
+    if _checksum(header, body if checksum_body else b"") != prefix.checksum:
         raise FrameInvalid("a frame arrived damaged: its checksum does not match")
     return Frame(prefix.kind, header, body)
 

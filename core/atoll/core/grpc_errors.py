@@ -31,10 +31,10 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
     sentence = str(error.details() or code.name)
     detail = _detail(error.trailing_metadata() or ())
     if detail is not None:
-        return errors.by_reason(detail.reason)(sentence, detail.remedy)
+        return errors.error_class(detail.reason)(sentence, detail.remedy)
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.Unreachable(
-            f"{what} does not answer: {_plain(sentence)}", "check the address, the network and the server"
+            f"{what} does not answer: {_innermost_cause(sentence)}", "check the address, the network and the server"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{what} did not answer in time")
@@ -45,7 +45,7 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
     return errors.AtollError(f"{what} failed: {code.name}: {sentence}")
 
 
-def _plain(sentence: str) -> str:
+def _innermost_cause(sentence: str) -> str:
     """What went wrong without where in gRPC: it nests causes, the innermost last, with an errno in brackets."""
     return re.sub(r" \(\d+\)$", "", sentence.rpartition(": ")[2]) or sentence
 

@@ -70,9 +70,9 @@ class Identity:
 
     def sign(self, context: str, payload: bytes) -> bytes:
         """64 bytes of Ed25519 over the context and the payload."""
-        return self._key.sign(_framed(context, payload))
+        return self._key.sign(_with_context(context, payload))
 
-    def seal(self, context: str, payload: bytes) -> pb.Signed:
+    def sign_message(self, context: str, payload: bytes) -> pb.Signed:
         """The payload with our signature and public key."""
         return pb.Signed(payload=payload, signature=self.sign(context, payload), public_key=self.public_key)
 
@@ -87,12 +87,12 @@ def peer_id_of(public_key: bytes) -> str:
 def verify(context: str, payload: bytes, signature: bytes, public_key: bytes) -> None:
     """Raise `SignatureInvalid` unless `public_key` signed `payload` for `context`."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _framed(context, payload))
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _with_context(context, payload))
     except (InvalidSignature, ValueError) as error:
         raise SignatureInvalid(f"the {context} signature does not verify") from error
 
 
-def open_sealed(context: str, sealed: pb.Signed, public_key: bytes) -> bytes:
+def verify_signed(context: str, sealed: pb.Signed, public_key: bytes) -> bytes:
     """The payload of `sealed`, if `public_key` signed it for `context`; else `SignatureInvalid`."""
     if sealed.public_key != public_key:
         raise SignatureInvalid(f"the {context} was signed by another key than the expected one")
@@ -110,5 +110,5 @@ def random_secret(size: int = 24) -> bytes:
     return os.urandom(size)
 
 
-def _framed(context: str, payload: bytes) -> bytes:
+def _with_context(context: str, payload: bytes) -> bytes:
     return b"atoll/" + context.encode() + b"/1\0" + payload

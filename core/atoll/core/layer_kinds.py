@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
-MOST_BLOCK_KINDS = 14  # with the other two as many as a node's profile tells times of
+MAX_BLOCK_KINDS = 14  # with the other two as many as a node's profile tells times of
 
 
-def nth_block(number: int) -> str:
+def block_kind(number: int) -> str:
     """Of blocks that differ: "block" for the first kind, then "block-2", …; those beyond the most count as the last."""
-    number = min(number, MOST_BLOCK_KINDS)
+    number = min(number, MAX_BLOCK_KINDS)
     return BLOCK if number == 1 else f"{BLOCK}-{number}"
 
 

@@ -17,54 +17,56 @@ from statistics import median
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _K = 8.0
 _ENOUGH = 3  # observations before the estimate is trusted
-_REMEMBERED = 31
-_TOO_SHORT = 1.5  # what a missed deadline is taken to have needed
-_MOST_DOUBLED = 2.0**16
+_WINDOW = 31
+_MISS_FACTOR = 1.5  # what a missed deadline is taken to have needed
+_MAX_BACKOFF = 2.0**16
 _ANSWERS = 5  # of one peer that are remembered
-_MOST_PEERS = 1024
+_MAX_PEERS = 1024
 
 
 @dataclass
-class Pace:
+class LearnedDeadline:
     """Durations of one phase, in seconds."""
 
-    floor: float
-    ceiling: float
-    _factor: float = 1.0
-    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    floor_seconds: float
+    ceiling_seconds: float
+    _backoff: float = 1.0
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def observe(self, seconds: float) -> None:
         """How long it took until all were there."""
-        self._seen.append(max(0.0, seconds))
-        self._factor = 1.0
+        self._durations.append(max(0.0, seconds))
+        self._backoff = 1.0
 
-    def miss(self, seconds: float, *, failed: bool) -> None:
+    def observe_miss(self, seconds: float, *, failed: bool) -> None:
         """Somebody was not there after that long; `failed`: nothing came of it."""
-        self._seen.append(_TOO_SHORT * max(0.0, seconds))
-        self._factor = min(2 * self._factor, _MOST_DOUBLED) if failed else 2.0
+        self._durations.append(_MISS_FACTOR * max(0.0, seconds))
+        self._backoff = min(2 * self._backoff, _MAX_BACKOFF) if failed else 2.0
 
     @property
-    def patience(self) -> float:
+    def timeout_seconds(self) -> float:
         """Seconds to wait for the next ones."""
-        if len(self._seen) < _ENOUGH:
-            return self.ceiling
-        middle = median(self._seen)
-        deviation = _MAD_TO_SIGMA * median(abs(seconds - middle) for seconds in self._seen)
-        return min(self.ceiling, self._factor * (self.floor + max(2 * middle, middle + _K * deviation)))
+        if len(self._durations) < _ENOUGH:
+            return self.ceiling_seconds
+        middle = median(self._durations)
+        deviation = _MAD_TO_SIGMA * median(abs(seconds - middle) for seconds in self._durations)
+        return min(
+            self.ceiling_seconds, self._backoff * (self.floor_seconds + max(2 * middle, middle + _K * deviation))
+        )
 
 
 @dataclass
-class Answers:
+class ResponseTimes:
     """How long each of several peers took to answer, in seconds; those that did not are not in it."""
 
-    _seen: dict[str, deque[float]] = field(default_factory=dict)
+    _durations: dict[str, deque[float]] = field(default_factory=dict)
 
     def observe(self, peer: str, seconds: float) -> None:
         """One more answer."""
-        self._seen.setdefault(peer, deque(maxlen=_ANSWERS)).append(seconds)
-        if len(self._seen) > _MOST_PEERS:
-            del self._seen[next(iter(self._seen))]
+        self._durations.setdefault(peer, deque(maxlen=_ANSWERS)).append(seconds)
+        if len(self._durations) > _MAX_PEERS:
+            del self._durations[next(iter(self._durations))]
 
-    def usual(self, peer: str) -> float:
+    def median_seconds(self, peer: str) -> float:
         """The median of its last ones; 0 while there is none."""
-        return median(self._seen[peer]) if peer in self._seen else 0.0
+        return median(self._durations[peer]) if peer in self._durations else 0.0

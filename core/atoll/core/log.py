@@ -15,7 +15,7 @@ import structlog
 Format = Literal["auto", "console", "json"]
 
 
-class _Forgiving:
+class _LossyStderr:
     """Standard error, which may lie on a full disk or end in a closed pipe: a line is lost then, not the program."""
 
     def write(self, text: str) -> int:
@@ -46,10 +46,10 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
     structlog.configure(
         processors=shared,
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Forgiving())),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStderr())),
         cache_logger_on_first_use=False,
     )
-    logging.basicConfig(level=max(number, logging.WARNING), stream=_Forgiving(), force=True)
+    logging.basicConfig(level=max(number, logging.WARNING), stream=_LossyStderr(), force=True)
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
 
@@ -59,7 +59,7 @@ def get(component: str) -> structlog.stdlib.BoundLogger:
     return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
 
 
-def reader(colors: bool) -> Callable[[str], str]:
+def json_line_formatter(colors: bool) -> Callable[[str], str]:
     """What makes a line of JSON, as `configure` writes them, one for people, in local time; other lines stay."""
     console = _console(colors)
 
@@ -68,11 +68,14 @@ def reader(colors: bool) -> Callable[[str], str]:
             entry = json.loads(line)
             when = datetime.fromisoformat(entry["timestamp"]).astimezone()
             trouble = [_trace(error) for error in entry.pop("exception", ())]
-            told = {_printable(key): _printable(it) if isinstance(it, str) else it for key, it in entry.items()}
+            told = {
+                _replace_control_characters(key): _replace_control_characters(it) if isinstance(it, str) else it
+                for key, it in entry.items()
+            }
             first = str(console(None, "", {**told, "timestamp": when.strftime("%H:%M:%S")}))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return line
-        return "\n".join([first, *map(_printable, "\n".join(trouble).splitlines())])
+        return "\n".join([first, *map(_replace_control_characters, "\n".join(trouble).splitlines())])
 
     return read
 
@@ -89,6 +92,6 @@ def _trace(error: dict[str, Any]) -> str:
     return "\n".join([*frames, f"{error['exc_type']}: {error['exc_value']}"])
 
 
-def _printable(text: str) -> str:
+def _replace_control_characters(text: str) -> str:
     """Without what would move a terminal's cursor."""
     return "".join(it if it.isprintable() or it in "\n\t" else "\N{REPLACEMENT CHARACTER}" for it in text)

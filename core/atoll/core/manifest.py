@@ -17,9 +17,9 @@ from atoll.core.quorum import Ballot, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
-CONTEXT = "manifest"
-TIE_BREAK = "tie-break"
-ATTESTATION = "attestation"
+VOTE_CONTEXT = "manifest"
+TIE_BREAK_CONTEXT = "tie-break"
+ATTESTATION_CONTEXT = "attestation"
 MAX_MEMBERS = 4096  # of one round
 
 
@@ -85,41 +85,47 @@ def manifest_hash(payload: bytes) -> bytes:
 
 def sign_vote(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
     """A vote in `ballot`: I hold exactly this state. The payload itself is left out."""
-    return pb.Signed(signature=identity.sign(CONTEXT, _vote(payload, ballot)), public_key=identity.public_key)
+    return pb.Signed(
+        signature=identity.sign(VOTE_CONTEXT, _ballot_bytes(payload, ballot)), public_key=identity.public_key
+    )
 
 
 def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
     """Raise `SignatureInvalid` unless `expected_peer` cast this vote."""
     if peer_id_of(signature.public_key) != expected_peer:
         raise SignatureInvalid("a vote was signed by another key than its sender's")
-    verify(CONTEXT, _vote(payload, ballot), signature.signature, signature.public_key)
+    verify(VOTE_CONTEXT, _ballot_bytes(payload, ballot), signature.signature, signature.public_key)
 
 
 def sign_attestation(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
     """Of a member that holds the layers: I computed this. It decides nothing. The payload itself is left out."""
-    return pb.Signed(signature=identity.sign(ATTESTATION, _vote(payload, ballot)), public_key=identity.public_key)
+    return pb.Signed(
+        signature=identity.sign(ATTESTATION_CONTEXT, _ballot_bytes(payload, ballot)), public_key=identity.public_key
+    )
 
 
 def verify_attestation(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
     """Raise `SignatureInvalid` unless `expected_peer` attested to this."""
     if peer_id_of(signature.public_key) != expected_peer:
         raise SignatureInvalid(f"an attestation was signed by another key than that of {expected_peer}")
-    verify(ATTESTATION, _vote(payload, ballot), signature.signature, signature.public_key)
+    verify(ATTESTATION_CONTEXT, _ballot_bytes(payload, ballot), signature.signature, signature.public_key)
 
 
 def sign_tie_break(operator: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
     """The coordinator's vote. The payload itself is left out."""
-    return pb.Signed(signature=operator.sign(TIE_BREAK, _vote(payload, ballot)), public_key=operator.public_key)
+    return pb.Signed(
+        signature=operator.sign(TIE_BREAK_CONTEXT, _ballot_bytes(payload, ballot)), public_key=operator.public_key
+    )
 
 
 def verify_tie_break(payload: bytes, ballot: Ballot, signature: pb.Signed, operator_key: bytes) -> None:
     """Raise `SignatureInvalid` unless the operator's key cast this vote."""
     if signature.public_key != operator_key:
         raise SignatureInvalid("a tie-break was signed by another key than the operator's")
-    verify(TIE_BREAK, _vote(payload, ballot), signature.signature, operator_key)
+    verify(TIE_BREAK_CONTEXT, _ballot_bytes(payload, ballot), signature.signature, operator_key)
 
 
-def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
+def parse_and_verify_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
     """Parse a manifest from a peer or from disk and check every vote on it.
 
     Whose votes are *enough* is the caller's question (`require_quorum`). Raises `PeerMisbehaved`,
@@ -130,10 +136,10 @@ def read_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
     return head
 
 
-def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, most_votes: int = MAX_MEMBERS) -> Head:
-    """What `read_head` checks without any cryptography: who signed is only a claim until `verify_votes`.
+def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, max_signatures: int = MAX_MEMBERS) -> Head:
+    """What `parse_and_verify_head` checks without any cryptography: who signed is only a claim until `verify_votes`.
 
-    A key signs once, and `most_votes` keys at most: else a few bytes could cost minutes of verifying. Raises the same.
+    A key signs once, and `max_signatures` keys at most: else a few bytes could cost minutes of verifying. Raises the same.
     """
     head = Head(committed)
     try:
@@ -145,8 +151,10 @@ def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, most_vote
         raise PeerMisbehaved(f"the manifest is of run {manifest.round.run_id!r}, not {run_id!r}")
     if head.ballot < Ballot(manifest.round.plan_version, manifest.round.attempt):
         raise PeerMisbehaved("the manifest was voted for before it was made")
-    if len(committed.signatures) > most_votes:
-        raise PeerMisbehaved(f"the manifest carries {len(committed.signatures)} signatures; {most_votes} could sign")
+    if len(committed.signatures) > max_signatures:
+        raise PeerMisbehaved(
+            f"the manifest carries {len(committed.signatures)} signatures; {max_signatures} could sign"
+        )
     if len({item.public_key for item in committed.signatures}) != len(committed.signatures):
         raise PeerMisbehaved("the manifest carries two signatures of one member")
     _ = head.data, head.signers  # their form is checked on reading
@@ -156,10 +164,12 @@ def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, most_vote
 def verify_votes(head: Head) -> None:
     """Raise `SignatureInvalid` unless every signature on `head` is genuine."""
     for signature in head.committed.signatures:
-        verify(CONTEXT, _vote(head.committed.payload, head.ballot), signature.signature, signature.public_key)
+        verify(
+            VOTE_CONTEXT, _ballot_bytes(head.committed.payload, head.ballot), signature.signature, signature.public_key
+        )
 
 
-def stored_form(committed: manifest_pb2.CommittedManifest) -> manifest_pb2.CommittedManifest:
+def strip_unknown_manifest_fields(committed: manifest_pb2.CommittedManifest) -> manifest_pb2.CommittedManifest:
     """The manifest and its votes, and nothing that somebody hung on to them."""
     kept = manifest_pb2.CommittedManifest(
         payload=committed.payload,
@@ -194,5 +204,5 @@ def _bare(signature: pb.Signed) -> pb.Signed:
     return pb.Signed(signature=signature.signature, public_key=signature.public_key)
 
 
-def _vote(payload: bytes, ballot: Ballot) -> bytes:
+def _ballot_bytes(payload: bytes, ballot: Ballot) -> bytes:
     return f"{ballot.plan_version}/{ballot.attempt}\0".encode() + payload

@@ -13,12 +13,12 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
 from atoll.core.errors import Banned, CertificateInvalid, SignatureInvalid
-from atoll.core.identity import Identity, fingerprint, open_sealed, peer_id_of
+from atoll.core.identity import Identity, fingerprint, peer_id_of, verify_signed
 from atoll.v1 import common_pb2 as pb
 
 CERTIFICATE_LIFETIME = timedelta(hours=24)
-RENEW_AT = 2 / 3  # of the lifetime
-GRACE = timedelta(hours=72)
+RENEW_AT_FRACTION = 2 / 3  # of the lifetime
+EXPIRY_GRACE = timedelta(hours=72)
 SKEW_ALLOWED = timedelta(minutes=5)
 MAX_CERTIFICATE_BYTES = 2048
 
@@ -41,7 +41,7 @@ class Member:
 
     def valid_at(self, now: float) -> bool:
         """Whether a peer may still be served at Unix time `now`, grace included."""
-        return now <= self.not_after + GRACE.total_seconds()
+        return now <= self.not_after + EXPIRY_GRACE.total_seconds()
 
 
 def issue_membership(
@@ -67,22 +67,22 @@ def issue_membership(
         not_after_unix_ms=int((now + CERTIFICATE_LIFETIME.total_seconds()) * 1000),
         node_name=node_name,
     )
-    return operator.seal("membership", payload.SerializeToString())
+    return operator.sign_message("membership", payload.SerializeToString())
 
 
 @dataclass(frozen=True)
-class Deny:
+class DenyList:
     """A verified deny-list."""
 
     number: int
     peer_ids: frozenset[str]
 
 
-EMPTY_DENY = Deny(0, frozenset())
+EMPTY_DENY_LIST = DenyList(0, frozenset())
 
 
 @dataclass(frozen=True)
-class Authority:
+class MembershipVerifier:
     """What it takes to check anyone's membership of one run: the operator's key and the run's name."""
 
     operator_key: bytes
@@ -93,44 +93,46 @@ class Authority:
         if sealed.ByteSize() > MAX_CERTIFICATE_BYTES:
             raise CertificateInvalid(f"a membership certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
         try:
-            card = pb.Membership.FromString(open_sealed("membership", sealed, self.operator_key))
+            membership = pb.Membership.FromString(verify_signed("membership", sealed, self.operator_key))
         except (SignatureInvalid, DecodeError) as error:
             raise CertificateInvalid(f"the membership certificate is not from our operator: {error}") from error
-        protocol.check(card.protocol, f"peer {card.peer_id}")
-        self._check_subject(card, expect_peer_id)
-        if now < card.not_before_unix_ms / 1000 - SKEW_ALLOWED.total_seconds():
+        protocol.check(membership.protocol, f"peer {membership.peer_id}")
+        self._check_subject(membership, expect_peer_id)
+        if now < membership.not_before_unix_ms / 1000 - SKEW_ALLOWED.total_seconds():
             raise CertificateInvalid("the membership certificate is not valid yet", "check this machine's clock")
         member = Member(
-            peer_id=card.peer_id,
-            public_key=card.public_key,
-            run_id=card.run_id,
-            roles=frozenset(ROLE_NAMES[role] for role in card.roles if role in ROLE_NAMES),
-            epoch=card.epoch,
-            not_after=card.not_after_unix_ms / 1000,
-            node_name=card.node_name,
+            peer_id=membership.peer_id,
+            public_key=membership.public_key,
+            run_id=membership.run_id,
+            roles=frozenset(ROLE_NAMES[role] for role in membership.roles if role in ROLE_NAMES),
+            epoch=membership.epoch,
+            not_after=membership.not_after_unix_ms / 1000,
+            node_name=membership.node_name,
             sealed=sealed,
         )
         if not member.valid_at(now):
             raise CertificateInvalid("the membership certificate has expired", "join again with a new token")
         return member
 
-    def _check_subject(self, card: pb.Membership, expect_peer_id: str | None) -> None:
-        if card.operator_id != fingerprint(self.operator_key) or card.run_id != self.run_id:
-            raise CertificateInvalid(f"the membership certificate is for run {card.run_id!r}, not {self.run_id!r}")
-        if peer_id_of(card.public_key) != card.peer_id:
+    def _check_subject(self, membership: pb.Membership, expect_peer_id: str | None) -> None:
+        if membership.operator_id != fingerprint(self.operator_key) or membership.run_id != self.run_id:
+            raise CertificateInvalid(
+                f"the membership certificate is for run {membership.run_id!r}, not {self.run_id!r}"
+            )
+        if peer_id_of(membership.public_key) != membership.peer_id:
             raise CertificateInvalid("the membership certificate names a peer id that is not its key's")
-        if expect_peer_id is not None and card.peer_id != expect_peer_id:
-            raise CertificateInvalid(f"peer {expect_peer_id} showed the certificate of {card.peer_id}")
+        if expect_peer_id is not None and membership.peer_id != expect_peer_id:
+            raise CertificateInvalid(f"peer {expect_peer_id} showed the certificate of {membership.peer_id}")
 
-    def verify_deny_list(self, sealed: pb.Signed) -> Deny:
+    def verify_deny_list(self, sealed: pb.Signed) -> DenyList:
         """Check signature and operator. Raises `SignatureInvalid`, `CertificateInvalid`."""
         try:
-            listed = pb.DenyList.FromString(open_sealed("deny-list", sealed, self.operator_key))
+            listed = pb.DenyList.FromString(verify_signed("deny-list", sealed, self.operator_key))
         except DecodeError as error:
             raise SignatureInvalid("the deny-list does not parse") from error
         if listed.operator_id != fingerprint(self.operator_key):
             raise CertificateInvalid("the deny-list is another operator's")
-        return Deny(listed.number, frozenset(listed.peer_ids))
+        return DenyList(listed.number, frozenset(listed.peer_ids))
 
 
 def issue_deny_list(operator: Identity, number: int, peer_ids: frozenset[str], now: float) -> pb.Signed:
@@ -141,15 +143,15 @@ def issue_deny_list(operator: Identity, number: int, peer_ids: frozenset[str], n
         peer_ids=sorted(peer_ids),
         issued_unix_ms=int(now * 1000),
     )
-    return operator.seal("deny-list", payload.SerializeToString())
+    return operator.sign_message("deny-list", payload.SerializeToString())
 
 
-def newer(current: Deny, offered: Deny) -> Deny:
+def newer_deny_list(current: DenyList, offered: DenyList) -> DenyList:
     """The deny-list to keep: numbers never go back."""
     return offered if offered.number > current.number else current
 
 
-def refuse_banned(deny: Deny, peer_id: str) -> None:
+def refuse_banned(deny: DenyList, peer_id: str) -> None:
     """Raise `Banned` if the peer stands on the list."""
     if peer_id in deny.peer_ids:
         raise Banned(f"peer {peer_id} was banned by the operator")

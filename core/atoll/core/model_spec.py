@@ -16,19 +16,29 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from atoll.core.spec_section import Positive, Section
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # one of them says what a base holds
+SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # one of them says what a base holds
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_CONFIG_DEPTH = 3
 MAX_CONFIG_INTEGER = 2**24  # more than any size or window, and little enough to make a vector of
 MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head as many layers as are ever planned
-MAX_CONFIG_PARTS = 4096  # of a block, such as experts
+MAX_CONFIG_EXPERTS = 4096  # of a block, such as experts
 MAX_BASE_FILES = 1024
 
 _KEY = re.compile(r"^[a-z][A-Za-z0-9_]{0,79}$")
 _TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds; no paths, no repositories
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_FOREIGN = ("auto_map", "trust_remote_code", "name_or_path", "implementation", "quantization", "custom_pipelines")
+_FORBIDDEN_KEY_PARTS = (
+    "auto_map",
+    "trust_remote_code",
+    "name_or_path",
+    "implementation",
+    "quantization",
+    "custom_pipelines",
+)
 
 
 _Keys = Annotated[tuple[Annotated[str, Field(pattern=_KEY.pattern)], ...], Field(max_length=64)]
@@ -63,10 +73,12 @@ class BaseSection(Section):
         if not 1 <= len(files) <= MAX_BASE_FILES:
             raise ValueError(f"must name 1 to {MAX_BASE_FILES} files")
         for name in files:
-            if not _FILE.fullmatch(name) or not (name.endswith(".safetensors") or name == INDEX):
+            if not _FILE.fullmatch(name) or not (name.endswith(".safetensors") or name == SAFE_WEIGHTS_INDEX_NAME):
                 raise ValueError(f"{name!r} is no file of safetensors in one directory")
-        if (WHOLE in files) == (INDEX in files):
-            raise ValueError(f"must name either {WHOLE} or {INDEX} with the files that it lists")
+        if (SAFE_WEIGHTS_NAME in files) == (SAFE_WEIGHTS_INDEX_NAME in files):
+            raise ValueError(
+                f"must name either {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} with the files that it lists"
+            )
         return files
 
     def __hash__(self) -> int:
@@ -105,7 +117,7 @@ class HuggingFaceModel(Section):
         return config
 
     @model_validator(mode="after")
-    def _whole(self) -> HuggingFaceModel:
+    def _check_base_and_adapter(self) -> HuggingFaceModel:
         if self.adapter is not None and self.base is None:
             raise ValueError("an adapter needs a base to stand on: add [model.base], as `atoll base DIR` prints it")
         if twice := sorted(set(self.config_nulls) & set(self.config)):
@@ -142,7 +154,7 @@ def _check_table(table: Mapping[Any, Any], depth: int) -> None:
     if depth > MAX_CONFIG_DEPTH:
         raise ValueError(f"tables in it may be {MAX_CONFIG_DEPTH} deep")
     for key, value in table.items():
-        if any(word in str(key) for word in _FOREIGN):
+        if any(word in str(key) for word in _FORBIDDEN_KEY_PARTS):
             raise ValueError(f"{key} names code or weights that are not the run's: leave it out")
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is no key of a configuration")
@@ -158,7 +170,7 @@ def _check_value(key: str, value: object) -> None:
         return
     if isinstance(value, int):
         parts = "expert" in key or "block" in key
-        most = MAX_CONFIG_LAYERS if "layer" in key else MAX_CONFIG_PARTS if parts else MAX_CONFIG_INTEGER
+        most = MAX_CONFIG_LAYERS if "layer" in key else MAX_CONFIG_EXPERTS if parts else MAX_CONFIG_INTEGER
         if abs(value) > most:
             raise ValueError(f"{key} = {value} is more than {most}")
     elif isinstance(value, float):

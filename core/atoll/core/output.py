@@ -50,7 +50,7 @@ def print_json_line(document: Mapping[str, object]) -> None:
     print(json.dumps({"version": JSON_VERSION, **document}, ensure_ascii=False), flush=True)
 
 
-def asked(question: Callable[[], Answer]) -> Answer:
+def ask_interactively(question: Callable[[], Answer]) -> Answer:
     """What a person answers to one of typer's questions. Ctrl-C there ends a command as it does anywhere else.
 
     Raises `UsageError` where there is nobody to ask.
@@ -63,12 +63,12 @@ def asked(question: Callable[[], Answer]) -> Answer:
     raise UsageError("nothing was done: there is nobody here to ask", "--help says how to answer beforehand")
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Prose for people, on stderr, so that stdout stays data."""
-    print(fitted(text, sys.stderr), file=sys.stderr)
+    print(wrap_for_terminal(text, sys.stderr), file=sys.stderr)
 
 
-def fitted(text: str, stream: TextIO) -> str:
+def wrap_for_terminal(text: str, stream: TextIO) -> str:
     """As a terminal shows it best: lines broken between words. For other programs, as it is."""
     if not stream.isatty():
         return text

@@ -9,13 +9,13 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
 from atoll.core.errors import SignatureInvalid
-from atoll.core.identity import Identity, open_sealed
+from atoll.core.identity import Identity, verify_signed
 from atoll.core.manifest import Head
 from atoll.core.quorum import Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
-Range = tuple[int, int]
+SampleRange = tuple[int, int]
 RouteName = tuple[int, int]  # the plan that it began under, and its number there
 
 
@@ -26,7 +26,7 @@ class Assignment:
     peer_id: str
     first_layer: int
     last_layer: int  # inclusive
-    data_ranges: tuple[Range, ...]
+    data_ranges: tuple[SampleRange, ...]
     max_round_tokens: int
     max_reduce_bytes_per_second: int
 
@@ -192,11 +192,11 @@ class Plan:
             issued_unix_ms=message.issued_unix_ms,
             reason=message.reason,
             former=tuple(message.former),
-            names=plain_names(message.version, names),
+            names=stored_route_names(message.version, names),
         )
 
 
-def plain_names(version: int, names: tuple[RouteName, ...]) -> tuple[RouteName, ...]:
+def stored_route_names(version: int, names: tuple[RouteName, ...]) -> tuple[RouteName, ...]:
     """Names as a plan has them: none where all its routes begin with it, or where an older coordinator gave none."""
     fresh = all(name == (version, number) for number, name in enumerate(names))
     return names if all(since for since, _ in names) and not fresh else ()
@@ -204,13 +204,13 @@ def plain_names(version: int, names: tuple[RouteName, ...]) -> tuple[RouteName, 
 
 def sign_plan(operator: Identity, plan: Plan) -> pb.Signed:
     """Seal a plan for members."""
-    return operator.seal("plan", plan.to_proto().SerializeToString(deterministic=True))
+    return operator.sign_message("plan", plan.to_proto().SerializeToString(deterministic=True))
 
 
 def verify_plan(sealed: pb.Signed, operator_key: bytes, run_id: str) -> Plan:
     """Check signature, version of the protocol, run. Raises `SignatureInvalid`, `ProtocolMismatch`."""
     try:
-        message = plan_pb2.Plan.FromString(open_sealed("plan", sealed, operator_key))
+        message = plan_pb2.Plan.FromString(verify_signed("plan", sealed, operator_key))
     except DecodeError as error:
         raise SignatureInvalid("the plan does not parse") from error
     protocol.check(message.protocol, "the coordinator")

@@ -40,7 +40,7 @@ class Electorate:
 
 
 @dataclass(frozen=True)
-class Voted:
+class LastVote:
     """What a voter voted for last at this round number."""
 
     ballot: Ballot
@@ -53,9 +53,9 @@ class Undecided(Exception):
 
 def must_adopt(
     electorate: Electorate,
-    promised: Mapping[str, Voted | None],
+    promised: Mapping[str, LastVote | None],
     tie_break_promised: bool = False,
-    tie_break_voted: Voted | None = None,
+    tie_break_voted: LastVote | None = None,
 ) -> bytes | None:
     """The earlier result that a new attempt has to commit, or None when it is free to compute another.
 
@@ -87,4 +87,4 @@ class VoteRecord:
     number: int
     head_hash: bytes  # the manifest that the round builds on
     promised: Ballot  # no votes in earlier attempts
-    voted: Voted | None = None
+    voted: LastVote | None = None

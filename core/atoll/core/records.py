@@ -18,8 +18,8 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
 from atoll.core.errors import InvalidRequest, PeerMisbehaved, SignatureInvalid
-from atoll.core.identity import Identity, open_sealed
-from atoll.core.membership import Authority, Member
+from atoll.core.identity import Identity, verify_signed
+from atoll.core.membership import Member, MembershipVerifier
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import records_pb2 as records
 
@@ -42,7 +42,7 @@ def heads_key(run_id: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordLocation:
     """Where a record is stored: what the DHT says about it from outside."""
 
     key: str
@@ -60,7 +60,7 @@ class Record:
     head: tuple[int, bytes] | None = None  # round, manifest hash
 
 
-def build_addresses(
+def build_address_record(
     identity: Identity, membership: pb.Signed, run_id: str, expires: float, multiaddrs: Sequence[str]
 ) -> bytes:
     """The sealed record that says where its owner can be dialled. Raises `InvalidRequest`."""
@@ -68,19 +68,19 @@ def build_addresses(
         raise InvalidRequest(f"a node publishes 1 to {MAX_MULTIADDRS} addresses of {MAX_MULTIADDR_BYTES} bytes")
     record = _blank(identity, membership, nodes_key(run_id), expires)
     record.address.multiaddrs.extend(multiaddrs)
-    return _seal(identity, record)
+    return _sign_record(identity, record)
 
 
-def build_head(
+def build_head_record(
     identity: Identity, membership: pb.Signed, run_id: str, expires: float, head: tuple[int, bytes]
 ) -> bytes:
     """The sealed record that names its owner's newest manifest. Raises `InvalidRequest`."""
     record = _blank(identity, membership, heads_key(run_id), expires)
     record.head.round, record.head.manifest_hash = head
-    return _seal(identity, record)
+    return _sign_record(identity, record)
 
 
-def verify_record(data: bytes, place: Place, authority: Authority, now: float) -> Record:
+def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerifier, now: float) -> Record:
     """Check everything about a record found at `place`. Raises `PeerMisbehaved`, `Rejected` and kin."""
     if len(data) > MAX_RECORD_BYTES:
         raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
@@ -93,9 +93,9 @@ def verify_record(data: bytes, place: Place, authority: Authority, now: float) -
         raise PeerMisbehaved("a DHT record does not parse") from error
     protocol.check(record.protocol, f"the DHT record of {place.subkey}")
     owner = authority.verify_membership(record.membership, place.expires, expect_peer_id=place.subkey)
-    if open_sealed(_CONTEXT, sealed, owner.public_key) != sealed.payload:
+    if verify_signed(_CONTEXT, sealed, owner.public_key) != sealed.payload:
         raise SignatureInvalid("a DHT record was not signed by its owner")
-    _check_place(record, place)
+    _check_location(record, place)
     return _read_body(record, owner, place, authority.run_id)
 
 
@@ -109,21 +109,21 @@ def _blank(identity: Identity, membership: pb.Signed, key: str, expires: float) 
     )
 
 
-def _seal(identity: Identity, record: records.DhtRecord) -> bytes:
-    data = identity.seal(_CONTEXT, record.SerializeToString()).SerializeToString()
+def _sign_record(identity: Identity, record: records.DhtRecord) -> bytes:
+    data = identity.sign_message(_CONTEXT, record.SerializeToString()).SerializeToString()
     if len(data) > MAX_RECORD_BYTES:
         raise InvalidRequest(f"a DHT record of {len(data)} bytes is over the cap of {MAX_RECORD_BYTES}")
     return data
 
 
-def _check_place(record: records.DhtRecord, place: Place) -> None:
+def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
     if (record.key, record.peer_id) != (place.key, place.subkey):
         raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored under another key or owner")
     if abs(record.expires_unix_ms / 1000 - place.expires) > EXPIRY_TOLERANCE_SECONDS:
         raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored with another expiry than its own")
 
 
-def _read_body(record: records.DhtRecord, owner: Member, place: Place, run_id: str) -> Record:
+def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, run_id: str) -> Record:
     kind = record.WhichOneof("body")
     if place.key == nodes_key(run_id) and kind == "address":
         multiaddrs = tuple(record.address.multiaddrs)

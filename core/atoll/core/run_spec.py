@@ -188,16 +188,16 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
         raise RunSpecError(told, "docs/reference/run-spec.md lists every key") from error
 
 
-_FEW_ROUNDS = 10
+_MIN_SENSIBLE_ROUNDS = 10
 
 
-def doubts(spec: RunSpec) -> tuple[str, ...]:
+def spec_warnings(spec: RunSpec) -> tuple[str, ...]:
     """What a spec may say, and hardly means, a sentence each."""
     stop, warm_up, due = spec.run.stop_tokens, spec.optimizer.warmup_tokens, spec.sync.round_tokens
     found = []
     if warm_up >= stop:
         found.append(f"optimizer.warmup_tokens ({warm_up}) is no less than run.stop_tokens ({stop}): it never ends")
-    if due * _FEW_ROUNDS > stop:
+    if due * _MIN_SENSIBLE_ROUNDS > stop:
         found.append(f"sync.round_tokens ({due}) is much of run.stop_tokens ({stop}): there will be few rounds")
     return tuple(found)
 
@@ -207,14 +207,14 @@ def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
         location = location[:1] + location[2:]  # which kind of section it was read as
     name = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
-        return f"unknown key {name}{_meant(name)}"
+        return f"unknown key {name}{_did_you_mean(name)}"
     if kind == "missing":
         return f"{name} is missing"
     plain = message.removeprefix("Value error, ")
     return f"{name}: {plain}" if name else plain
 
 
-def _meant(name: str) -> str:
+def _did_you_mean(name: str) -> str:
     """A guess for people: the same key of another section, or one that is spelled like it."""
     known = [key for key in _keys(RunSpec) if key != name]
     leaf = name.rpartition(".")[2]

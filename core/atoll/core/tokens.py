@@ -37,7 +37,7 @@ class JoinToken:
         return f"atl1.{self.ca_sha256}.{self.token_id}.{self.secret}.{self.endpoint}"
 
 
-def parse_token(text: str) -> JoinToken:
+def parse_join_token(text: str) -> JoinToken:
     """Read what a person pasted. Raises `TokenMalformed`, never quoting the text (it may hold a secret)."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None or _ENDPOINT.fullmatch(match["endpoint"]) is None:  # pasted twice, it holds the secret there
@@ -49,7 +49,7 @@ def parse_token(text: str) -> JoinToken:
     return JoinToken(match["ca"], match["id"], match["secret"], match["endpoint"])
 
 
-def new_token(ca_sha256: str, endpoint: str) -> JoinToken:
+def new_join_token(ca_sha256: str, endpoint: str) -> JoinToken:
     """A fresh random id and secret (192 bits)."""
     return JoinToken(ca_sha256, random_secret(6).hex(), random_secret(24).hex(), endpoint)
 

@@ -14,7 +14,7 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.v1 import manifest_pb2
 
 
-def check_form(
+def require_valid_verdicts(
     verdicts: Sequence[manifest_pb2.Verdict],
     weights: Sequence[int],
     parts_total: int,
@@ -45,7 +45,7 @@ def check_form(
         raise PeerMisbehaved("verdicts are about more parts than there are, or leave out half of the contributors")
 
 
-def plain(verdicts: Iterable[manifest_pb2.Verdict]) -> list[manifest_pb2.Verdict]:
+def strip_unknown_verdict_fields(verdicts: Iterable[manifest_pb2.Verdict]) -> list[manifest_pb2.Verdict]:
     """Without anything that somebody hung on to them."""
     return [
         manifest_pb2.Verdict(
@@ -58,7 +58,7 @@ def plain(verdicts: Iterable[manifest_pb2.Verdict]) -> list[manifest_pb2.Verdict
     ]
 
 
-def unheard(manifest: manifest_pb2.Manifest) -> frozenset[int]:
+def screened_out(manifest: manifest_pb2.Manifest) -> frozenset[int]:
     """Places of contributions that screening left out of more than half of all parts."""
     left_out: Counter[int] = Counter()
     for verdict in manifest.verdicts:
@@ -71,7 +71,7 @@ def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
 
     A token is in the sums of every fragment once, so each counts its share of it.
     """
-    out, fragments = unheard(manifest), max(1, manifest.fragments)
+    out, fragments = screened_out(manifest), max(1, manifest.fragments)
     return [
         0 if item.partial or place in out else item.weight // fragments
         for place, item in enumerate(manifest.contributions)

@@ -23,7 +23,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, ChildDied, DeadlineExceeded, InvalidTransition, PortInUse, Unreachable
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
-from atoll.core.membership import Deny, Member
+from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.config import Loaded, NodeConfig
 from atoll.node.control.checkpoint_upload import Uploads
@@ -467,7 +467,7 @@ class Daemon:
         if self._host is not None:
             self._host.gate.set_membership(credentials.sealed_membership())
 
-    def _deny_listed(self, deny: Deny, sealed: pb.Signed) -> None:
+    def _deny_listed(self, deny: DenyList, sealed: pb.Signed) -> None:
         self._deny_shown_older = deny.number < self._credentials.deny().number
         if deny.number > self._credentials.deny().number:
             self._credentials = self._link.credentials = self._link.credentials.with_deny_list(sealed)

@@ -25,7 +25,7 @@ from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelToo
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Voted
+from atoll.core.quorum import Ballot, LastVote
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.control.coordinator_link import CoordinatorLink
@@ -37,7 +37,7 @@ from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine, Listener
 from atoll.node.rounds.member_streams import RoundLinks
-from atoll.node.rounds.policy import minimum_lease, policies
+from atoll.node.rounds.policy import minimum_lease_samples, policies
 from atoll.node.route_membership import OnRoute
 from atoll.node.state.checkpoint import ANCHOR
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -225,7 +225,7 @@ class TrainingSession:
             _log.warning("cannot synchronise yet", reason=str(error))
             await asyncio.sleep(_RETRY.total_seconds())
             return
-        ranges = position_at(head, plan, minimum_lease(it.spec)).holdings.get(it.identity.peer_id, ())
+        ranges = position_at(head, plan, minimum_lease_samples(it.spec)).holdings.get(it.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
         self._moved(head)
         if self._first_evaluation is not None:  # told after genesis, which it is an evaluation of
@@ -452,7 +452,7 @@ class TrainingSession:
         except AtollError as error:
             return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason=str(error))
         ballot = answer.accepted_ballot
-        voted = Voted(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_payload)
+        voted = LastVote(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_payload)
         return rt.TieBreak(
             round_id,
             payload,

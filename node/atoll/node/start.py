@@ -15,7 +15,7 @@ from pathlib import Path
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AlreadyRunning, DataDirUnusable, UsageError
-from atoll.core.files import make_private_dir, take_descriptors
+from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
 from atoll.node.config import Loaded, NodeConfig
@@ -44,7 +44,7 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
-        take_descriptors(MAX_FILES)  # p2pd gets as many
+        raise_descriptor_limit(MAX_FILES)  # p2pd gets as many
         async with contextlib.AsyncExitStack() as undo:
             child = await _start_child(config, credentials, clock)
             if child is not None:

@@ -20,7 +20,7 @@ import pytest
 
 from atoll.core.certs import CertificateAuthority
 from atoll.core.errors import DeadlineExceeded, NotRunning
-from atoll.core.tokens import new_token
+from atoll.core.tokens import new_join_token
 from atoll.node.cli.doctor import _port
 from atoll.node.config import load
 from atoll.node.control.local_api import LocalApi
@@ -97,7 +97,7 @@ def token(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        yield new_token("ab" * 32, f"127.0.0.1:{port}").text()  # bound: nobody else gets it
+        yield new_join_token("ab" * 32, f"127.0.0.1:{port}").text()  # bound: nobody else gets it
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_an_unreachable_coordinator(token, tmp_path):
 def test_a_coordinator_with_another_authority(tmp_path):
     """Somebody else listens there: nothing is sent to it."""
     authority = CertificateAuthority.load_or_create(tmp_path / "ca.key", tmp_path / "ca.crt", time.time())
-    leaf = authority.issue_local("atoll://coordinator", time.time(), server=True)
+    leaf = authority.issue_with_new_key("atoll://coordinator", time.time(), server=True)
     (tmp_path / "leaf.pem").write_bytes(leaf.chain_pem + leaf.key_pem)
     import ssl
 
@@ -354,7 +354,7 @@ def test_a_coordinator_with_another_authority(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        token = new_token("cd" * 32, f"127.0.0.1:{listener.getsockname()[1]}").text()
+        token = new_join_token("cd" * 32, f"127.0.0.1:{listener.getsockname()[1]}").text()
         done = atoll("join", "--token", "-", "--data-dir", tmp_path / "node", stdin=token)
         thread.join(10)
     refused(done, 77, "is not the coordinator that made this token")

@@ -27,10 +27,10 @@ from integration.coordinator.lab import SECONDS, Coordinator, Node, admin_channe
 from unit.coordinator.world import RUN, genesis_report, hash_of, round_report, spec_toml
 
 from atoll.core.identity import Identity
-from atoll.core.membership import Authority, Deny
+from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
-from atoll.core.tokens import JoinToken, parse_token
+from atoll.core.tokens import JoinToken, parse_join_token
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import admin_pb2_grpc, manifest_pb2
 from atoll.v1 import common_pb2 as pb
@@ -153,7 +153,7 @@ class Victim:
 
     async def load(self, home: Coordinator) -> None:
         """Everything at once, until the process dies."""
-        many = parse_token(
+        many = parse_join_token(
             (await home.admin.CreateToken(admin.CreateTokenRequest(uses=100_000, ttl_seconds=9000))).token
         )
         await asyncio.gather(
@@ -299,8 +299,8 @@ class Victim:
         assert deny.peer_ids >= self.ledger.banned, "a banned peer is not on the list"
         self.ledger.deny_number = deny.number
 
-    def _deny(self, sealed: pb.Signed) -> Deny:
-        return Authority(self.nodes[0].enrolled.operator_public_key, RUN).verify_deny_list(sealed)
+    def _deny(self, sealed: pb.Signed) -> DenyList:
+        return MembershipVerifier(self.nodes[0].enrolled.operator_public_key, RUN).verify_deny_list(sealed)
 
     async def _check_votes(self, number: int) -> None:
         """A promise above all earlier ones tells the last vote; what is below a promise is refused."""

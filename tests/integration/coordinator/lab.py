@@ -24,7 +24,7 @@ from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock, unix_ms
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
-from atoll.core.tokens import JoinToken, parse_token
+from atoll.core.tokens import JoinToken, parse_join_token
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc, plan_pb2
 from atoll.v1 import common_pb2 as pb
@@ -48,7 +48,7 @@ class Coordinator:
     async def token(self, **fields: object) -> JoinToken:
         """Fresh, good for one node."""
         request = admin.CreateTokenRequest(**{"uses": 1, "ttl_seconds": 600, **fields})  # type: ignore[arg-type]
-        return parse_token((await self.admin.CreateToken(request, timeout=SECONDS)).token)
+        return parse_join_token((await self.admin.CreateToken(request, timeout=SECONDS)).token)
 
     async def create_run(self, *, start: bool = True, **spec: int) -> admin.RunView:
         """A run."""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from unit.coordinator.world import genesis_report, hash_of, round_report
 
 from atoll.coordinator.cli import serve
-from atoll.core.membership import Authority
+from atoll.core.membership import MembershipVerifier
 from atoll.core.round_id import RoundId
 from atoll.core.tokens import JoinToken
 from atoll.v1 import admin_pb2 as admin
@@ -79,7 +79,7 @@ async def test_backed_up_under_load_and_restored_elsewhere(tmp_path: Path) -> No
         assert (await ask(nodes[0], above.version, 3, nodes)).granted
         await nodes[0].say(deny_list=banning.deny_list)  # it was shown an older one
         told = await nodes[1].hear(lambda response: response.HasField("deny_list") and number(response.deny_list) > 1)
-        deny = Authority(home.keys.operator.public_key, "reef").verify_deny_list(told.deny_list)
+        deny = MembershipVerifier(home.keys.operator.public_key, "reef").verify_deny_list(told.deny_list)
         assert deny.peer_ids == {late.identity.peer_id}
         assert deny.number > 1000
         late.home = home

@@ -16,8 +16,8 @@ from atoll.core import certs
 from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
-from atoll.core.membership import Authority
-from atoll.core.tokens import parse_token, split_endpoint
+from atoll.core.membership import MembershipVerifier
+from atoll.core.tokens import parse_join_token, split_endpoint
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as enrolment
@@ -39,7 +39,7 @@ async def test_a_token_buys_everything_a_member_needs(tmp_path: Path) -> None:
         got = node.enrolled
         assert certs.subject_uri(got.certificate_chain_pem) == f"atoll://node/{node.identity.peer_id}"
         assert got.certificate_chain_pem.endswith(home.keys.ca.pem)
-        authority = Authority(got.operator_public_key, got.run_id)
+        authority = MembershipVerifier(got.operator_public_key, got.run_id)
         member = authority.verify_membership(got.membership, SystemClock().unix())
         assert (member.node_name, member.roles, member.epoch) == ("ann", {"node"}, 1)
         assert authority.verify_deny_list(got.deny_list).number == 0
@@ -125,7 +125,7 @@ async def test_tokens_parse_as_nodes_will_parse_them(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         await home.create_run()
         made = await home.admin.CreateToken(admin.CreateTokenRequest(uses=1, ttl_seconds=60))
-        assert parse_token(made.token).token_id == made.view.id
+        assert parse_join_token(made.token).token_id == made.view.id
 
 
 def strangers_channel(home: Coordinator) -> grpc.aio.Channel:

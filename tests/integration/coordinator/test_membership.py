@@ -13,7 +13,7 @@ from unit.coordinator.world import abandoned_report, genesis_report, hash_of, ro
 
 from atoll.core.certs import subject_uri
 from atoll.core.clock import SystemClock
-from atoll.core.membership import Authority
+from atoll.core.membership import MembershipVerifier
 from atoll.core.plan import Plan, verify_plan
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
@@ -189,7 +189,7 @@ async def test_renewal_keeps_the_peer_and_raises_the_epoch(tmp_path: Path) -> No
         request = mb.RenewRequest(csr_der=ann.csr, csr_signature=ann.csr_signature)
         fresh = await ann.stub.Renew(request, timeout=SECONDS)
         assert subject_uri(fresh.certificate_chain_pem) == f"atoll://node/{ann.identity.peer_id}"
-        member = Authority(home.keys.operator.public_key, "reef").verify_membership(
+        member = MembershipVerifier(home.keys.operator.public_key, "reef").verify_membership(
             fresh.membership, SystemClock().unix()
         )
         assert member.epoch == 2
@@ -250,4 +250,4 @@ async def test_seeds_are_handed_to_nodes_and_never_planned(tmp_path: Path) -> No
 def _number(response: mb.HeartbeatResponse, home: Coordinator) -> int:
     if not response.HasField("deny_list"):
         return -1
-    return Authority(home.keys.operator.public_key, "reef").verify_deny_list(response.deny_list).number
+    return MembershipVerifier(home.keys.operator.public_key, "reef").verify_deny_list(response.deny_list).number

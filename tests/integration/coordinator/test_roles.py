@@ -49,7 +49,7 @@ async def test_strangers_do_not_get_through_the_handshake(tmp_path: Path) -> Non
         ca = home.keys.ca.pem
         assert await _leave_with(home, grpc.ssl_channel_credentials(ca)) is grpc.StatusCode.UNAVAILABLE
         forger = CertificateAuthority.load_or_create(tmp_path / "k", tmp_path / "c.crt", home.controller.clock.unix())
-        forged = forger.issue_local("atoll://admin/operator", home.controller.clock.unix())
+        forged = forger.issue_with_new_key("atoll://admin/operator", home.controller.clock.unix())
         credentials = grpc.ssl_channel_credentials(ca, forged.key_pem, forged.chain_pem)
         assert await _leave_with(home, credentials) is grpc.StatusCode.UNAVAILABLE
 
@@ -57,7 +57,7 @@ async def test_strangers_do_not_get_through_the_handshake(tmp_path: Path) -> Non
 async def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         then = home.controller.clock.unix() - 2 * 3600
-        old = home.keys.ca.issue_local("atoll://node/ann", then, lifetime=timedelta(hours=1))
+        old = home.keys.ca.issue_with_new_key("atoll://node/ann", then, lifetime=timedelta(hours=1))
         credentials = grpc.ssl_channel_credentials(home.keys.ca.pem, old.key_pem, old.chain_pem)
         assert await _leave_with(home, credentials) is grpc.StatusCode.UNAVAILABLE
 

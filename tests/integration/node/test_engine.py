@@ -17,7 +17,7 @@ from support.process_swarm import MODEL, SPEC, write_corpus
 from atoll.core import protocol
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
@@ -70,7 +70,7 @@ class Member:
             directory,
         )
         self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets)
-        self.fragments = cut_layers(self.state.offsets, spec.sync.fragments)
+        self.fragments = split_into_fragments(self.state.offsets, spec.sync.fragments)
         self.heads: list[Head] = []
         self.counters = RoundCounters()
         self.committed = asyncio.Condition()

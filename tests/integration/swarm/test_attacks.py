@@ -24,7 +24,7 @@ from support.loopback_hosts import Lab
 from atoll.core.errors import PeerMisbehaved, Rejected
 from atoll.core.frames import FrameKind, unpack_prefix
 from atoll.core.identity import Identity
-from atoll.core.records import build_head, heads_key
+from atoll.core.records import build_head_record, heads_key
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.transport import Stream
@@ -94,10 +94,10 @@ async def test_an_outsider_downloads_no_state(lab: Lab, outsider: P2P) -> None:
         answer = await asyncio.wait_for(reader.read(), SOON.total_seconds())
         writer.close()
         assert unpack_prefix(answer[:16]).kind is FrameKind.REFUSAL
-        assert b"NotIntroduced" in answer
+        assert b"HelloRequired" in answer
         assert not served
         ping = bare_stub(outsider, PeerID.from_base58(victim.peer_id)).rpc_ping(dht.PingRequest(), timeout=30)
-        with pytest.raises(Exception, match="NotIntroduced"):
+        with pytest.raises(Exception, match="HelloRequired"):
             await ping
     finally:
         await naive.shutdown()
@@ -157,7 +157,7 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
     await thief.shutdown()
 
     victim, attacker = await pair(lab)
-    record = build_head(
+    record = build_head_record(
         lab.identity("attacker"), lab.certificate("attacker"), "reef", (expires := time.time() + 60), (9, b"x" * 32)
     )
 
@@ -176,7 +176,7 @@ async def test_self_signed_progress_is_not_believed(lab: Lab) -> None:
     victim, attacker = await pair(lab)
     identity, expires = lab.identity("attacker"), time.time() + 60
     certificate = certificate_of(identity, Identity.generate(), time.time())
-    record = build_head(identity, certificate, "reef", expires, (10**9, b"x" * 32))
+    record = build_head_record(identity, certificate, "reef", expires, (10**9, b"x" * 32))
     key = DHTID.generate(source=heads_key("reef"))
     stored = await rpc(attacker).call_store(
         PeerID.from_base58(victim.peer_id),

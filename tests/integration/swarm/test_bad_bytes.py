@@ -22,7 +22,7 @@ from support.mutation import Mutator, on_wire
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
-from atoll.core.records import build_head, heads_key
+from atoll.core.records import build_head_record, heads_key
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -195,7 +195,7 @@ async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples
     await node.host.ready()
     attacker = await lab.start("attacker", seeds=node.host.multiaddrs())
     victim, expires = node.host.peer_id, time.time() + 300
-    record = build_head(lab.identity("attacker"), lab.certificate("attacker"), "reef", expires, (9, b"x" * 32))
+    record = build_head_record(lab.identity("attacker"), lab.certificate("attacker"), "reef", expires, (9, b"x" * 32))
     await asyncio.gather(*(write(attacker, victim, seed) for seed in range(AT_ONCE)))  # what is loaded lazily
     with structlog.testing.capture_logs() as logs, little_memory("all of it"):
         for start in range(0, examples, AT_ONCE):

@@ -13,7 +13,7 @@ from support.loopback_hosts import DIRECT, SOON, Lab, echo
 
 from atoll.core.errors import PeerMisbehaved, PortInUse, Unreachable
 from atoll.core.frames import FrameKind
-from atoll.core.membership import Deny
+from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, tcp
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
@@ -126,7 +126,7 @@ async def test_a_ban_cuts_direct_connections_and_keeps_them_shut(lab: Lab) -> No
     seed, a = await two(lab)
     stream = await a.open(seed.peer_id, "/echo/1", SOON)
     assert isinstance(stream, DirectStream)
-    seed.gate.set_deny_list(Deny(1, frozenset({a.peer_id})))
+    seed.gate.set_deny_list(DenyList(1, frozenset({a.peer_id})))
     with pytest.raises(Unreachable, match="ended the stream"):
         await stream.receive(SOON)
     await stream.close()

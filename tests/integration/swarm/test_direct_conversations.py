@@ -22,7 +22,7 @@ from atoll.core.errors import (
     Unreachable,
 )
 from atoll.core.frames import PREFIX, FrameKind, pack_prefix
-from atoll.core.membership import Deny
+from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.stream import DirectStream
@@ -347,8 +347,8 @@ async def test_a_header_that_is_damaged_before_tls_is_found(tmp_path: Path) -> N
 
         pair.b.door.handle(TALK, listen)
         stream = await pair.a.talk(pair.b)
-        stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", sums_body=False) + b"headbody")
-        stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", sums_body=False) + b"heaDbody")
+        stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", checksum_body=False) + b"headbody")
+        stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", checksum_body=False) + b"heaDbody")
         with suppress(Unreachable, FrameInvalid):
             await stream.receive(SOON)
         assert [type(error) for error in faults] == [FrameInvalid]
@@ -362,7 +362,7 @@ async def test_a_ban_cuts_what_is_under_way_and_what_is_kept(tmp_path: Path) -> 
         assert all([await echoes(stream) for stream in (first, second)])
         await first.close()
         assert pair.b.gate.open_streams(pair.a.peer_id) >= 2
-        pair.b.gate.set_deny_list(Deny(1, frozenset({pair.a.peer_id})))
+        pair.b.gate.set_deny_list(DenyList(1, frozenset({pair.a.peer_id})))
         with pytest.raises(Unreachable, match="ended the stream"):
             await second.receive(SOON)
         await second.close()
@@ -376,7 +376,7 @@ async def test_an_eviction_by_the_dialler_cuts_too(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
         pair.b.door.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
-        pair.a.gate.set_deny_list(Deny(1, frozenset({pair.b.peer_id})))
+        pair.a.gate.set_deny_list(DenyList(1, frozenset({pair.b.peer_id})))
         with pytest.raises(Banned):
             await stream.receive(SOON)
         await stream.close()

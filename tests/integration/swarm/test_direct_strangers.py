@@ -228,7 +228,7 @@ async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
         part = Frame(FrameKind.PART, b"h", b"body")
         good = (await pair.a.way_into(pair.b.peer_id)).ticket
         async with dialled(pair) as (reader, writer), asyncio.timeout(SOON.total_seconds()):
-            writer.write(ticket_frame(pair, good) + on_wire(BEGIN) + on_wire(part, sums_body=False))
+            writer.write(ticket_frame(pair, good) + on_wire(BEGIN) + on_wire(part, checksum_body=False))
             await reader.readuntil(b"hbody")  # what is damaged below comes as far as this where it is not
         for seed in range(examples):
             mutator = Mutator(seed)
@@ -239,7 +239,7 @@ async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
             for _ in range(mutator.rng.choice((0, 1, 1, 3))):
                 after = mutator.rng.choice((BEGIN, BEGIN, Frame(FrameKind.END, b""), part))
                 message = dp.DirectBegin if after is BEGIN else None
-                data += mutator.wire(mutator.frame(after, message), sums_body=False)
+                data += mutator.wire(mutator.frame(after, message), checksum_body=False)
             async with dialled(pair) as (reader, writer):
                 with suppress(ConnectionError, ssl.SSLError, TimeoutError):
                     writer.write(data)

@@ -13,7 +13,7 @@ from support.loopback_hosts import SOON, Lab, echo
 
 from atoll.core.errors import Banned, ConfigError, PortInUse, ProtocolMismatch, Unreachable
 from atoll.core.frames import FrameKind
-from atoll.core.membership import Deny
+from atoll.core.membership import DenyList
 from atoll.node.swarm.dht import RPC_TIMEOUT
 from atoll.node.wire.transport import Stream
 
@@ -38,7 +38,7 @@ async def test_a_banned_peers_streams_are_cut_and_it_stays_out(lab: Lab) -> None
     await seed.ready()
     await bad.publish_head(1, b"x" * 32, LIFETIME)
     stream = await bad.open(seed.peer_id, "/echo/1", SOON)
-    seed.gate.set_deny_list(Deny(1, frozenset({bad.peer_id})))
+    seed.gate.set_deny_list(DenyList(1, frozenset({bad.peer_id})))
     with pytest.raises(Unreachable, match="ended the stream"):
         await stream.receive(SOON)
     with pytest.raises(Banned):

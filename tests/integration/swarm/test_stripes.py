@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 from support.loopback_hosts import SOON, Lab, echo
 
-from atoll.core.errors import Banned, DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable
+from atoll.core.errors import Banned, DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
 from atoll.core.frames import PREFIX, Frame, FrameKind
-from atoll.core.membership import Deny
+from atoll.core.membership import DenyList
 from atoll.node.direct.protocol import BULK
 from atoll.node.swarm import stripes
 from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
@@ -99,7 +99,7 @@ async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(l
     await again.send(FrameKind.PART, b"", BODY)
     assert bytes((await again.receive(SOON)).body) == BODY
     assert 1 <= seed.streams_refused <= STRIPES  # before anything was read
-    seed.gate.set_deny_list(Deny(1, frozenset({node.peer_id})))
+    seed.gate.set_deny_list(DenyList(1, frozenset({node.peer_id})))
     with pytest.raises(Unreachable, match="ended the stream"):
         await again.receive(SOON)
     with pytest.raises(Banned):
@@ -142,7 +142,7 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
         await until(lambda index=index: index in {it for one in waiting.values() for it in one.ends})
     seed.gate.evict(node.peer_id)
     for stream in streams:
-        with pytest.raises(NotIntroduced):
+        with pytest.raises(HelloRequired):
             await stream.receive(SOON)
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
 

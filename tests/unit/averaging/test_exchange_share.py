@@ -14,7 +14,7 @@ from support.machine_plans import GENESIS, POLICY, make_plan
 from support.machine_world import World
 
 from atoll.core import protocol
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.plan import Base
 from atoll.core.round_id import RoundId
@@ -54,7 +54,7 @@ class Watched(World):
 
 
 def policy(share: float, fragments: int = 1, **changes) -> RoundPolicy:
-    return replace(POLICY, exchange_share=share, fragments=cut_layers(OFFSETS, fragments), **changes)
+    return replace(POLICY, exchange_share=share, fragments=split_into_fragments(OFFSETS, fragments), **changes)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])

@@ -12,7 +12,7 @@ from support.machine_plans import GENESIS, OFFSETS, POLICY, layers_after, make_p
 from support.machine_world import World
 
 from atoll.core.errors import PeerMisbehaved
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import SyncSection
@@ -30,7 +30,7 @@ PLAN = make_plan(PEERS)
 
 def of_two_fragments(head: Head = GENESIS) -> tuple[RoundPolicy, dp.Start, tuple[manifest_pb2.LayerState, ...]]:
     """The policy, an honest Start of the round after `head`, and the layers that it comes to."""
-    policy = replace(POLICY, fragments=cut_layers(OFFSETS, 2))
+    policy = replace(POLICY, fragments=split_into_fragments(OFFSETS, 2))
     number = head.round + 1
     round_id = RoundId("r", 1, policy.fragment_of(number).index, number, 0)
     ready = {peer: dp.Ready(tokens=100, samples=4) for peer in PEERS}
@@ -77,7 +77,7 @@ def test_a_result_that_touches_other_layers_than_its_fragments_is_none_to_vote_f
 
 
 def test_fragments_take_turns_and_all_that_is_trained_is_in_the_rounds_of_each() -> None:
-    world = World(3, seed=5, policy=replace(POLICY, fragments=cut_layers(OFFSETS, 3)))
+    world = World(3, seed=5, policy=replace(POLICY, fragments=split_into_fragments(OFFSETS, 3)))
     world.run(20)
     missed, late = world.rounds(), world.peers[0]
     world.freeze(late)
@@ -98,12 +98,12 @@ def test_fragments_take_turns_and_all_that_is_trained_is_in_the_rounds_of_each()
 
 
 def test_a_large_fragment_has_deadlines_of_its_own() -> None:
-    small, large = Paces.of(replace(POLICY, fragments=cut_layers((0, 128, 4096), 2)))
+    small, large = Paces.of(replace(POLICY, fragments=split_into_fragments((0, 128, 4096), 2)))
     for _ in range(9):
         small.exchange(4).observe(0.1)
         large.exchange(4).observe(10.0)
-    assert small.exchange(4).patience < 2
-    assert large.exchange(4).patience > 4 * POLICY.exchange_timeout.total_seconds() / 5
+    assert small.exchange(4).timeout_seconds < 2
+    assert large.exchange(4).timeout_seconds > 4 * POLICY.exchange_timeout.total_seconds() / 5
     assert small.ready is large.ready
 
 

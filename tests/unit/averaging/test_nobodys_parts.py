@@ -56,15 +56,15 @@ def test_exchanges_in_which_nobody_had_the_time_for_any_part_get_more(monkeypatc
     def nothing(_round: RoundId, _peer: str, start: dp.Start) -> tuple[tuple[bytes, ...], tuple[()], tuple[()]]:
         return (b"",) * parts_total(start), (), ()
 
-    def patience() -> float:
+    def timeout_seconds() -> float:
         paces = [node.machine._paces_by_fragment[0] for node in world.nodes.values()]
-        return sum(it.exchange(CODECS["int4"].number).patience for it in paces)
+        return sum(it.exchange(CODECS["int4"].number).timeout_seconds for it in paces)
 
-    before, failed = patience(), len(world.reports)
+    before, failed = timeout_seconds(), len(world.reports)
     monkeypatch.setattr(world._exchanges, "parts", nothing)
     assert world.run(200, until=lambda: len(world.reports) >= failed + 6)
     assert "nobody has any part" in world.reports[-1].reason
-    assert patience() > before
+    assert timeout_seconds() > before
 
 
 def test_a_settle_that_gives_up_everything_is_refused() -> None:

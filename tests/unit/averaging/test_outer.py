@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.run_spec import SyncSection
 from atoll.node.exchange.weighted_sum import by_roots, weighted_mean
@@ -45,7 +45,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole(order, wrong):
     vectors = torch.randn(3, 800, generator=torch.Generator().manual_seed(0))
     state = AnchorState(vectors[0], (0, 250, 800))
     state.momentum_E = vectors[1]
-    staging = state.staging(cut_layers(state.offsets, 1)[0], 0.7, 0.9)
+    staging = state.staging(split_into_fragments(state.offsets, 1)[0], 0.7, 0.9)
     for part in wrong:  # and repaired later
         staging.take(100 * part, torch.zeros(100))
     for part in order:
@@ -62,7 +62,7 @@ def test_a_round_of_a_fragment_changes_its_layers_and_no_others():
     state = AnchorState(vectors[0].clone(), (0, 100, 250, 600, 800))
     state.momentum_E = vectors[1].clone()
     before = head_of(state, 4)
-    first, second = cut_layers(state.offsets, 2)
+    first, second = split_into_fragments(state.offsets, 2)
     staging = state.staging(second, 0.7, 0.9)
     staging.take(0, vectors[2, second.start : second.end])
     staged = staging.finish(before)

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.learned_deadline import Pace
+from atoll.core.learned_deadline import LearnedDeadline
 
 FLOOR, CEILING = 1.0, 60.0
 seconds = st.floats(0, 300)
 
 
-def pace_that_saw(durations: list[float]) -> Pace:
-    pace = Pace(FLOOR, CEILING)
+def pace_that_saw(durations: list[float]) -> LearnedDeadline:
+    pace = LearnedDeadline(FLOOR, CEILING)
     for duration in durations:
         pace.observe(duration)
     return pace
@@ -20,38 +20,38 @@ def pace_that_saw(durations: list[float]) -> Pace:
 def test_patience_stays_between_floor_and_ceiling(durations, failures):
     pace = pace_that_saw(durations)
     for failed in failures:
-        pace.miss(CEILING, failed=failed)
-        assert FLOOR <= pace.patience <= CEILING
+        pace.observe_miss(CEILING, failed=failed)
+        assert FLOOR <= pace.timeout_seconds <= CEILING
 
 
 def test_nothing_is_assumed_before_enough_was_seen():
-    assert pace_that_saw([0.1, 0.1]).patience == CEILING
+    assert pace_that_saw([0.1, 0.1]).timeout_seconds == CEILING
 
 
 @given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=11, max_size=31))
 def test_what_takes_twice_as_long_as_usual_is_still_waited_for(usual, noise):
-    assert pace_that_saw([usual * factor for factor in noise]).patience > 2 * usual * 0.9
+    assert pace_that_saw([usual * factor for factor in noise]).timeout_seconds > 2 * usual * 0.9
 
 
 def test_one_slow_round_changes_little():
     calm = pace_that_saw([1.0] * 20)
     slow = pace_that_saw([*[1.0] * 20, 50.0])
-    assert slow.patience == calm.patience
+    assert slow.timeout_seconds == calm.timeout_seconds
 
 
 def test_failures_double_it_until_one_succeeds():
     pace = pace_that_saw([1.0] * 31)
-    usual = pace.patience
+    usual = pace.timeout_seconds
     for times in range(1, 4):
-        pace.miss(1.0, failed=True)
-        assert pace.patience >= usual * 2**times
+        pace.observe_miss(1.0, failed=True)
+        assert pace.timeout_seconds >= usual * 2**times
     pace.observe(8.0)
-    assert pace.patience < 2 * usual
+    assert pace.timeout_seconds < 2 * usual
 
 
 def test_rounds_that_went_on_without_somebody_double_it_once():
     pace = pace_that_saw([1.0] * 31)
-    usual = pace.patience
+    usual = pace.timeout_seconds
     for _ in range(5):
-        pace.miss(usual, failed=False)
-    assert 2 * usual <= pace.patience <= 3 * usual
+        pace.observe_miss(usual, failed=False)
+    assert 2 * usual <= pace.timeout_seconds <= 3 * usual

@@ -9,7 +9,7 @@ from support.machine_votes import FakeSeals
 from support.machine_world import World
 
 from atoll.core.errors import PeerMisbehaved
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.quorum import Ballot, Electorate, VoteRecord
 from atoll.core.round_id import RoundId
@@ -241,7 +241,7 @@ def test_rounds_are_due_by_what_holders_trained():
 
 
 def test_a_change_of_cuts_changes_fragments_and_no_layers_version():
-    world = World(4, seed=3, policy=replace(POLICY, fragments=cut_layers(OFFSETS, 1)))
+    world = World(4, seed=3, policy=replace(POLICY, fragments=split_into_fragments(OFFSETS, 1)))
     world.run(15)
     before = world.rounds()
     peers = world.peers

@@ -9,20 +9,20 @@ from support.machine_plans import make_plan
 
 from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
-from atoll.core.membership import Authority
+from atoll.core.membership import MembershipVerifier
 from atoll.core.plan import sign_plan
-from atoll.core.quorum import Ballot, Voted, VoteRecord
+from atoll.core.quorum import Ballot, LastVote, VoteRecord
 from atoll.node.control.directives import Directives
 from atoll.node.state.vote_store import VoteStore
 from atoll.v1 import membership_pb2 as mb
 
 OPERATOR = Identity.generate()
 PLAN = make_plan(["ann", "bob"], 7)
-RECORD = VoteRecord(5, b"\x07" * 32, Ballot(2, 3), Voted(Ballot(2, 1), b"payload" * 5))
+RECORD = VoteRecord(5, b"\x07" * 32, Ballot(2, 3), LastVote(Ballot(2, 1), b"payload" * 5))
 
 
 def directives(path: Path) -> Directives:
-    authority = Authority(OPERATOR.public_key, PLAN.run_id)
+    authority = MembershipVerifier(OPERATOR.public_key, PLAN.run_id)
     return Directives(authority, lambda deny, sealed: None, lambda seeds: None, path)
 
 
@@ -79,7 +79,7 @@ async def test_seeds_that_cannot_be_read_are_not_taken_and_the_rest_of_the_messa
     def refuse(seeds: tuple[str, ...]) -> None:
         raise ConfigError(f"{seeds[0]!r} does not name a seed")
 
-    authority = Authority(OPERATOR.public_key, PLAN.run_id)
+    authority = MembershipVerifier(OPERATOR.public_key, PLAN.run_id)
     taken = Directives(authority, lambda deny, sealed: None, refuse, tmp_path / "plan")
     taken.take(mb.HeartbeatResponse(seeds=["/foo"], order=mb.ORDER_DRAIN, run_state=mb.RUN_STATE_TRAINING))
     assert (taken.order, taken.run_state) == (mb.ORDER_DRAIN, mb.RUN_STATE_TRAINING)

@@ -21,7 +21,7 @@ from atoll.coordinator.store.sql import SqlStore
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AlreadyExists, AtollError, BackupCorrupt, ConfigError, DataDirUnusable, SignatureInvalid
 from atoll.core.identity import Identity
-from atoll.core.membership import Deny, issue_deny_list
+from atoll.core.membership import DenyList, issue_deny_list
 
 MADE_MS = 1_800_000_000_000
 
@@ -82,10 +82,10 @@ def test_numbers_go_on_above_all_that_may_have_been_issued(home: Path, tmp_path:
 def test_the_deny_list_that_is_shown_stays_and_the_next_one_is_above_the_spare_numbers() -> None:
     world = World()
     world.train("ann", "bob")
-    world.state = replace(world.state, deny=Deny(3, frozenset({"peer"})), deny_reserved=1003)
+    world.state = replace(world.state, deny=DenyList(3, frozenset({"peer"})), deny_reserved=1003)
     shown = issue_deny_list(world.operator, 7, frozenset({"peer", world.identities["bob"].peer_id}), 1.0)
     world.say("ann", deny_list=shown)
-    assert world.state.deny == Deny(1004, frozenset({"peer", world.identities["bob"].peer_id}))
+    assert world.state.deny == DenyList(1004, frozenset({"peer", world.identities["bob"].peer_id}))
     assert world.state.nodes[world.identities["bob"].peer_id].banned
     assert world.kinds()[-1] == "node.banned"
     world.say("ann", deny_list=shown)  # older than ours by now

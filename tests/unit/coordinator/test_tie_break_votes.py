@@ -15,7 +15,7 @@ from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash
-from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
+from atoll.core.quorum import Ballot, Electorate, LastVote, Undecided, must_adopt
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -62,7 +62,7 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
     """Four openers at once; every step one of them gets a promise or a vote from somebody, in any order."""
     electorate = Electorate(frozenset(MEMBERS))
     kept: dict[str, Vote] = {}
-    promises: dict[int, dict[str, Voted | None]] = {number: {} for number in range(4)}
+    promises: dict[int, dict[str, LastVote | None]] = {number: {} for number in range(4)}
     chosen: dict[int, bytes] = {}
     voters: dict[int, set[str]] = {number: set() for number in range(4)}
     for number, voting, name in steps:
@@ -82,7 +82,7 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
     assert len(committed) <= 1
 
 
-def choose(electorate: Electorate, number: int, promised: dict[str, Voted | None], chosen: dict[int, bytes]) -> bool:
+def choose(electorate: Electorate, number: int, promised: dict[str, LastVote | None], chosen: dict[int, bytes]) -> bool:
     """What this opener puts to the vote, once it has enough promises."""
     members = {name: vote for name, vote in promised.items() if name != TIE_BREAKER}
     asked = TIE_BREAKER in promised
@@ -95,8 +95,8 @@ def choose(electorate: Electorate, number: int, promised: dict[str, Voted | None
     return True
 
 
-def last(vote: Vote) -> Voted | None:
-    return Voted(Ballot(vote.voted_plan, vote.voted_attempt), vote.payload) if vote.payload else None
+def last(vote: Vote) -> LastVote | None:
+    return LastVote(Ballot(vote.voted_plan, vote.voted_attempt), vote.payload) if vote.payload else None
 
 
 # --- in a run ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
 from atoll.core import protocol
-from atoll.core.fragments import turn_of
+from atoll.core.fragments import fragment_of_round
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash, sign_vote
 from atoll.core.plan import Plan
@@ -105,7 +105,7 @@ def round_report(
 
     `gone` were not there any more when it was settled; `ballot` is the attempt that committed it, if a later one.
     """
-    fragment, counted = turn_of(number, fragments), tokens_each // fragments
+    fragment, counted = fragment_of_round(number, fragments), tokens_each // fragments
     name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt, fragment=fragment)
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),

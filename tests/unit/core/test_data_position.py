@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.data_position import DataPosition, advance, drop, first_position, length
+from atoll.core.data_position import DataPosition, advance, drop_samples, genesis_position, sample_count
 from atoll.core.errors import PeerMisbehaved
 
 PEERS = ["a", "b", "c", "d"]
@@ -19,7 +19,7 @@ rounds = st.lists(
 
 @given(st.integers(1, 50), st.integers(1, 40), rounds)
 def test_every_sample_below_the_cursor_is_consumed_held_or_returned_exactly_once(first, lease, history):
-    position = first_position(PEERS, first)
+    position = genesis_position(PEERS, first)
     consumed: list[int] = []
     for members, counts in history:
         for peer in members:
@@ -28,7 +28,7 @@ def test_every_sample_below_the_cursor_is_consumed_held_or_returned_exactly_once
         counts = {peer: count for peer, count in counts.items() if peer in members}
         position = advance(position, members, counts, lease)
         assert set(position.holdings) == set(members)
-        assert all(length(ranges) >= lease for ranges in position.holdings.values())
+        assert all(sample_count(ranges) >= lease for ranges in position.holdings.values())
     held = [i for ranges in position.holdings.values() for start, end in ranges for i in range(start, end)]
     returned = [i for start, end in position.returned for i in range(start, end)]
     assert sorted(consumed + held + returned) == list(range(position.cursor))
@@ -36,7 +36,7 @@ def test_every_sample_below_the_cursor_is_consumed_held_or_returned_exactly_once
 
 @given(rounds)
 def test_it_survives_the_wire(history):
-    position = first_position(PEERS, 10)
+    position = genesis_position(PEERS, 10)
     for members, counts in history:
         position = advance(position, members, {p: c for p, c in counts.items() if p in members}, 5)
     back = DataPosition.from_proto(position.to_proto())
@@ -48,19 +48,19 @@ def test_it_survives_the_wire(history):
 
 
 def test_a_faster_member_is_given_more():
-    position = advance(first_position(["fast", "slow"], 50), ["fast", "slow"], {"fast": 40, "slow": 2}, 40)
-    assert length(position.holdings["fast"]) == 160
-    assert length(position.holdings["slow"]) == 48
+    position = advance(genesis_position(["fast", "slow"], 50), ["fast", "slow"], {"fast": 40, "slow": 2}, 40)
+    assert sample_count(position.holdings["fast"]) == 160
+    assert sample_count(position.holdings["slow"]) == 48
 
 
 @given(st.integers(0, 2**63), st.integers(1, 100))
 def test_a_claim_cannot_burn_the_corpus(claimed, lease):
-    position = advance(first_position(["liar", "ann"], 50), ["liar", "ann"], {"liar": claimed, "ann": 5}, lease)
+    position = advance(genesis_position(["liar", "ann"], 50), ["liar", "ann"], {"liar": claimed, "ann": 5}, lease)
     assert position.cursor <= 100 + 5 * lease
 
 
 def test_returned_samples_are_handed_out_first():
-    position = first_position(["a", "b"], 10)
+    position = genesis_position(["a", "b"], 10)
     position = advance(position, ["a"], {"a": 10}, 10)
     assert position.holdings["a"] == ((10, 50),)  # b's ten, then new ones
     assert position.returned == ()
@@ -69,8 +69,8 @@ def test_returned_samples_are_handed_out_first():
 
 def test_a_negative_count_is_refused():
     with pytest.raises(PeerMisbehaved):
-        advance(first_position(["a"], 10), ["a"], {"a": -1}, 4)
+        advance(genesis_position(["a"], 10), ["a"], {"a": -1}, 4)
 
 
 def test_drop_past_the_end_leaves_nothing():
-    assert drop(((0, 3), (5, 6)), 9) == ()
+    assert drop_samples(((0, 3), (5, 6)), 9) == ()

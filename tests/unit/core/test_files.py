@@ -9,9 +9,9 @@ import pytest
 
 _SCRIPT = """
 import resource, sys
-from atoll.core.files import take_descriptors
+from atoll.core.files import raise_descriptor_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
-print(take_descriptors(int(sys.argv[3])), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(raise_descriptor_limit(int(sys.argv[3])), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 

@@ -5,7 +5,7 @@ from itertools import accumulate, combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.fragments import cut_layers, fragment_count, turn_of
+from atoll.core.fragments import fragment_count, fragment_of_round, split_into_fragments
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
@@ -13,7 +13,7 @@ SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 @given(SIZES, st.integers(1, 12))
 def test_fragments_hold_every_layer_once_and_are_as_equal_as_they_can_be(sizes, wanted):
     offsets = (0, *accumulate(sizes))
-    cut = cut_layers(offsets, wanted)
+    cut = split_into_fragments(offsets, wanted)
     assert len(cut) == fragment_count(wanted, len(sizes)) == min(wanted, len(sizes))
     assert [layer for fragment in cut for layer in fragment.layers] == list(range(len(sizes)))
     assert [fragment.index for fragment in cut] == list(range(len(cut)))
@@ -27,7 +27,7 @@ def test_fragments_hold_every_layer_once_and_are_as_equal_as_they_can_be(sizes, 
 @given(SIZES, st.integers(1, 12), st.sets(st.integers(1, 8)))
 def test_no_fragment_lies_on_both_sides_of_a_cut(sizes, wanted, places):
     cuts = tuple(sorted(place for place in places if place < len(sizes)))
-    cut = cut_layers((0, *accumulate(sizes)), wanted, cuts)
+    cut = split_into_fragments((0, *accumulate(sizes)), wanted, cuts)
     assert len(cut) == fragment_count(wanted, len(sizes), len(cuts))
     assert [layer for fragment in cut for layer in fragment.layers] == list(range(len(sizes)))
     assert set(cuts) <= {fragment.first_layer for fragment in cut}
@@ -45,7 +45,7 @@ def most_equal(sizes: list[int], count: int, forced: tuple[int, ...] = ()) -> tu
 def test_a_large_embedding_does_not_empty_the_other_fragments():
     """GPT-2's sizes in thousands; the tied head is a norm."""
     sizes = [38_600, *[7_100] * 12, 1]
-    cut = [fragment.elements for fragment in cut_layers((0, *accumulate(sizes)), 8)]
+    cut = [fragment.elements for fragment in split_into_fragments((0, *accumulate(sizes)), 8)]
     assert max(cut) == 38_600
     assert min(cut) >= 7_100
     assert max(cut[1:]) <= 2 * 7_100 + 1
@@ -53,5 +53,5 @@ def test_a_large_embedding_does_not_empty_the_other_fragments():
 
 @given(st.integers(1, 10**9), st.integers(1, 64))
 def test_every_fragment_has_its_turn(number, count):
-    assert sorted(turn_of(number + ahead, count) for ahead in range(count)) == list(range(count))
-    assert turn_of(1, count) == turn_of(0, count) == 0
+    assert sorted(fragment_of_round(number + ahead, count) for ahead in range(count)) == list(range(count))
+    assert fragment_of_round(1, count) == fragment_of_round(0, count) == 0

@@ -53,7 +53,7 @@ try:
 except KeyError:
     log.get("trainer").exception("failed")
 """
-    read = log.reader(colors=False)
+    read = log.json_line_formatter(colors=False)
     plain, failed = map(read, lines_of(program))
     stamp, *words = plain.split()
     assert len(stamp) == len("12:00:00")
@@ -72,7 +72,7 @@ def test_what_a_log_says_does_not_move_the_cursor() -> None:
         "level": "info",
         "told": "a\rb\x1b]0;c\x07",
     }
-    shown = log.reader(colors=False)(json.dumps(line))
+    shown = log.json_line_formatter(colors=False)(json.dumps(line))
     assert all(it.isprintable() for it in shown)
 
 
@@ -87,9 +87,9 @@ def test_what_a_log_says_does_not_move_the_cursor() -> None:
     ],
 )
 def test_a_line_that_only_looks_like_ours_ends_nothing(line: dict[str, object]) -> None:
-    assert isinstance(log.reader(colors=False)(json.dumps(line)), str)
+    assert isinstance(log.json_line_formatter(colors=False)(json.dumps(line)), str)
 
 
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
 def test_any_other_line_stays_as_it_is(line: str) -> None:
-    assert log.reader(colors=False)(line) == line
+    assert log.json_line_formatter(colors=False)(line) == line

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import UsageError
-from atoll.core.output import asked, fitted
+from atoll.core.output import ask_interactively, wrap_for_terminal
 
 WORDS = st.lists(st.text("ab-/`", min_size=1, max_size=30), min_size=1, max_size=30)
 
@@ -29,7 +29,7 @@ def narrow() -> object:
 
 @given(WORDS)
 def test_lines_fit_a_terminal_and_no_word_of_them_is_broken(words: list[str]) -> None:
-    shown = fitted(" ".join(words), Terminal())
+    shown = wrap_for_terminal(" ".join(words), Terminal())
     assert shown.split() == words
     assert all(len(line) <= 40 for line in shown.split("\n"))
 
@@ -37,12 +37,12 @@ def test_lines_fit_a_terminal_and_no_word_of_them_is_broken(words: list[str]) ->
 @given(WORDS)
 def test_what_programs_read_stays_as_it_is(words: list[str]) -> None:
     text = " ".join(words)
-    assert fitted(text, io.StringIO()) == text
+    assert wrap_for_terminal(text, io.StringIO()) == text
 
 
 def test_lines_that_fit_and_their_indents_stay_as_they_are() -> None:
     text = "error: no\n  do this\n\n  or   that"
-    assert fitted(text, Terminal()) == text
+    assert wrap_for_terminal(text, Terminal()) == text
 
 
 @pytest.mark.parametrize(("stdin", "error"), [(Terminal(), KeyboardInterrupt), (io.StringIO(), UsageError)])
@@ -54,5 +54,5 @@ def test_a_question_that_nobody_answers_is_an_interrupt_or_says_that_nobody_is_t
 
     monkeypatch.setattr("sys.stdin", stdin)
     with pytest.raises(error):
-        asked(question)
-    assert asked(lambda: True)
+        ask_interactively(question)
+    assert ask_interactively(lambda: True)

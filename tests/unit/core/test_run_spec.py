@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.errors import RunSpecError
-from atoll.core.run_spec import doubts, parse_run_spec
+from atoll.core.run_spec import parse_run_spec, spec_warnings
 
 SPEC = """version = 1
 [run]
@@ -54,8 +54,8 @@ def test_every_problem_has_a_line_of_its_own() -> None:
 
 def test_what_a_spec_hardly_means_is_told() -> None:
     plain = SPEC.replace("= 100\n", "= 20\n")
-    assert doubts(parse_run_spec(plain)) == ()
-    (warm_up,) = doubts(parse_run_spec(plain + "[optimizer]\nwarmup_tokens = 1000\n"))
+    assert spec_warnings(parse_run_spec(plain)) == ()
+    (warm_up,) = spec_warnings(parse_run_spec(plain + "[optimizer]\nwarmup_tokens = 1000\n"))
     assert "never ends" in warm_up
-    (rounds,) = doubts(parse_run_spec(SPEC.replace("= 100\n", "= 101\n")))
+    (rounds,) = spec_warnings(parse_run_spec(SPEC.replace("= 100\n", "= 101\n")))
     assert "few rounds" in rounds

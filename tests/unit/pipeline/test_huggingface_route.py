@@ -10,7 +10,7 @@ from support.hf_runs import TARGETS, config_of, model_section, pretrained, spec_
 from support.memory_network import MemoryHub
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
-from atoll.core.errors import BaseUnusable
+from atoll.core.errors import PretrainedWeightsUnusable
 from atoll.node.model.run_model import hold, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
@@ -106,17 +106,17 @@ def test_a_span_reads_its_own_files_alone_and_none_that_is_not_the_run_s(tmp_pat
     run = run_model(spec, 256, base)
     assert hold(run, Span(3, 3), torch.device("cpu")).frozen_E.any()
     for look in (lambda: hold(run, Span(0, 1), torch.device("cpu")), lambda: run.check(None)):
-        with pytest.raises(BaseUnusable, match=names[0]) as caught:
+        with pytest.raises(PretrainedWeightsUnusable, match=names[0]) as caught:
             look()
         assert "--base" in caught.value.remedy
     run.check(Span(3, 3))
     for directory, words in ((None, "was given none"), (tmp_path, "lacks model-00001")):
-        with pytest.raises(BaseUnusable, match=words):
+        with pytest.raises(PretrainedWeightsUnusable, match=words):
             run_model(spec, 256, directory)
     damaged.write_bytes(held)
     run_model(spec, 256, base).check(None)
     index = base / "model.safetensors.index.json"
     whole = spec_of(model_section(config_of("llama"), pretrained(tmp_path / "whole"), ["q_proj"]))
     (tmp_path / "whole" / index.name).write_bytes(index.read_bytes())  # an index that the run does not know
-    with pytest.raises(BaseUnusable, match="none of the run's"):
+    with pytest.raises(PretrainedWeightsUnusable, match="none of the run's"):
         hold(run_model(whole, 256, tmp_path / "whole"), Span(0, 0), torch.device("cpu"))

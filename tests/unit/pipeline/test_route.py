@@ -29,7 +29,7 @@ from atoll.core.errors import (
     Unreachable,
 )
 from atoll.core.frames import Frame, FrameKind
-from atoll.core.learned_deadline import Pace
+from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.pipeline import dispatcher, route_connection, stage_loop, stage_streams
@@ -215,7 +215,7 @@ def impatient(driver: StageThread) -> Iterator[None]:
     """Only while a flush is known to stand still: on a busy machine one that goes well takes as long."""
     loop = driver.session._loop
     assert isinstance(loop, StageLoop)
-    before, loop._patience = loop._patience, Pace(0.3, 0.3)
+    before, loop._patience = loop._patience, LearnedDeadline(0.3, 0.3)
     yield
     loop._patience = before
 
@@ -362,7 +362,7 @@ async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
         driver_loop = route.driver.session._loop
         assert isinstance(driver_loop, StageLoop)
-        driver_loop._patience = Pace(300.0, 300.0)
+        driver_loop._patience = LearnedDeadline(300.0, 300.0)
         await until(lambda: not route.stages[1].session._between_steps)
         assert await route.stages[1].order(ms.Pause()) == ms.Done()
         await until(lambda: driver_loop.flushes_aborted > 0)

@@ -37,7 +37,7 @@ from support.donors import (
 )
 
 from atoll.core.errors import AtollError, Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_staged
@@ -262,7 +262,7 @@ async def test_a_head_of_another_model_is_an_error_not_a_crash(reef):
 
 
 async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
-    whole = cut_layers(OFFSETS, 1)[0]
+    whole = split_into_fragments(OFFSETS, 1)[0]
     staging = STATE.staging(whole, 0.7, 0.9)
     staging.take(0, torch.ones(164))
     staged = staging.finish(HEAD)
@@ -288,7 +288,7 @@ async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
 
 
 async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(reef):
-    whole = cut_layers(OFFSETS, 1)[0]
+    whole = split_into_fragments(OFFSETS, 1)[0]
     staged, state, result = stepped(STATE, HEAD, 0, fragments=1)
     reef.serve(BOB, history(HEAD), STATE, {result.hash: staged})
     reef.serve(DAN, history(HEAD), STATE)
@@ -431,7 +431,7 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
 
 def stepped(before: AnchorState, head: Head, index: int, fragments: int = 2) -> tuple[Staged, AnchorState, Head]:
     """The round after `head` that averages one of the fragments: its result, the state and the head."""
-    fragment = cut_layers(OFFSETS, fragments)[index]
+    fragment = split_into_fragments(OFFSETS, fragments)[index]
     staging = before.staging(fragment, 0.7, 0.9)
     staging.take(0, torch.ones(fragment.elements))
     staged = staging.finish(head)
@@ -442,7 +442,7 @@ def stepped(before: AnchorState, head: Head, index: int, fragments: int = 2) -> 
 
 
 async def test_of_a_staged_fragment_only_its_own_layers_travel(reef):
-    second = cut_layers(OFFSETS, 2)[1]
+    second = split_into_fragments(OFFSETS, 2)[1]
     staged, _, result = stepped(STATE, HEAD, 1)
     for member in (ANN, BOB):
         reef.serve(member, history(HEAD), STATE, {result.hash: staged})
@@ -458,7 +458,7 @@ async def test_of_a_staged_fragment_only_its_own_layers_travel(reef):
 async def test_what_no_round_has_changed_is_given_out_under_an_older_head(reef):
     """Else nobody could catch up whose link is slower than the rounds of fragments."""
     holding = reef.serve(ANN, history(HEAD), STATE)
-    first, second = cut_layers(OFFSETS, 2)
+    first, second = split_into_fragments(OFFSETS, 2)
     conversation = await Conversation.begin(reef.network, ANN.peer_id, "r", QUICK.answer)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     _, state, head = stepped(STATE, HEAD, 0)

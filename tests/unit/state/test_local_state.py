@@ -11,7 +11,7 @@ from support.donors import ANN, BOB, CLEO, GENESIS, OFFSETS, OPERATOR, Reef, com
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
-from atoll.core.membership import Authority
+from atoll.core.membership import MembershipVerifier
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.control.directives import Directives
 from atoll.node.local_state import Holdings, Rooms
@@ -66,7 +66,7 @@ class Node:
         for number in rounds:
             it = part(number, OURS)
             self.store.write(CheckpointState(HEADS[number], Layers.of(TABLE, OURS), it.anchor_E, it.momentum_E))
-        self.directives = Directives(cast(Authority, None), lambda *_: None, lambda _: None, folder / "plan")
+        self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
         self.holdings = Holdings(
             Rooms(
                 self.reef.network,

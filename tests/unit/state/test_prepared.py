@@ -9,7 +9,7 @@ import torch
 from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OFFSETS, OPERATOR, Reef, commit, history, plan_of, state_of
 
 from atoll.core.errors import DataDirUnusable, Unreachable
-from atoll.core.membership import Authority
+from atoll.core.membership import MembershipVerifier
 from atoll.node.control.directives import Directives
 from atoll.node.state import prefetch
 from atoll.node.state.mapped_vectors import mapped_vector
@@ -36,7 +36,7 @@ class Node:
         self.reef = Reef(folder)
         self.folder = folder / "ours"
         self.folder.mkdir()
-        self.directives = Directives(cast(Authority, None), lambda *_: None, lambda _: None, folder / "plan")
+        self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
         self.directives.plan = PLAN
         self.present = Present(OFFSETS, held, HEAD if held else None)
         self.told = 0

@@ -6,9 +6,9 @@ import pytest
 from support.certificates import certificate_of
 
 from atoll.core.clock import ManualClock
-from atoll.core.errors import Banned, CertificateInvalid, NotIntroduced, ProtocolMismatch
+from atoll.core.errors import Banned, CertificateInvalid, HelloRequired, ProtocolMismatch
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, GRACE, Authority, Deny
+from atoll.core.membership import EMPTY_DENY_LIST, EXPIRY_GRACE, DenyList, MembershipVerifier
 from atoll.node.swarm.hello import BURST, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, RATE_PER_SECOND, StrangerLimit
 from atoll.node.wire.gate import Gate
 from atoll.v1 import common_pb2 as pb
@@ -28,8 +28,8 @@ def certificate(identity: Identity, now: float, run_id: str = "reef") -> pb.Sign
     return certificate_of(identity, OPERATOR, now, run_id=run_id)
 
 
-def make_gate(identity: Identity, clock: ManualClock, deny: Deny = EMPTY_DENY) -> Gate:
-    authority = Authority(OPERATOR.public_key, "reef")
+def make_gate(identity: Identity, clock: ManualClock, deny: DenyList = EMPTY_DENY_LIST) -> Gate:
+    authority = MembershipVerifier(OPERATOR.public_key, "reef")
     return Gate(authority, certificate(identity, clock.unix()), identity.peer_id, deny, clock)
 
 
@@ -44,7 +44,7 @@ def gate(clock: ManualClock) -> Gate:
 
 
 def test_a_peer_is_known_after_its_hello_only(gate: Gate, clock: ManualClock) -> None:
-    with pytest.raises(NotIntroduced):
+    with pytest.raises(HelloRequired):
         gate.require(PEER.peer_id)
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     assert gate.require(PEER.peer_id).peer_id == PEER.peer_id
@@ -63,10 +63,10 @@ def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: Man
 
 def test_membership_ends_with_certificate_and_grace(gate: Gate, clock: ManualClock) -> None:
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
-    clock.advance(24 * 3600 + GRACE.total_seconds() - 1)
+    clock.advance(24 * 3600 + EXPIRY_GRACE.total_seconds() - 1)
     assert gate.knows(PEER.peer_id)
     clock.advance(2)
-    with pytest.raises(NotIntroduced):
+    with pytest.raises(HelloRequired):
         gate.require(PEER.peer_id)
 
 
@@ -74,10 +74,10 @@ def test_a_ban_cuts_streams_and_older_lists_change_nothing(gate: Gate, clock: Ma
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     stream = FakeStream()
     gate.opened(PEER.peer_id, stream)
-    gate.set_deny_list(Deny(2, frozenset({PEER.peer_id})))
+    gate.set_deny_list(DenyList(2, frozenset({PEER.peer_id})))
     assert stream.aborted
     assert gate.open_streams(PEER.peer_id) == 0
-    gate.set_deny_list(Deny(1, frozenset()))
+    gate.set_deny_list(DenyList(1, frozenset()))
     with pytest.raises(Banned):
         gate.require(PEER.peer_id)
     with pytest.raises(Banned):

@@ -14,7 +14,7 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY, Authority
+from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.swarm.hello import COURTESY, Introductions
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
@@ -28,9 +28,9 @@ class Side:
 
     def __init__(self, identity: Identity) -> None:
         clock = ManualClock()
-        authority = Authority(OPERATOR.public_key, "reef")
+        authority = MembershipVerifier(OPERATOR.public_key, "reef")
         membership = certificate_of(identity, OPERATOR, clock.unix(), run_id="reef")
-        self.gate = Gate(authority, membership, identity.peer_id, EMPTY_DENY, clock)
+        self.gate = Gate(authority, membership, identity.peer_id, EMPTY_DENY_LIST, clock)
         self.introductions = Introductions(self.gate, self._dial, Traffic(clock), clock)  # type: ignore[arg-type]
         self.dialled_at: list[float] = []
 

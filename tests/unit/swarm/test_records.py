@@ -13,25 +13,32 @@ from support.certificates import certificate_of
 
 from atoll.core.errors import AtollError, InvalidRequest
 from atoll.core.identity import Identity
-from atoll.core.membership import Authority
-from atoll.core.records import Place, build_addresses, build_head, heads_key, nodes_key, verify_record
+from atoll.core.membership import MembershipVerifier
+from atoll.core.records import (
+    RecordLocation,
+    build_address_record,
+    build_head_record,
+    heads_key,
+    nodes_key,
+    verify_record,
+)
 
 NOW = 1_700_000_000.0
 OPERATOR, OWNER, OTHER = Identity.generate(), Identity.generate(), Identity.generate()
-AUTHORITY = Authority(OPERATOR.public_key, "reef")
+AUTHORITY = MembershipVerifier(OPERATOR.public_key, "reef")
 HASH = b"\1" * 32
 
 
 certificate = partial(certificate_of, operator=OPERATOR, now=NOW)
-PLACE = Place(heads_key("reef"), OWNER.peer_id, NOW + 60)
-GOOD = build_head(OWNER, certificate(OWNER), "reef", NOW + 60, (3, HASH))
+PLACE = RecordLocation(heads_key("reef"), OWNER.peer_id, NOW + 60)
+GOOD = build_head_record(OWNER, certificate(OWNER), "reef", NOW + 60, (3, HASH))
 
 
 def test_head_and_addresses_round_trip() -> None:
     assert verify_record(GOOD, PLACE, AUTHORITY, NOW).head == (3, HASH)
     multiaddrs = ("/ip4/192.0.2.1/tcp/4001",)
-    data = build_addresses(OWNER, certificate(OWNER), "reef", NOW + 600, multiaddrs)
-    record = verify_record(data, Place(nodes_key("reef"), OWNER.peer_id, NOW + 600), AUTHORITY, NOW)
+    data = build_address_record(OWNER, certificate(OWNER), "reef", NOW + 600, multiaddrs)
+    record = verify_record(data, RecordLocation(nodes_key("reef"), OWNER.peer_id, NOW + 600), AUTHORITY, NOW)
     assert (record.multiaddrs, record.owner.peer_id) == (multiaddrs, OWNER.peer_id)
 
 
@@ -47,7 +54,7 @@ def test_head_and_addresses_round_trip() -> None:
         replace(PLACE, expires=float("nan")),
     ],
 )
-def test_a_record_cannot_be_moved_or_kept_alive(place: Place) -> None:
+def test_a_record_cannot_be_moved_or_kept_alive(place: RecordLocation) -> None:
     with pytest.raises(AtollError):
         verify_record(GOOD, place, AUTHORITY, NOW)
 
@@ -55,11 +62,15 @@ def test_a_record_cannot_be_moved_or_kept_alive(place: Place) -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: build_head(OTHER, certificate(OWNER), "reef", NOW + 60, (3, HASH)),  # with another's certificate
-        lambda: build_head(OWNER, certificate(OWNER, operator=OWNER), "reef", NOW + 60, (3, HASH)),  # self-signed
-        lambda: build_head(OWNER, certificate(OWNER, now=NOW - 97 * 3600), "reef", NOW + 60, (3, HASH)),  # expired
-        lambda: build_head(OWNER, certificate(OWNER), "reef", NOW + 60, (3, b"short")),
-        lambda: build_addresses(OWNER, certificate(OWNER), "reef", NOW + 60, ("/ip4/192.0.2.1/tcp/1",)),
+        lambda: build_head_record(OTHER, certificate(OWNER), "reef", NOW + 60, (3, HASH)),  # with another's certificate
+        lambda: build_head_record(
+            OWNER, certificate(OWNER, operator=OWNER), "reef", NOW + 60, (3, HASH)
+        ),  # self-signed
+        lambda: build_head_record(
+            OWNER, certificate(OWNER, now=NOW - 97 * 3600), "reef", NOW + 60, (3, HASH)
+        ),  # expired
+        lambda: build_head_record(OWNER, certificate(OWNER), "reef", NOW + 60, (3, b"short")),
+        lambda: build_address_record(OWNER, certificate(OWNER), "reef", NOW + 60, ("/ip4/192.0.2.1/tcp/1",)),
         lambda: b"x" * 5000,
         lambda: b"\xff",
     ],
@@ -70,7 +81,7 @@ def test_records_that_no_storer_takes(build: Callable[[], bytes]) -> None:
 
 
 def test_life_is_at_most_ten_minutes() -> None:
-    data = build_head(OWNER, certificate(OWNER), "reef", NOW + 601, (3, HASH))
+    data = build_head_record(OWNER, certificate(OWNER), "reef", NOW + 601, (3, HASH))
     with pytest.raises(AtollError, match="lives at most"):
         verify_record(data, replace(PLACE, expires=NOW + 601), AUTHORITY, NOW)
 
@@ -78,7 +89,7 @@ def test_life_is_at_most_ten_minutes() -> None:
 @pytest.mark.parametrize("multiaddrs", [[], ["/ip4/192.0.2.1/tcp/1"] * 17, ["x" * 257], ["/dns/" + "x" * 240] * 16])
 def test_too_many_or_too_long_addresses_are_not_published(multiaddrs: list[str]) -> None:
     with pytest.raises(InvalidRequest):
-        build_addresses(OWNER, certificate(OWNER), "reef", NOW + 60, multiaddrs)
+        build_address_record(OWNER, certificate(OWNER), "reef", NOW + 60, multiaddrs)
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))

@@ -15,8 +15,8 @@ from atoll.core.errors import (
     ChildDied,
     DeadlineExceeded,
     FrameInvalid,
+    HelloRequired,
     ModelTooLarge,
-    NotIntroduced,
     PortInUse,
     RoundAbandoned,
     Unreachable,
@@ -70,7 +70,7 @@ def make_stream(
 ) -> tuple[SocketStream, asyncio.StreamReader, FakeWriter, Traffic]:
     def guard() -> None:
         if not known:
-            raise NotIntroduced("who is there")
+            raise HelloRequired("who is there")
 
     reader, writer, traffic = asyncio.StreamReader(), FakeWriter(), Traffic(clock or SystemClock())
     stream = SocketStream("peer", "/p/1", reader, writer, guard=guard, traffic=traffic)  # type: ignore[arg-type]
@@ -164,9 +164,9 @@ async def test_sent_bytes_are_counted_per_protocol_and_a_closed_stream_refuses()
 async def test_membership_is_checked_on_each_use() -> None:
     stream, reader, writer, _ = make_stream(known=False)
     reader.feed_data(frame(FrameKind.MESSAGE, b"x"))
-    with pytest.raises(NotIntroduced):
+    with pytest.raises(HelloRequired):
         await stream.receive(SOON)
-    with pytest.raises(NotIntroduced):
+    with pytest.raises(HelloRequired):
         await stream.send(FrameKind.MESSAGE, b"x")
     assert not writer.written
 

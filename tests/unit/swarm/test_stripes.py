@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.byte_stream import KeptWriter, reader_of
 
 from atoll.core.clock import SystemClock
-from atoll.core.errors import DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable
+from atoll.core.errors import DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.swarm import stripes
 from atoll.node.swarm.stripes import STRIPES, UNIT_BYTES, Gatherings, StripedReader, StripedWriter, together
@@ -331,9 +331,9 @@ async def test_who_is_evicted_or_ended_has_nothing_left_here() -> None:
             held.abort()
         else:
             waiting.cancel()
-        with pytest.raises(NotIntroduced if end == "evicted" else asyncio.CancelledError):
+        with pytest.raises(HelloRequired if end == "evicted" else asyncio.CancelledError):
             await waiting
-        with pytest.raises(NotIntroduced if end == "evicted" else Unreachable):
+        with pytest.raises(HelloRequired if end == "evicted" else Unreachable):
             await other
         assert not gate.held
 

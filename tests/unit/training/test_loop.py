@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.core.clock import SystemClock
-from atoll.core.errors import ChildDied, NotFinite
+from atoll.core.errors import ChildDied, WeightsNotFinite
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.local_weights import Pieces, SpreadWeights, WholeWeights
@@ -171,9 +171,9 @@ def test_weights_that_are_of_no_use_any_more_are_told_and_not_averaged(make_loop
     loop = make_loop()
     loop.weights_E[-1] = value
     loop.snapshot()
-    with pytest.raises(NotFinite):
+    with pytest.raises(WeightsNotFinite):
         loop.pseudo_gradient_into(torch.zeros(loop.weights_E.numel()))
-    assert issubclass(NotFinite, ChildDied)  # so the session starts another trainer from the anchor
+    assert issubclass(WeightsNotFinite, ChildDied)  # so the session starts another trainer from the anchor
 
 
 def test_apply_carries_what_was_trained_since_the_snapshot(make_loop: LoopMaker) -> None:

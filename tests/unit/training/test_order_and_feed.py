@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.core.data_position import advance, first_position
+from atoll.core.data_position import advance, genesis_position
 from atoll.node.training.sample_feed import SampleFeed
 from atoll.node.training.sample_order import SampleOrder
 
@@ -62,7 +62,7 @@ def test_a_dry_feed_reads_its_ranges_again_and_says_so() -> None:
 def test_feeds_driven_by_manifests_train_each_sample_once(rounds: list[tuple[int, int]]) -> None:
     """Two members, rounds with some samples before each snapshot and some during the exchange."""
     members = ["a", "b"]
-    position = first_position(members, 4)
+    position = genesis_position(members, 4)
     feeds = {peer: SampleFeed(position.holdings[peer]) for peer in members}
     after = dict.fromkeys(members, 0)
     seen: list[int] = []
@@ -75,7 +75,7 @@ def test_feeds_driven_by_manifests_train_each_sample_once(rounds: list[tuple[int
     for before, during in rounds:
         consumed = {peer: after[peer] + train(peer, before) for peer in members}
         after = {peer: train(peer, during) if during else 0 for peer in members}
-        position = advance(position, members, consumed, minimum_lease=4)
+        position = advance(position, members, consumed, minimum_lease_samples=4)
         feeds = {peer: SampleFeed(position.holdings[peer], skip=after[peer]) for peer in members}
     assert len(seen) == len(set(seen))
     held = {n for peer in members for start, end in position.holdings[peer] for n in range(start, end)}

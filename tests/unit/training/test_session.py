@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
-from atoll.core.files import open_anonymous
+from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.initial_weights_file import write_initial
@@ -73,7 +73,7 @@ def run(
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
     channel = FakeChannel(*orders, ms.Stop())
     config = ms.TrainerConfig(SPEC.format(model=model, path=json.dumps(str(tmp_path))), device=device, span=span)
-    descriptors = [open_anonymous("anchor"), open_anonymous("gradient")]
+    descriptors = [open_anonymous_file("anchor"), open_anonymous_file("gradient")]
     try:
         session = Session(config, channel, *descriptors)
         session.serve()

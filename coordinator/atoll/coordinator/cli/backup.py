@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 
 if TYPE_CHECKING:
     from atoll.coordinator.backup import Made
@@ -86,5 +86,5 @@ def _tell(made: Made, output: Output, sentence: str) -> None:
         facts = {"path": str(made.path), "ca_sha256": made.ca_sha256, "created_unix_ms": made.created_unix_ms}
         print_json({"backup": facts})
         return
-    say(sentence)
+    print_to_stderr(sentence)
     print(made.path)

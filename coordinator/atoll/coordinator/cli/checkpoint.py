@@ -14,7 +14,7 @@ from atoll.coordinator.cli.formatting import count, moment, size
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.sanitize import clean
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Checkpoints: list, pull.", no_args_is_help=True)
@@ -88,11 +88,13 @@ def pull(
         where = {"path": str(target), "parts": list(found.parts)}
         print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), **where}})
         return
-    say(f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: every layer is true")
+    print_to_stderr(
+        f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: every layer is true"
+    )
     if found.parts:
-        say(f"from nodes that hold some layers each: {', '.join(found.parts)}")
+        print_to_stderr(f"from nodes that hold some layers each: {', '.join(found.parts)}")
     if unverified:
-        say("with --unverified, nobody vouches for it but those who signed its manifest")
+        print_to_stderr("with --unverified, nobody vouches for it but those who signed its manifest")
     print(target)
 
 
@@ -112,7 +114,7 @@ class Progress:
         if sys.stderr.isatty():
             print(f"\r{line:<40}", end="\n" if done == total else "", file=sys.stderr, flush=True)
         else:
-            say(line)
+            print_to_stderr(line)
 
 
 def _row(item: wire.CheckpointView) -> Plain:

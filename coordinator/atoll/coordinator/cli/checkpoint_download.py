@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, CheckpointCorrupt
-from atoll.core.files import unusable, write_synced
-from atoll.core.manifest import Head, read_head
-from atoll.core.safetensors_header import MALFORMED, read_header
+from atoll.core.files import data_dir_unusable, write_synced
+from atoll.core.manifest import Head, parse_and_verify_head
+from atoll.core.safetensors_header import MALFORMED_ERRORS, read_header
 from atoll.core.units import layers_text
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -68,7 +68,7 @@ def receive(
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     except OSError as error:
-        raise unusable(target, error) from error
+        raise data_dir_unusable(target, error) from error
     return pulled
 
 
@@ -77,7 +77,7 @@ def refuse_existing(target: Path) -> None:
     try:
         taken = any(target.iterdir()) if target.is_dir() else target.exists() or target.is_symlink()
     except OSError as error:
-        raise unusable(target, error) from error
+        raise data_dir_unusable(target, error) from error
     if taken:
         raise AlreadyExists(f"{target} exists already", "name a new directory with --to")
 
@@ -140,7 +140,7 @@ class _Arrival:
         files = {item.name: item for item in opening.files}
         if not files or len(files) != len(opening.files) or not all(_NAME.fullmatch(name) for name in files):
             raise CheckpointCorrupt("the node sent no files, or some with names that cannot be")
-        self.head = read_head(opening.manifest, run_id)
+        self.head = parse_and_verify_head(opening.manifest, run_id)
         if not self.head.signers:
             raise CheckpointCorrupt(f"nobody voted for the manifest of round {self.head.round} that the node sent")
         if self.head.round != opening.round:
@@ -224,7 +224,7 @@ def check_layers(path: Path, digests: Mapping[str, bytes]) -> None:
         for name, digest in digests.items():
             try:
                 found = _digest(file, data, header[name])
-            except MALFORMED as error:
+            except MALFORMED_ERRORS as error:
                 raise CheckpointCorrupt(f"{path.name} has a header that does not parse") from error
             if found != digest:
                 raise CheckpointCorrupt(f"layer {name} in {path.name} is not what the manifest says")

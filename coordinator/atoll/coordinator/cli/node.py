@@ -15,7 +15,7 @@ from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOp
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import UsageError
-from atoll.core.output import Output, OutputOption, asked, say
+from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -96,8 +96,8 @@ def ban(
     with connect(credentials) as client:
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
         if not yes:
-            say(f"this bans {clean(view.name)} ({clean(view.peer_id)}) for good; it cannot be undone")
-            if not asked(lambda: typer.confirm("ban it?", err=True)):
+            print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}) for good; it cannot be undone")
+            if not ask_interactively(lambda: typer.confirm("ban it?", err=True)):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
     show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])

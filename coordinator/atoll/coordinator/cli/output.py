@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.coordinator.sanitize import clean, enum_word
-from atoll.core.output import Output, fitted, print_json
+from atoll.core.output import Output, print_json, wrap_for_terminal
 
 Plain = dict[str, object]
 _MAX_LINE_CHARACTERS = 4096
@@ -51,7 +51,7 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
 def below(sentences: Iterable[str]) -> None:
     """Below a table, a line each; where a terminal is narrower, broken between words."""
     for sentence in map(clean, sentences):
-        print(fitted(sentence, sys.stdout))
+        print(wrap_for_terminal(sentence, sys.stdout))
 
 
 def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:

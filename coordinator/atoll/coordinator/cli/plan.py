@@ -14,7 +14,7 @@ from atoll.coordinator.cli.formatting import count, moment, size
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.sanitize import clean
-from atoll.core.output import Output, OutputOption, say
+from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
@@ -70,11 +70,13 @@ def show_plan(
     show(output, {"plan": plain(view.plan), **document}, columns, list(_rows(view)))
     if output is Output.TEXT:
         plan = view.plan
-        say(f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}")
+        print_to_stderr(
+            f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}"
+        )
         for item in view.left_out:
-            say(f"left out: {clean(item.name or item.peer_id)}: {clean(item.reason)}")
+            print_to_stderr(f"left out: {clean(item.name or item.peer_id)}: {clean(item.reason)}")
         if view.missing:
-            say(f"no other plan is possible now: {clean(view.missing)}")
+            print_to_stderr(f"no other plan is possible now: {clean(view.missing)}")
 
 
 @app.command("history")

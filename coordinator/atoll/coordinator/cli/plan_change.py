@@ -10,7 +10,7 @@ from atoll.coordinator.cli.formatting import count, size
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.sanitize import clean
 from atoll.core.errors import UsageError
-from atoll.core.output import Output, say
+from atoll.core.output import Output, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
@@ -29,7 +29,7 @@ def diff(client: Client, run: str, earlier: int, later: int, output: Output) -> 
     changes = list(_changes(*views))
     show(output, {"from": earlier, "to": later, "changes": changes}, _DIFF_COLUMNS, changes)
     if output is Output.TEXT and not changes:
-        say(f"plans {earlier} and {later} give everybody the same layers")
+        print_to_stderr(f"plans {earlier} and {later} give everybody the same layers")
 
 
 def pin_request(node: str, layers: str, *, out: bool) -> wire.PinNodeRequest:
@@ -67,7 +67,7 @@ def show_change(response: wire.ApplyPlanResponse, output: Output, *, dry_run: bo
     show(output, {"dry_run": dry_run, "change": plain(response)}, _CHANGE_COLUMNS, rows)
     if output is Output.TEXT:
         for line in _sentences(response, dry_run=dry_run):
-            say(clean(line))
+            print_to_stderr(clean(line))
 
 
 def _sentences(response: wire.ApplyPlanResponse, *, dry_run: bool) -> Iterator[str]:

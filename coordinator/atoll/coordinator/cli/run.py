@@ -17,7 +17,7 @@ from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import ConfigError, RunSpecError, UsageError
-from atoll.core.output import Output, OutputOption, asked, say
+from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
@@ -72,15 +72,15 @@ def create(
     _show_rows(output, {"run": plain(run)}, [run])
     _tell_doubts(text)
     if not start:
-        say(f"start it with: atollctl run start {run.run_id}")
+        print_to_stderr(f"start it with: atollctl run start {run.run_id}")
 
 
 def _tell_doubts(text: str) -> None:
-    from atoll.core.run_spec import doubts, parse_run_spec  # pydantic: not for the commands that only look
+    from atoll.core.run_spec import parse_run_spec, spec_warnings  # pydantic: not for the commands that only look
 
     with suppress(RunSpecError):  # the coordinator took it: its release knows more
-        for doubt in doubts(parse_run_spec(text)):
-            say(f"note: {doubt}")
+        for doubt in spec_warnings(parse_run_spec(text)):
+            print_to_stderr(f"note: {doubt}")
 
 
 @app.command("list")
@@ -133,7 +133,7 @@ def rounds(
     show(output, {"rounds": [plain(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found])
     if len(found) == _ROUNDS:
         first, last = found[0].round.number, found[-1].round.number
-        say(f"These are rounds {first} to {last}; `--after ROUND` shows others.")
+        print_to_stderr(f"These are rounds {first} to {last}; `--after ROUND` shows others.")
 
 
 @app.command()
@@ -198,9 +198,11 @@ def recover(
         if not yes:
             nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=view.run_id)).nodes
             held = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
-            say(f"run {clean(view.run_id)} is at round {view.head_round}; connected nodes hold: {_tally(held)}")
-            say("newer rounds than the newest of these become void for good, wherever they are")
-            if not asked(lambda: typer.confirm("recover it?", err=True)):
+            print_to_stderr(
+                f"run {clean(view.run_id)} is at round {view.head_round}; connected nodes hold: {_tally(held)}"
+            )
+            print_to_stderr("newer rounds than the newest of these become void for good, wherever they are")
+            if not ask_interactively(lambda: typer.confirm("recover it?", err=True)):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
     _show_rows(output, {"run": plain(view)}, [view])

@@ -13,7 +13,7 @@ from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, Plain, plain, show
 from atoll.coordinator.sanitize import enum_word
 from atoll.core.errors import UsageError
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import duration_text, parse_duration
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
@@ -65,7 +65,7 @@ def create(
     uses_text = "one use" if view.uses_total == 1 else f"{view.uses_total} uses"
     life = duration_text((view.expires_unix_ms - view.created_unix_ms) / 1000)
     command = "atoll join --name seed --port 7710" if request.roles == [pb.ROLE_SEED] else "atoll join"
-    say(f"token {view.id} for run {view.run_id}: {uses_text}, good for {life}. On the node: {command}")
+    print_to_stderr(f"token {view.id} for run {view.run_id}: {uses_text}, good for {life}. On the node: {command}")
     print(made.token)
 
 

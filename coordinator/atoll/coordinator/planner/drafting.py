@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.core.data_position import LEASE_ROUNDS
-from atoll.core.plan import Assignment, Base, Plan, Range, RouteName, plain_names
+from atoll.core.plan import Assignment, Base, Plan, RouteName, SampleRange, stored_route_names
 from atoll.core.run_spec import RunSpec
 
 
@@ -67,7 +67,7 @@ def plan_of(
             for part in parts
         ),
         routes=tuple(tuple(part.peer_id for part in route) for route in ordered),
-        names=plain_names(version, tuple(known.get(route, (version, at)) for at, route in enumerate(ordered))),
+        names=stored_route_names(version, tuple(known.get(route, (version, at)) for at, route in enumerate(ordered))),
         base=base,
         issued_unix_ms=issued_unix_ms,
         reason=reason,
@@ -108,7 +108,9 @@ def first_lease_samples(spec: RunSpec) -> int:
     return LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
 
 
-def _holdings(drivers: Sequence[str], previous: Plan | None, samples_each: int) -> Mapping[str, tuple[Range, ...]]:
+def _holdings(
+    drivers: Sequence[str], previous: Plan | None, samples_each: int
+) -> Mapping[str, tuple[SampleRange, ...]]:
     """First samples: as `previous` has them, and for new drivers what follows the highest that it dealt out.
 
     What leavers held stays a gap; the first committed round hands it out again.

@@ -25,7 +25,13 @@ from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of
 from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import manifest_hash, read_head, require_signers, stored_form, verify_votes
+from atoll.core.manifest import (
+    manifest_hash,
+    parse_and_verify_head,
+    require_signers,
+    strip_unknown_manifest_fields,
+    verify_votes,
+)
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 
@@ -83,7 +89,10 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
         _reject(draft, run_id, peer_id, "genesis", error)
         return
     report.layers.DiscardUnknownFields()
-    table, manifest = report.layers.SerializeToString(), stored_form(report.manifest).SerializeToString()
+    table, manifest = (
+        report.layers.SerializeToString(),
+        strip_unknown_manifest_fields(report.manifest).SerializeToString(),
+    )
     draft.put(replace(run, layers=table, genesis=manifest))
     genesis = Commit(manifest_hash(report.manifest.payload))
     draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_since=draft.now.monotonic)
@@ -298,7 +307,7 @@ def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
     check_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
     if len(report.manifest.signatures) != 1:
         raise PeerMisbehaved("genesis is signed by its writer alone")
-    head = read_head(report.manifest, run.run_id)
+    head = parse_and_verify_head(report.manifest, run.run_id)
     if head.round != 0 or head.manifest.previous_hash or head.manifest.contributions:
         raise PeerMisbehaved("genesis is round 0, follows nothing and has no contributions")
     if head.manifest.corpus_digest.hex() != run.corpus_digest:

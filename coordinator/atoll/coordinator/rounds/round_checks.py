@@ -22,11 +22,11 @@ from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.store.records import Round, Run
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
-from atoll.core.fragments import fragment_count, turn_of
-from atoll.core.manifest import Head, parse_head, require_quorum, stored_form
+from atoll.core.fragments import fragment_count, fragment_of_round
+from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
-from atoll.core.verdicts import check_form, counted_tokens, unheard
+from atoll.core.verdicts import counted_tokens, require_valid_verdicts, screened_out
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -55,7 +55,7 @@ def told_row(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.Roun
     ahead = MAX_GAP if report.committed else 2  # who abandons a round knows the one before it, or is about to tell it
     if not 1 <= named.number <= run.head_round + ahead:
         raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
-    if named.attempt > MAX_ATTEMPT or named.fragment != turn_of(
+    if named.attempt > MAX_ATTEMPT or named.fragment != fragment_of_round(
         named.number, fragments_of(run, memory, named.plan_version)
     ):
         raise PeerMisbehaved(f"round {named.number} has an attempt or a fragment that cannot be")
@@ -85,8 +85,8 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
     """
     memory = state.memory[run.run_id]
     _check_size(report.manifest, state.operator_key)
-    parse_head(report.manifest, run.run_id, most_votes=len(state.nodes))  # before much of it is copied
-    head = Head(stored_form(report.manifest))
+    parse_head(report.manifest, run.run_id, max_signatures=len(state.nodes))  # before much of it is copied
+    head = Head(strip_unknown_manifest_fields(report.manifest))
     made = head.manifest.round
     known = memory.committed.get(row.number)
     if known is not None and known.manifest_hash != head.hash:
@@ -116,7 +116,7 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
         made_under=made.plan_version,
         present=tuple(sorted(head.electorate.members)),
         partial=sum(item.partial for item in contributions),
-        screened=tuple(sorted(contributions[place].peer_id for place in unheard(head.manifest))),
+        screened=tuple(sorted(contributions[place].peer_id for place in screened_out(head.manifest))),
         codec=_codec_name(head.manifest.codec),
     )
 
@@ -204,7 +204,7 @@ def _contributed(head: Head, caps: Mapping[str, int]) -> int:
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
-    check_form(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
+    require_valid_verdicts(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
     for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")

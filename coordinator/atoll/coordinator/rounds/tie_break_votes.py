@@ -20,7 +20,7 @@ from atoll.coordinator.state.rate_limits import ATTEMPTS, Allowance
 from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import Banned, InvalidRequest
-from atoll.core.fragments import turn_of
+from atoll.core.fragments import fragment_of_round
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
@@ -117,7 +117,7 @@ def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None
     current = memory.plan.members if memory.plan else ()
     if round_id.run_id != run.run_id or peer_id not in current or peer_id not in members:
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
-    if round_id.fragment != turn_of(round_id.number, fragments_of(run, memory, round_id.plan_version)):
+    if round_id.fragment != fragment_of_round(round_id.number, fragments_of(run, memory, round_id.plan_version)):
         raise InvalidRequest(f"round {round_id.number} is not one of fragment {round_id.fragment}")
     if not 0 < round_id.number <= run.head_round + MAX_GAP:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")

@@ -23,7 +23,7 @@ from atoll.core.errors import (
     TokenUnknown,
     TokenUsedUp,
 )
-from atoll.core.membership import Authority, Deny
+from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.tokens import secret_matches
 from atoll.core.units import duration_text
 from atoll.v1 import common_pb2 as pb
@@ -189,7 +189,9 @@ def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
     if not node.banned:
         node = replace(node, banned=True)
         draft.put(node)
-        draft.issue_deny(Deny(max(state.deny.number, state.deny_reserved) + 1, state.deny.peer_ids | {node.peer_id}))
+        draft.issue_deny(
+            DenyList(max(state.deny.number, state.deny_reserved) + 1, state.deny.peer_ids | {node.peer_id})
+        )
         because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
     return draft.done(node)
@@ -200,12 +202,12 @@ def take_deny_list(draft: Draft, sealed: pb.Signed) -> None:
 
     Raises `SignatureInvalid`, `CertificateInvalid` for one that is not ours.
     """
-    shown = Authority(draft.state.operator_key, "").verify_deny_list(sealed)
+    shown = MembershipVerifier(draft.state.operator_key, "").verify_deny_list(sealed)
     known = draft.state.deny
     if shown.number <= known.number:
         return
     number = max(shown.number, draft.state.deny_reserved) + 1
-    draft.issue_deny(Deny(number, known.peer_ids | shown.peer_ids))
+    draft.issue_deny(DenyList(number, known.peer_ids | shown.peer_ids))
     for peer_id in sorted(shown.peer_ids - known.peer_ids):
         node = draft.state.nodes.get(peer_id)
         if node is not None:

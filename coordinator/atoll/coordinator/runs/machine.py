@@ -42,7 +42,7 @@ from atoll.coordinator.store.records import Checkpoint, Node
 from atoll.coordinator.store.store import Contents
 from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
-from atoll.core.membership import EMPTY_DENY, Deny
+from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
@@ -56,7 +56,7 @@ _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
 def restore(
-    contents: Contents, plans: tuple[Plan, ...], deny: Deny | None, now: Moment, operator_key: bytes = b""
+    contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: Moment, operator_key: bytes = b""
 ) -> State:
     """The state after a restart. `plans` and `deny` are the stored ones, their signatures checked.
 
@@ -77,7 +77,7 @@ def restore(
         memory=memory,
         live=live,
         checkpoints=_checkpoints(contents.checkpoints),
-        deny=deny or EMPTY_DENY,
+        deny=deny or EMPTY_DENY_LIST,
         deny_reserved=contents.deny.number if contents.deny else 0,
         last_event_id=contents.last_event_id,
     )

@@ -20,7 +20,7 @@ from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
-from atoll.core.tokens import hash_secret, new_token
+from atoll.core.tokens import hash_secret, new_join_token
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import admin_pb2_grpc, manifest_pb2
 from atoll.v1 import common_pb2 as pb
@@ -54,7 +54,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def CreateToken(self, request: wire.CreateTokenRequest, context: Context) -> wire.CreateTokenResponse:
         """A fresh secret; only its hash is kept."""
-        text = new_token(self._ca_sha256, self._public_endpoint)
+        text = new_join_token(self._ca_sha256, self._public_endpoint)
         wanted = admission.TokenRequest(
             token_id=text.token_id,
             secret_hash=hash_secret(text.secret),

@@ -29,7 +29,7 @@ from atoll.coordinator.store.records import (
     Vote,
     Waiting,
 )
-from atoll.core.membership import EMPTY_DENY, Deny
+from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
 from atoll.core.quorum import Electorate
 from atoll.core.run_spec import RunSpec
@@ -214,7 +214,7 @@ class State:
     memory: Mapping[str, RunMemory] = field(default_factory=dict)  # by run id
     live: Mapping[str, Live] = field(default_factory=dict)  # by peer id
     checkpoints: Mapping[str, tuple[Checkpoint, ...]] = field(default_factory=dict)  # by peer id, newest first
-    deny: Deny = EMPTY_DENY
+    deny: DenyList = EMPTY_DENY_LIST
     deny_reserved: int = 0  # numbers up to here may have been issued and forgotten
     last_event_id: int = 0
     last_session: int = 0
@@ -232,7 +232,7 @@ class Step(Generic[T]):
     result: T
     records: tuple[Change, ...] = ()
     plans: tuple[Plan, ...] = ()  # to be signed
-    deny: Deny | None = None  # to be signed
+    deny: DenyList | None = None  # to be signed
 
 
 def caps_of(plan: Plan) -> Mapping[str, int]:
@@ -290,7 +290,7 @@ class Draft:
         self.now = now
         self._records: list[Change] = []
         self._plans: list[Plan] = []
-        self._deny: Deny | None = None
+        self._deny: DenyList | None = None
 
     def put(self, row: Token | Node | Run) -> None:
         """Insert or replace a row, durably."""
@@ -396,7 +396,7 @@ class Draft:
         self.remember(figures.run_id, figures=figures)
         self._records.append(figures)
 
-    def issue_deny(self, deny: Deny) -> None:
+    def issue_deny(self, deny: DenyList) -> None:
         """Replace the deny-list; signed likewise."""
         self.state = replace(self.state, deny=deny)
         self._deny = deny

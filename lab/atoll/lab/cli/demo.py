@@ -15,7 +15,7 @@ import typer
 
 from atoll.core.errors import AtollError, UsageError
 from atoll.core.files import make_private_dir
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _place(keep: Path | None) -> Iterator[Path]:
         if keep is None:
             kept = Path(tempfile.mkdtemp(prefix="atoll-demo-failed-"))
             _keep_logs(root, kept)
-            say(f"The logs of the failed demo are in {kept}")
+            print_to_stderr(f"The logs of the failed demo are in {kept}")
         raise
     finally:
         if keep is None:

@@ -13,7 +13,7 @@ import typer
 
 from atoll.core.errors import ConfigError, ExitCode, UsageError
 from atoll.core.files import make_private_dir
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import count_text
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def check(
 
     wanted = load_topology(topology)
     child_processes.end_alike()
-    result = asyncio.run(check_topology(wanted, seconds, say))
+    result = asyncio.run(check_topology(wanted, seconds, print_to_stderr))
     if output is Output.JSON:
         print_json({"lab_check": result.to_json()})
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.core.output import say
+from atoll.core.output import print_to_stderr
 from atoll.node.cli.scratch import torch_cache
 
 
@@ -21,5 +21,5 @@ def base(
     with torch_cache():
         text, notes = describe(directory, name)
     for note in notes:
-        say(note)
+        print_to_stderr(note)
     typer.echo(text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, directory
 from atoll.node.cli.scratch import torch_cache
 from atoll.node.control.local_client import call
@@ -74,7 +74,7 @@ def export(
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
         print_json({"export": {"directory": str(to), "format": format_.value, "dtype": dtype.value, **facts}})
         return
-    say(f"round {found.head.round} of run {found.spec.run.name!r}, {dtype.value}:")
+    print_to_stderr(f"round {found.head.round} of run {found.spec.run.name!r}, {dtype.value}:")
     typer.echo(str(to))
     if not checkpoint and round_number is None:
         _say_how_old(directory(data_dir), found.spec.run.name, found.head.round)
@@ -87,7 +87,9 @@ def _say_how_old(data_dir: Path, run: str, round_number: int) -> None:
     except AtollError:
         return
     if status.get("run") == run and isinstance(newer := status.get("round"), int) and newer > round_number:
-        say(f"the node is at round {newer} now; it writes a checkpoint every few minutes, and when it leaves")
+        print_to_stderr(
+            f"the node is at round {newer} now; it writes a checkpoint every few minutes, and when it leaves"
+        )
 
 
 def _directory_of(data_dir: Path, run: str | None) -> Path:
@@ -117,7 +119,7 @@ def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> Sto
         try:
             return open_checkpoint(checkpoints / name, held)
         except CheckpointCorrupt as error:
-            say(f"warning: {error}")
+            print_to_stderr(f"warning: {error}")
     raise NotFound(f"no whole checkpoint in {checkpoints}", "the node writes one soon after its next round")
 
 

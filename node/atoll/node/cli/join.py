@@ -11,7 +11,7 @@ import typer
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
-from atoll.core.output import asked, say
+from atoll.core.output import ask_interactively, print_to_stderr
 from atoll.node.cli.options import ConfigFile, DataDir, settings
 from atoll.node.cli.set_limits import limits_text
 from atoll.node.config import Loaded, NodeConfig, has_text, remember
@@ -127,9 +127,9 @@ def join(
         log_level=log_level,
         log_format=log_format,
     )
-    from atoll.core.tokens import parse_token  # cryptography: not for the commands that only look
+    from atoll.core.tokens import parse_join_token  # cryptography: not for the commands that only look
 
-    parsed = parse_token(_token_text(token))
+    parsed = parse_join_token(_token_text(token))
     _check_here(loaded.config)
     _show_limits(loaded.config, yes)
     make_private_dir(loaded.config.data_dir)
@@ -181,7 +181,7 @@ def _token_text(source: str | None) -> str:
         return _read(Path(os.environ["ATOLL_TOKEN_FILE"]))
     if not sys.stdin.isatty():
         raise UsageError("no token was given", "use --token - to read it from standard input, or --token file:PATH")
-    text: str = asked(lambda: typer.prompt("Join token", hide_input=True, err=True))
+    text: str = ask_interactively(lambda: typer.prompt("Join token", hide_input=True, err=True))
     return text
 
 
@@ -205,12 +205,14 @@ def _check_here(config: NodeConfig) -> None:
 
 def _show_limits(config: NodeConfig, yes: bool) -> None:
     """Say what this node will use, and ask once."""
-    say(f"This node will use: {limits_text(config)}.")
+    print_to_stderr(f"This node will use: {limits_text(config)}.")
     if config.data:
-        say(f"It trains on the text at {config.data}, wherever the run's is.")
+        print_to_stderr(f"It trains on the text at {config.data}, wherever the run's is.")
     listen = "every address" if config.listen == _EVERYWHERE else config.listen
     port = f"port {config.port}" if config.port else "a free port"
-    say(f"Peers reach it on {listen}, {port}. Its state lies in {config.data_dir}.")
-    say("Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while.")
-    if not yes and sys.stdin.isatty() and not asked(lambda: typer.confirm("Join?", default=True, err=True)):
+    print_to_stderr(f"Peers reach it on {listen}, {port}. Its state lies in {config.data_dir}.")
+    print_to_stderr(
+        "Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while."
+    )
+    if not yes and sys.stdin.isatty() and not ask_interactively(lambda: typer.confirm("Join?", default=True, err=True)):
         raise typer.Exit(0)

@@ -38,7 +38,7 @@ def logs(
 def _reader() -> Callable[[str], str]:
     from atoll.core import log  # structlog takes long to import: only for who needs it
 
-    return log.reader(sys.stdout.isatty())
+    return log.json_line_formatter(sys.stdout.isatty())
 
 
 def _print(path: Path, lines: int, follow: bool, told: Callable[[str], str]) -> None:

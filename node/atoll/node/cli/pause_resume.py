@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import duration_text, parse_duration
 from atoll.node.cli.options import DataDir, directory
 from atoll.node.control.local_client import call
@@ -25,7 +25,7 @@ def pause(
     if output is Output.JSON:
         print_json({"pause": answer})
     else:
-        say(f"Paused for {duration_text(seconds)}." if seconds else "Paused until `atoll resume`.")
+        print_to_stderr(f"Paused for {duration_text(seconds)}." if seconds else "Paused until `atoll resume`.")
         _warn(answer)
 
 
@@ -42,7 +42,7 @@ def resume(
         print_json({"resume": answer})
     else:
         resting = f"Not paused any more, but resting: {answer.get('reason')}. `atoll resume --force` trains anyway."
-        say(resting if answer.get("reason") else "Training again.")
+        print_to_stderr(resting if answer.get("reason") else "Training again.")
         _warn(answer)
 
 
@@ -52,7 +52,7 @@ def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
     if output is Output.JSON:
         print_json({"finish": answer})
     else:
-        say("Leaving after the current round.")
+        print_to_stderr("Leaving after the current round.")
         _warn(answer)
 
 
@@ -62,9 +62,9 @@ def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
     if output is Output.JSON:
         print_json({"leave": answer})
     else:
-        say("Leaving.")
+        print_to_stderr("Leaving.")
 
 
 def _warn(answer: dict[str, Any]) -> None:
     if answer.get("warning"):
-        say(f"warning: {answer['warning']}")
+        print_to_stderr(f"warning: {answer['warning']}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll.core.errors import NotRunning, UsageError
-from atoll.core.output import Output, OutputOption, print_json, say
+from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, settings
 from atoll.node.config import NodeConfig, changed, limits_of, remember
 from atoll.node.control.local_client import call
@@ -39,7 +39,7 @@ def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = O
         answer = {"limits": limits_of(changed(loaded, changes)), "warnings": []}
         if changes:
             remember(changed(loaded, changes))
-            say("No daemon runs here; this holds from its next start.")
+            print_to_stderr("No daemon runs here; this holds from its next start.")
     if output is Output.JSON:
         print_json({"set": answer})
         return
@@ -87,4 +87,4 @@ def _print(answer: dict[str, Any], keys: tuple[str, ...]) -> None:
             value = item["value"] if item["value"] != "" else '""'
             typer.echo(f"{key:<26} {value!s:<16} # {item['origin']}")
     for warning in answer["warnings"]:
-        say(f"warning: {warning}")
+        print_to_stderr(f"warning: {warning}")

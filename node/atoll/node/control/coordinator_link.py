@@ -23,7 +23,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import Banned, CertificateInvalid, CorpusError, ProtocolMismatch, Unreachable
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
-from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT
+from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
 from atoll.node.control.credentials import Credentials
@@ -246,7 +246,7 @@ class CoordinatorLink:
                 "this node was away from its coordinator for so long that its certificate has expired",
                 "ask your operator for a new token, then: atoll join",
             )
-        return left < LEAF_LIFETIME.total_seconds() - CERTIFICATE_LIFETIME.total_seconds() * RENEW_AT
+        return left < LEAF_LIFETIME.total_seconds() - CERTIFICATE_LIFETIME.total_seconds() * RENEW_AT_FRACTION
 
     async def _renew_if_due(self) -> None:
         if not self._renewal_due():

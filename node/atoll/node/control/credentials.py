@@ -10,7 +10,7 @@ from pathlib import Path
 from atoll.core.certs import Credential
 from atoll.core.errors import KeyFileCorrupt
 from atoll.core.files import read_private, write_private
-from atoll.core.membership import Authority, Deny
+from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.v1 import common_pb2 as pb
 
 FILE_NAME = "credentials.json"
@@ -37,15 +37,15 @@ class Credentials:
         return Credential(self.tls_key_pem.encode(), self.tls_chain_pem.encode(), self.ca_pem.encode())
 
     @property
-    def authority(self) -> Authority:
+    def authority(self) -> MembershipVerifier:
         """For checking other members."""
-        return Authority(self.operator_key, self.run_id)
+        return MembershipVerifier(self.operator_key, self.run_id)
 
     def sealed_membership(self) -> pb.Signed:
         """Our certificate, as peers see it."""
         return pb.Signed.FromString(self.membership)
 
-    def deny(self) -> Deny:
+    def deny(self) -> DenyList:
         """The deny-list as of the last word of the coordinator."""
         return self.authority.verify_deny_list(pb.Signed.FromString(self.deny_list))
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from atoll.core import log
 from atoll.core.errors import AtollError
 from atoll.core.files import write_atomic
-from atoll.core.membership import Authority, Deny
+from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.plan import Plan, verify_plan
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -28,8 +28,8 @@ class Directives:
 
     def __init__(
         self,
-        authority: Authority,
-        deny_listed: Callable[[Deny, pb.Signed], None],
+        authority: MembershipVerifier,
+        deny_listed: Callable[[DenyList, pb.Signed], None],
         seeds_moved: Callable[[tuple[str, ...]], None],
         plan_path: Path,
     ) -> None:

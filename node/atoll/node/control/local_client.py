@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import DeadlineExceeded, NotRunning, ProtocolMismatch, Unreachable, by_reason
+from atoll.core.errors import DeadlineExceeded, NotRunning, ProtocolMismatch, Unreachable, error_class
 from atoll.node.system.socket_paths import SocketDirectory
 
 SOCKET_NAME = "atoll.sock"
@@ -52,7 +52,7 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
         if "error" not in answer:
             return dict(answer["ok"])
         problem = answer["error"]
-        told = by_reason(problem["reason"])(str(problem["message"]), str(problem["remedy"]))
+        told = error_class(problem["reason"])(str(problem["message"]), str(problem["remedy"]))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
         raise ProtocolMismatch(
             f"what answers on {data_dir} does not speak as this release of atoll does",

@@ -134,7 +134,7 @@ class DirectPath:
         await asyncio.gather(*(connection.writer.wait_closed() for connection in left), return_exceptions=True)
 
     def _adopt(self, peer_id: str, wire: Wire) -> Connection:
-        """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `NotIntroduced`, `Unreachable`."""
+        """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `HelloRequired`, `Unreachable`."""
         self._gate.require(peer_id)
         reader, writer = wire
         if writer.is_closing() or self._closed:

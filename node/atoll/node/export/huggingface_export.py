@@ -58,7 +58,7 @@ def export_huggingface(
     pretrained weights, the whole model with the adapters merged. One parameter is in memory at a time; where
     adapters are merged, one layer. Raises `AlreadyExists`, `ConfigError` when the checkpoint is of another model
     than its spec says or the tokenizer cannot be loaded, `UsageError` for a base that is not asked for,
-    `BaseUnusable`, `CheckpointCorrupt` and `DataDirUnusable`.
+    `PretrainedWeightsUnusable`, `CheckpointCorrupt` and `DataDirUnusable`.
     """
     if target.exists():
         raise AlreadyExists(f"{target} exists", "name a directory that does not: nothing is overwritten")

@@ -44,7 +44,7 @@ def write_run(
 ) -> None:
     """Into an empty directory, without the tokenizer.
 
-    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`, `BaseUnusable`,
+    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`, `PretrainedWeightsUnusable`,
     `CheckpointCorrupt`, `OSError`.
     """
     sequence_length = model.spec.data.sequence_length

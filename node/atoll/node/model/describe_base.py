@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.core.errors import UnsupportedModel
-from atoll.core.model_spec import INDEX, BaseSection, HuggingFaceModel
+from atoll.core.model_spec import SAFE_WEIGHTS_INDEX_NAME, BaseSection, HuggingFaceModel
 from atoll.core.run_spec import toml_table
 from atoll.node.model.base_files import digest_of
 from atoll.node.model.hf_configuration import NOT_THE_MODEL, configuration, known_keys, require_library
@@ -21,7 +21,7 @@ _TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_
 def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     """The `[model]` section, and what a person should know about it.
 
-    Raises `ConfigError`, `UnsupportedModel`, `CheckpointCorrupt`, `BaseUnusable`.
+    Raises `ConfigError`, `UnsupportedModel`, `CheckpointCorrupt`, `PretrainedWeightsUnusable`.
     """
     require_library("transformers")
     config, notes = configuration_of(directory), []
@@ -38,7 +38,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     strange = set(vars(config)) - set(vars(default)) - known_keys(type(config)) - NOT_THE_MODEL - _TOKENS
     if strange := {key for key in strange if not key.startswith("_")}:
         notes.append(f"left out, because no {config.model_type} has them: {', '.join(sorted(strange))}")
-    index = {INDEX} if (directory / INDEX).exists() else set()
+    index = {SAFE_WEIGHTS_INDEX_NAME} if (directory / SAFE_WEIGHTS_INDEX_NAME).exists() else set()
     files = {file: digest_of(directory / file) for file in sorted(index | set(files_of(directory).values()))}
     try:
         base = BaseSection(name=name, files=files)

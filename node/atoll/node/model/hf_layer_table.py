@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, is_block, nth_block
+from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, block_kind, is_block
 from atoll.node.model.huggingface import HuggingFace
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Cut
@@ -29,7 +29,7 @@ def layer_table(architecture: HuggingFace, sequence_length: int, model_hash: str
     for index, parameters in enumerate(cut.parameters):
         block, head = 0 < index < last, index == last
         if block:
-            kind = kinds.setdefault(_build(architecture, index, parameters), nth_block(len(kinds) + 1))
+            kind = kinds.setdefault(_build(architecture, index, parameters), block_kind(len(kinds) + 1))
         else:
             kind = HEAD if head else EMBEDDING
         own = [each for name, each in parameters.items() if cut.tie is None or name != cut.tie.borrower]

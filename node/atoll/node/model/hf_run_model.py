@@ -27,7 +27,7 @@ class HuggingFaceRun:
     """Made of classes of `transformers` and `peft` alone, whatever the spec says."""
 
     def __init__(self, spec: RunSpec, section: HuggingFaceModel, vocabulary: int, base: Path | None) -> None:
-        """`vocabulary`: the tokenizer's. Raises `UnsupportedModel`, `ConfigError`, `BaseUnusable`."""
+        """`vocabulary`: the tokenizer's. Raises `UnsupportedModel`, `ConfigError`, `PretrainedWeightsUnusable`."""
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
         self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
         self._spec, self._seed = spec, spec.run.seed

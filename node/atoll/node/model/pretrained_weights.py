@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
-from atoll.core.model_spec import INDEX, WHOLE
+from atoll.core.model_spec import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from atoll.node.model.huggingface import HuggingFace
 from atoll.node.model.safetensors_reader import names_in, read_tensor
 from atoll.node.model.span_model import TrainedModel
@@ -43,7 +43,7 @@ def load(architecture: HuggingFace, directory: Path, model: TrainedModel, check:
     for name, view in model.tensors():
         if "lora_" not in name:
             wanted[name].append(view)
-    check(INDEX if (directory / INDEX).exists() else WHOLE)
+    check(SAFE_WEIGHTS_INDEX_NAME if (directory / SAFE_WEIGHTS_INDEX_NAME).exists() else SAFE_WEIGHTS_NAME)
     files = files_of(directory)
     for name, sources in _sources(architecture, files, model, wanted).items():
         for file in sources.files:
@@ -116,17 +116,18 @@ def _sources(
 
 def files_of(directory: Path) -> dict[str, str]:
     """Which file each tensor lies in. Raises `CheckpointCorrupt`."""
-    index = directory / INDEX
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
     try:
         if not index.exists():
-            return dict.fromkeys(names_in(directory / WHOLE), WHOLE)
+            return dict.fromkeys(names_in(directory / SAFE_WEIGHTS_NAME), SAFE_WEIGHTS_NAME)
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise CheckpointCorrupt(f"{index} is too large to be an index")
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return dict(_checked(weight_map, index))
     except (OSError, CheckpointCorrupt, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
-            f"{directory} holds no safetensors that can be read: {error}", f"it needs {WHOLE} or {INDEX}"
+            f"{directory} holds no safetensors that can be read: {error}",
+            f"it needs {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}",
         ) from error
 
 

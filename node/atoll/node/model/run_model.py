@@ -41,7 +41,7 @@ class RunModel(Protocol):
         ...
 
     def check(self, span: Span | None, got_on: Callable[[], object] = ...) -> None:
-        """Look at all that a trainer of the span (of all layers) needs beside data. Raises `BaseUnusable`.
+        """Look at all that a trainer of the span (of all layers) needs beside data. Raises `PretrainedWeightsUnusable`.
 
         `got_on` is called after each file.
         """
@@ -52,7 +52,7 @@ class RunModel(Protocol):
         ...
 
     def complete(self, model: TrainedModel) -> None:
-        """Give what is frozen its values. Raises `BaseUnusable`, `CheckpointCorrupt`."""
+        """Give what is frozen its values. Raises `PretrainedWeightsUnusable`, `CheckpointCorrupt`."""
         ...
 
 

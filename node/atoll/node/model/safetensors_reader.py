@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
-from atoll.core.safetensors_header import MALFORMED, read_header
+from atoll.core.safetensors_header import MALFORMED_ERRORS, read_header
 
 _MAX_HEADER_BYTES = 100 << 20  # that of the format's library
 _DTYPES = {
@@ -64,7 +64,7 @@ def _read(file: BinaryIO, path: Path, name: str, entry: Any, data_offset: int) -
         fits = 0 <= start <= end <= os.fstat(file.fileno()).st_size - data_offset
         if not fits or min(shape, default=0) < 0 or count != dtype.itemsize * torch.Size(shape).numel():
             raise ValueError("its shape and its place do not fit")
-    except MALFORMED as error:
+    except MALFORMED_ERRORS as error:
         raise CheckpointCorrupt(f"{path}: {name} cannot be read: {error}") from error
     bytes_B = torch.empty(count, dtype=torch.uint8)
     file.seek(data_offset + start)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.clock import Clock
-from atoll.core.data_position import Range
+from atoll.core.data_position import SampleRange
 from atoll.core.errors import (
     AtollError,
     ConfigError,
@@ -23,7 +23,7 @@ from atoll.core.errors import (
     InvalidTransition,
     PeerMisbehaved,
 )
-from atoll.core.learned_deadline import Pace
+from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
@@ -86,7 +86,7 @@ class StageLoop(Replica):
         cable.codec = CODECS[NARROW if spec.pipeline.codec == "auto" else spec.pipeline.codec]
         self._attached = 0  # the incarnation; 0: none
         self._waiting = True
-        self._patience = Pace(PATIENCE_FLOOR_SECONDS, PATIENCE_CEILING_SECONDS)
+        self._patience = LearnedDeadline(PATIENCE_FLOOR_SECONDS, PATIENCE_CEILING_SECONDS)
         self._batch: Batch | None = None  # of the flush under way, or of one that was aborted
         self._fed_at: float | None = None  # when the flush under way began; None: none is, here
         self._idle_at = clock.monotonic()  # when no flush was under way here the last time
@@ -102,12 +102,12 @@ class StageLoop(Replica):
         """Genesis: write the run's initial parameters of the span."""
         initialise_into(self.run, self.stage.model, anchor_E)
 
-    def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
+    def load(self, anchor_E: Tensor, *, ranges: Sequence[SampleRange] = (), committed_tokens: int = 0) -> None:
         self._runner.forget()
         self._batch = None
         super().load(anchor_E, ranges=ranges, committed_tokens=committed_tokens)
 
-    def set_ranges(self, ranges: Sequence[Range]) -> None:
+    def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
         self._batch = None  # it is not consumed, so the new ranges hold it if anybody's do
         super().set_ranges(ranges)
 
@@ -181,8 +181,8 @@ class StageLoop(Replica):
         """The next action of the flush under way, or of a new one; what was trained when it ended one."""
         self._look_whether_idle()
         if self._overdue:
-            seconds = self._patience.patience
-            self._patience.miss(seconds, failed=True)
+            seconds = self._patience.timeout_seconds
+            self._patience.observe_miss(seconds, failed=True)
             self._break(DeadlineExceeded(f"a flush took longer than {seconds:.0f} s"))
             return None
         if self._stale:
@@ -231,7 +231,7 @@ class StageLoop(Replica):
 
     @property
     def _overdue(self) -> bool:
-        return self._fed_at is not None and self.clock.monotonic() - self._fed_at > self._patience.patience
+        return self._fed_at is not None and self.clock.monotonic() - self._fed_at > self._patience.timeout_seconds
 
     @property
     def _stale(self) -> bool:

@@ -20,7 +20,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from atoll.core.errors import AtollError, ChildDied, by_reason
+from atoll.core.errors import AtollError, ChildDied, error_class
 from atoll.core.frames import Buffer
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -65,7 +65,7 @@ def said(error: AtollError) -> bytes:
 def heard(payload: bytes) -> AtollError:
     """The error of a payload."""
     refusal = dp.Refusal.FromString(payload)
-    return by_reason(refusal.reason)(refusal.message)
+    return error_class(refusal.reason)(refusal.message)
 
 
 class Cable:

@@ -13,12 +13,12 @@ from google.protobuf.message import DecodeError
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
 from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
-from atoll.core.fragments import turn_of
+from atoll.core.fragments import fragment_of_round
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
-from atoll.core.verdicts import check_form, counted_tokens, plain
+from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.node.exchange.partition import LEAST_PART, ReduceRange, part_elements, partition
 from atoll.node.rounds.types import RoundPolicy
@@ -109,7 +109,7 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
     if said_by is not None and any(members[it.reducer : it.reducer + 1] != [said_by] for it in verdicts):
         raise PeerMisbehaved("a verdict is not its sender's")
     weights = [item.weight for item in start.contributions]
-    check_form(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
+    require_valid_verdicts(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
 
 
 def check_partial(start: dp.Start, partial: Sequence[str], said_by: str) -> None:
@@ -155,7 +155,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
         raise PeerMisbehaved("a result to vote for builds on another history")
     ours = named.plan_version == plan.version
     fragment = policy.fragment_of(head.round + 1)
-    turn = fragment.index if ours else turn_of(named.number, manifest.fragments or 1)
+    turn = fragment.index if ours else fragment_of_round(named.number, manifest.fragments or 1)
     if named.fragment != turn or not 1 <= manifest.fragments <= policy.layers:
         raise PeerMisbehaved("a result to vote for is of another fragment")
     if ours and manifest.fragments != len(policy.fragments):
@@ -164,7 +164,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     most = max(item.max_round_tokens for item in plan.assignments)
     most *= 1 if ours else 2 * manifest.fragments  # caps follow the cuts
     weights = [item.weight for item in made]
-    check_form(manifest.verdicts, weights, manifest.parts_total)
+    require_valid_verdicts(manifest.verdicts, weights, manifest.parts_total)
     for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment and ours else most
@@ -190,7 +190,9 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
-    due = advance(position_at(head, plan, policy.minimum_lease), plan.drivers, samples, policy.minimum_lease)
+    due = advance(
+        position_at(head, plan, policy.minimum_lease_samples), plan.drivers, samples, policy.minimum_lease_samples
+    )
     if ours and data != due:
         raise PeerMisbehaved("a result to vote for moves the data elsewhere")
 
@@ -252,15 +254,15 @@ def manifest_payload(
         layers=layers,
         codec=start.codec,
         data=advance(
-            position_at(head, plan, policy.minimum_lease),
+            position_at(head, plan, policy.minimum_lease_samples),
             plan.drivers,
             {item.peer_id: item.samples for item in contributions},
-            policy.minimum_lease,
+            policy.minimum_lease_samples,
         ).to_proto(),
         parts_total=parts_total(start),
         parts_zeroed=sum(not item for item in settle.digests),
         committed_unix_ms=start.unix_ms,
-        verdicts=plain(settle.verdicts),
+        verdicts=strip_unknown_verdict_fields(settle.verdicts),
         fragments=len(policy.fragments),
     )
     counted = counted_tokens(message)
@@ -270,7 +272,7 @@ def manifest_payload(
     return message.SerializeToString(deterministic=True)
 
 
-def position_at(head: Head, plan: Plan, minimum_lease: int) -> DataPosition:
+def position_at(head: Head, plan: Plan, minimum_lease_samples: int) -> DataPosition:
     """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says.
 
     Where somebody who drives a route under `plan` holds none, all who hold few are given some: a route would stand
@@ -278,7 +280,7 @@ def position_at(head: Head, plan: Plan, minimum_lease: int) -> DataPosition:
     """
     if head.round > 0:
         everybody = all(head.data.holdings.get(peer) for peer in plan.drivers)
-        return head.data if everybody else advance(head.data, plan.drivers, {}, minimum_lease)
+        return head.data if everybody else advance(head.data, plan.drivers, {}, minimum_lease_samples)
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
     held = sorted(piece for ranges in holdings.values() for piece in ranges)

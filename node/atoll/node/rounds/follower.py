@@ -15,7 +15,7 @@ from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
-from atoll.core.verdicts import plain
+from atoll.core.verdicts import strip_unknown_verdict_fields
 from atoll.node.rounds.decide import (
     check_payload,
     check_settle,
@@ -122,7 +122,7 @@ class Follower:
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self._start = message
-        self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor
+        self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor_seconds
         if self.is_witness:
             self.phase = Phase.PARTED
             self.out.append((self.opener, dp.RoundMessage(parts=dp.Parts(round=self.round_id.to_proto()))))
@@ -157,7 +157,7 @@ class Follower:
         assert self._start is not None
         assert self._settle is not None
         check_settle(self._start, self._settle)
-        seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling)
+        seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling_seconds)
         self.deadline = now + seconds + self.tie_seconds
         if self.is_witness:
             self.phase = Phase.STAGING  # until holders attest to a result
@@ -166,7 +166,9 @@ class Follower:
         if self.me in self._settle.present and any(held and not given for held, given in settled):
             raise PeerMisbehaved("Settle gives up a part that we reported to hold")
         place = [item.peer_id for item in self._start.contributions].index(self.me)
-        ours = tuple(plain(verdict for verdict in self._settle.verdicts if verdict.reducer == place))
+        ours = tuple(
+            strip_unknown_verdict_fields(verdict for verdict in self._settle.verdicts if verdict.reducer == place)
+        )
         if ours != self._verdicts and (ours or self.me in self._settle.present):
             raise PeerMisbehaved("Settle does not repeat the verdicts that we reported")
         self.phase = Phase.STAGING

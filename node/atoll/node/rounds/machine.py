@@ -280,7 +280,7 @@ class RoundMachine:
             return
         if self._opener is not None:
             return
-        attempt = self._turns.attempt_to_open(self.round_id, self._now, self._paces.answers.usual)
+        attempt = self._turns.attempt_to_open(self.round_id, self._now, self._paces.answers.median_seconds)
         if attempt is None:
             return
         self._opener = Opener(
@@ -463,7 +463,7 @@ class RoundMachine:
 
     def _open_seconds(self, message: dp.RoundMessage) -> float:
         """That the opener waits for us, at most."""
-        return min(message.open.deadline_ms / 1000, self._paces.ready.ceiling)
+        return min(message.open.deadline_ms / 1000, self._paces.ready.ceiling_seconds)
 
     def _heard_from_ahead(self, peer: str, number: int) -> None:
         one_ahead = number == self.head.round + 2

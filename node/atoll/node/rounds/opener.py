@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.learned_deadline import Answers, Pace
+from atoll.core.learned_deadline import LearnedDeadline, ResponseTimes
 from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Electorate, Undecided, Voted, must_adopt
+from atoll.core.quorum import Ballot, Electorate, LastVote, Undecided, must_adopt
 from atoll.core.round_id import RoundId
-from atoll.core.verdicts import plain
+from atoll.core.verdicts import strip_unknown_verdict_fields
 from atoll.node.rounds.codec_choice import CodecChoice
 from atoll.node.rounds.decide import (
     build_start,
@@ -56,11 +56,11 @@ class Stage(Enum):
 class Paces:
     """How long each stage of one fragment's rounds took lately, and which codec that is good for."""
 
-    ready: Pace
-    answers: Answers  # from Open to each member's Ready
-    exchanges: dict[int, Pace]  # by the number of the codec
-    decision: Pace
-    mending: Pace  # the same where somebody has to make its state anew: what it has was not settled, or it has none
+    ready: LearnedDeadline
+    answers: ResponseTimes  # from Open to each member's Ready
+    exchanges: dict[int, LearnedDeadline]  # by the number of the codec
+    decision: LearnedDeadline
+    mending: LearnedDeadline  # the same where somebody has to make its state anew: what it has was not settled, or it has none
     codec: CodecChoice
     exchange_ceiling: float
 
@@ -69,23 +69,23 @@ class Paces:
         """For each fragment, because some are larger than others; nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
-        all_ready, answers, turns = Pace(_FLOOR, ready), Answers(), len(policy.fragments)
+        all_ready, answers, turns = LearnedDeadline(_FLOOR, ready), ResponseTimes(), len(policy.fragments)
         return tuple(
             cls(
                 all_ready,
                 answers,
                 {},
-                Pace(_FLOOR, decision),
-                Pace(_FLOOR, decision),
+                LearnedDeadline(_FLOOR, decision),
+                LearnedDeadline(_FLOOR, decision),
                 CodecChoice(policy.codecs, fragment.elements, turns),
                 exchange,
             )
             for fragment in policy.fragments
         )
 
-    def exchange(self, codec: int) -> Pace:
+    def exchange(self, codec: int) -> LearnedDeadline:
         """That of exchanges with codec number `codec`."""
-        return self.exchanges.setdefault(codec, Pace(_FLOOR, self.exchange_ceiling))
+        return self.exchanges.setdefault(codec, LearnedDeadline(_FLOOR, self.exchange_ceiling))
 
 
 @dataclass
@@ -124,13 +124,13 @@ class Opener:
     _asking: bool = False  # its answer is awaited
     _refusal: str = ""  # why the coordinator did not
     _tie_promised: bool = False
-    _tie_voted: Voted | None = None
+    _tie_voted: LastVote | None = None
     _tie_breaks: dict[bytes, pb.Signed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._opened = self.now
         pace = self.paces.ready
-        seconds = min(pace.ceiling, max(pace.patience, pace.floor + 2 * self.slowest_step))
+        seconds = min(pace.ceiling_seconds, max(pace.timeout_seconds, pace.floor_seconds + 2 * self.slowest_step))
         self._enter(Stage.READY, seconds)
         message = dp.Open(round=self.round_id.to_proto(), head_hash=self.head.hash, deadline_ms=int(seconds * 1000))
         self._tell(self.plan.members, dp.RoundMessage(open=message))
@@ -267,7 +267,7 @@ class Opener:
     def _start_exchange(self) -> None:
         began = self.enough_since if self.enough_since is not None else self.now
         codec = self.paces.codec.choose(began) if len(self._ready) > 1 else self.paces.codec.finest
-        seconds = self.paces.exchange(codec.number).patience
+        seconds = self.paces.exchange(codec.number).timeout_seconds
         self._start = build_start(
             self.policy,
             self.plan,
@@ -277,7 +277,7 @@ class Opener:
             unix_ms=self.unix_ms,
             exchange_seconds=seconds,
         )
-        self._enter(Stage.PARTS, seconds + self.paces.decision.floor)
+        self._enter(Stage.PARTS, seconds + self.paces.decision.floor_seconds)
         self._tell(self._ready, dp.RoundMessage(start=self._start))
 
     def _adopt(self, payload: bytes, holders: tuple[str, ...]) -> None:
@@ -305,7 +305,7 @@ class Opener:
         self.out += [missed for missed in told if missed.contributors]
         self._learn(far=all(digests))
         self._mends = bool(holders) or not all(digests)
-        seconds = self._decision.patience
+        seconds = self._decision.timeout_seconds
         message = dp.Settle(
             round=self.round_id.to_proto(),
             present=[peer for peer in there if not self._ready[peer].leaving] or there,
@@ -313,7 +313,7 @@ class Opener:
             digests=digests,
             repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
             deadline_ms=int(seconds * 1000),
-            verdicts=plain(verdict for peer in there for verdict in self._parts[peer].verdicts),
+            verdicts=strip_unknown_verdict_fields(verdict for peer in there for verdict in self._parts[peer].verdicts),
         )
         self._enter(Stage.VOTES, seconds)
         self._settled = message
@@ -326,7 +326,7 @@ class Opener:
         if self.stage is Stage.PARTS and self._start is not None:
             pace = self.paces.exchange(self._start.codec)
         if self._waiting_for() - self._standbys or not far:
-            pace.miss(took, failed=failed)
+            pace.observe_miss(took, failed=failed)
         else:
             pace.observe(took)
 
@@ -393,7 +393,7 @@ class Opener:
                 self._commit(payload)
                 return
         if self._ask_witnesses(final=final):
-            self.deadline = max(self.deadline, self.now + self._decision.patience)
+            self.deadline = max(self.deadline, self.now + self._decision.timeout_seconds)
             return
         if self._waiting_for() and not final:
             return
@@ -422,7 +422,7 @@ class Opener:
         message = dp.Adopt(
             round=self.round_id.to_proto(),
             payload=payload,
-            deadline_ms=int(self._decision.patience * 1000),
+            deadline_ms=int(self._decision.timeout_seconds * 1000),
             attestations=[dp.Attestation(peer_id=peer, signature=said[peer]) for peer in sorted(said)],
         )
         witnesses = {peer for peer in self._members if is_witness(self.plan, peer, payload)}
@@ -470,13 +470,13 @@ class Opener:
         self.out.append(AskCoordinator(self.round_id, payload))
 
     @property
-    def _decision(self) -> Pace:
+    def _decision(self) -> LearnedDeadline:
         return self.paces.mending if self._mends else self.paces.decision
 
     # --- what was collected ------------------------------------------------------------------------
 
     @property
-    def _promised(self) -> dict[str, Voted | None]:
+    def _promised(self) -> dict[str, LastVote | None]:
         """Members of the electorate that will not vote in earlier attempts, with what they voted for last."""
         voters = self.electorate.members
         return {peer: _voted(ready) for peer, ready in self._ready.items() if ready.voter and peer in voters}
@@ -547,8 +547,8 @@ class Opener:
         self.out.extend((peer, message) for peer in sorted(peers))
 
 
-def _voted(ready: dp.Ready) -> Voted | None:
+def _voted(ready: dp.Ready) -> LastVote | None:
     if not ready.HasField("accepted"):
         return None
     ballot = ready.accepted.ballot
-    return Voted(Ballot(ballot.plan_version, ballot.attempt), ready.accepted.payload)
+    return LastVote(Ballot(ballot.plan_version, ballot.attempt), ready.accepted.payload)

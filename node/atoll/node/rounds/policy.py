@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
 
-from atoll.core.fragments import cut_layers
+from atoll.core.fragments import split_into_fragments
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import MOST_PART_BYTES
@@ -23,7 +23,7 @@ _STALL = timedelta(seconds=0.5)
 _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 
-def minimum_lease(spec: RunSpec) -> int:
+def minimum_lease_samples(spec: RunSpec) -> int:
     """Samples that a member holds at least after a commit: what the whole swarm consumes in a round."""
     return -(-spec.sync.round_tokens // spec.data.sequence_length)
 
@@ -43,7 +43,7 @@ def policies(spec: RunSpec, layer_offsets: Sequence[int]) -> PolicyOf:
 
 def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...] = ()) -> RoundPolicy:
     """The round policy of a run. `layer_offsets` has one entry more than there are layers."""
-    fragments = cut_layers(tuple(layer_offsets), spec.sync.fragments, cuts)
+    fragments = split_into_fragments(tuple(layer_offsets), spec.sync.fragments, cuts)
     elements = max(fragment.elements for fragment in fragments)
     codecs = allowed(spec.sync.codec)
     coded = CODECS[codecs[0]].encoded_bytes
@@ -62,7 +62,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         round_max=spec.sync.round_max_seconds / len(fragments),
         exchange_share=spec.sync.exchange_share,
         stop_tokens=spec.run.stop_tokens,
-        minimum_lease=minimum_lease(spec),
+        minimum_lease_samples=minimum_lease_samples(spec),
         exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in
         decision_timeout=_DECISION + vector,  # all may need repair
         stall=_STALL + _STALL_PARTS * part,

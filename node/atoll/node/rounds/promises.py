@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Voted, VoteRecord
+from atoll.core.quorum import Ballot, LastVote, VoteRecord
 
 HELD = 2  # results of one head whose state is kept, because they may still be committed
 
@@ -20,7 +20,7 @@ class VoteMemory:
     def __init__(self, record: VoteRecord | None, head: Head, plan: Plan) -> None:
         self.votes = False  # we know all that we ever promised at this head
         self.promised: Ballot | None = None
-        self.voted: Voted | None = None
+        self.voted: LastVote | None = None
         self.held: dict[bytes, None] = {}  # payloads whose state is staged here, newest last
         self._record = record
         self._first_plan = plan.version  # of this life
@@ -64,7 +64,7 @@ class VoteMemory:
         """Promise `ballot`, and with a payload vote for it there: what must be on disk before anyone hears of it."""
         self.promised = ballot
         if payload is not None:
-            self.voted = Voted(ballot, payload)
+            self.voted = LastVote(ballot, payload)
         self._record = VoteRecord(self._number, self._head_hash, ballot, self.voted)
         return self._record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.core.identity import Identity
 from atoll.core.manifest import (
     Head,
-    read_head,
+    parse_and_verify_head,
     require_quorum,
     sign_attestation,
     sign_vote,
@@ -43,6 +43,6 @@ class IdentitySeals:
 
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
         """The head, if its votes are enough. Raises `SignatureInvalid`, `PeerMisbehaved`, `ProtocolMismatch`."""
-        head = read_head(committed, self._run_id)
+        head = parse_and_verify_head(committed, self._run_id)
         require_quorum(head, electorate, self._operator_key)
         return head

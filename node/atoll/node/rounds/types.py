@@ -8,10 +8,10 @@ from datetime import timedelta
 from enum import Enum, auto
 from typing import Protocol
 
-from atoll.core.fragments import Fragment, turn_of
+from atoll.core.fragments import Fragment, fragment_of_round
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, Electorate, Voted, VoteRecord
+from atoll.core.quorum import Ballot, Electorate, LastVote, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.screening import Screen
 from atoll.v1 import common_pb2 as pb
@@ -50,7 +50,7 @@ class RoundPolicy:
     round_max: timedelta
     exchange_share: float  # of the time from one exchange's begin to the next's, at most
     stop_tokens: int
-    minimum_lease: int  # samples that a member holds at least after a commit
+    minimum_lease_samples: int  # samples that a member holds at least after a commit
     ready_timeout: timedelta = timedelta(seconds=15)  # Open → every Ready: includes the rest of an inner step
     exchange_timeout: timedelta = timedelta(seconds=60)
     decision_timeout: timedelta = timedelta(seconds=20)  # Settle → Commit: repair, outer step, votes
@@ -65,7 +65,7 @@ class RoundPolicy:
 
     def fragment_of(self, number: int) -> Fragment:
         """What round `number` averages."""
-        return self.fragments[turn_of(number, len(self.fragments))]
+        return self.fragments[fragment_of_round(number, len(self.fragments))]
 
 
 class Seals(Protocol):
@@ -189,7 +189,7 @@ class TieBreak:
     round_id: RoundId
     payload: bytes
     granted: bool
-    voted: Voted | None  # what it voted for before
+    voted: LastVote | None  # what it voted for before
     vote: pb.Signed | None
     reason: str
 

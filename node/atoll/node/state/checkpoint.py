@@ -27,8 +27,8 @@ from torch import Tensor
 from atoll.core import log
 from atoll.core.disk import OS_DISK, Bytes, Disk
 from atoll.core.errors import AtollError, CheckpointCorrupt, DataDirUnusable
-from atoll.core.files import make_private_dir, unusable, write_synced
-from atoll.core.manifest import Head, read_head
+from atoll.core.files import data_dir_unusable, make_private_dir, write_synced
+from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.state import tensor_file
 from atoll.node.state.outer_step import holds
@@ -122,7 +122,7 @@ class CheckpointStore:
                 try:
                     self._place(self._contents(state), target, between)
                 except OSError as error:
-                    raise unusable(target, error) from error
+                    raise data_dir_unusable(target, error) from error
             self._void_later_than(target)
             self._drop_older(passing)
         return target
@@ -235,7 +235,7 @@ class CheckpointStore:
         try:
             return [path for path in self._directory.iterdir() if pattern.fullmatch(path.name)]
         except OSError as error:
-            raise unusable(self._directory, error) from error
+            raise data_dir_unusable(self._directory, error) from error
 
     def _holds(self, path: Path, head: Head, layers: Layers) -> bool:
         try:
@@ -269,7 +269,7 @@ def read_frame(directory: Path) -> Frame:
     sums = read_sums(directory)
     spec = parse_run_spec(_small(directory, SPEC, sums).decode(), str(directory / SPEC))
     committed = manifest_pb2.CommittedManifest.FromString(_small(directory, MANIFEST, sums))
-    return Frame(spec, read_head(committed, spec.run.name), sums)
+    return Frame(spec, parse_and_verify_head(committed, spec.run.name), sums)
 
 
 @contextlib.contextmanager
@@ -280,7 +280,7 @@ def damage_told(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _DAMAGE:
             raise CheckpointCorrupt(f"{directory} is not whole: {error.strerror or error}") from error
-        raise unusable(directory, error) from error
+        raise data_dir_unusable(directory, error) from error
     except (CheckpointCorrupt, DataDirUnusable):
         raise
     except (AtollError, DecodeError, UnicodeDecodeError) as error:

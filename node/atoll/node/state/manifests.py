@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from atoll.core import log
 from atoll.core.disk import OS_DISK, Disk
 from atoll.core.errors import AtollError, CheckpointCorrupt, DataDirUnusable
-from atoll.core.files import make_private_dir, unusable, write_atomic
-from atoll.core.manifest import Head, read_head
+from atoll.core.files import data_dir_unusable, make_private_dir, write_atomic
+from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.v1 import manifest_pb2
 
 _NAME = re.compile(r"(\d{9,})\.manifest")
@@ -72,7 +72,7 @@ class ManifestStore:
         except (FileNotFoundError, IsADirectoryError):
             return None
         except OSError as error:
-            raise unusable(path, error) from error
+            raise data_dir_unusable(path, error) from error
         try:
             return self._parse(path, data)
         except (DecodeError, AtollError) as error:
@@ -83,7 +83,7 @@ class ManifestStore:
         stored, payload = data[:_SUM_BYTES], data[_SUM_BYTES:]
         if hashlib.sha256(payload).digest() != stored:
             raise CheckpointCorrupt(f"{path} does not match its sum")
-        head = read_head(manifest_pb2.CommittedManifest.FromString(payload), self._run_id)
+        head = parse_and_verify_head(manifest_pb2.CommittedManifest.FromString(payload), self._run_id)
         if head.round != _round_of(path):
             raise CheckpointCorrupt(f"{path} holds round {head.round}")
         return head
@@ -92,7 +92,7 @@ class ManifestStore:
         try:
             return [path for path in self._directory.iterdir() if pattern.fullmatch(path.name)]
         except OSError as error:
-            raise unusable(self._directory, error) from error
+            raise data_dir_unusable(self._directory, error) from error
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:09d}.manifest"

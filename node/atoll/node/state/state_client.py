@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.core.errors import NotFound, PeerMisbehaved
 from atoll.core.frames import FrameKind
-from atoll.core.manifest import Head, read_head
+from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.node.state.pieces import Kind
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
@@ -78,7 +78,9 @@ class Conversation:
             raise PeerMisbehaved(f"{self._stream.peer_id} answered a request for a manifest with something else")
         if number is None:
             self.held = tuple(range(span.first, span.last + 1) for span in reply.held[:_MAX_SPANS])
-        head = await asyncio.to_thread(read_head, reply.manifest, self._run_id)  # it may carry thousands of votes
+        head = await asyncio.to_thread(
+            parse_and_verify_head, reply.manifest, self._run_id
+        )  # it may carry thousands of votes
         if number is not None and head.round != number:
             raise PeerMisbehaved(f"{self._stream.peer_id} answered with round {head.round} when asked for {number}")
         return head

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from atoll.core import log
 from atoll.core.files import write_atomic
-from atoll.core.quorum import Ballot, Voted, VoteRecord
+from atoll.core.quorum import Ballot, LastVote, VoteRecord
 
 _FILE = "votes"
 
@@ -53,7 +53,8 @@ class VoteStore:
                 number=int(plain["number"]),
                 head_hash=bytes.fromhex(plain["head_hash"]),
                 promised=Ballot(*map(int, plain["promised"])),
-                voted=voted and Voted(Ballot(*map(int, voted["ballot"])), b64decode(voted["payload"], validate=True)),
+                voted=voted
+                and LastVote(Ballot(*map(int, voted["ballot"])), b64decode(voted["payload"], validate=True)),
             )
         except FileNotFoundError:
             return None

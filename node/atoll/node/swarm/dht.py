@@ -24,7 +24,7 @@ from hivemind.utils import MSGPackSerializer
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, DeadlineExceeded, Rejected, Unreachable
-from atoll.core.membership import Authority
+from atoll.core.membership import MembershipVerifier
 from atoll.core.records import Record, nodes_key
 from atoll.node.swarm.addresses import readable_seeds
 from atoll.node.swarm.dht_messages import node_id_bytes
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class Directory:
     """Stores our own records and looks up everybody's."""
 
-    def __init__(self, p2p: GatedP2P, authority: Authority, clock: Clock, seeds: tuple[str, ...]) -> None:
+    def __init__(self, p2p: GatedP2P, authority: MembershipVerifier, clock: Clock, seeds: tuple[str, ...]) -> None:
         self._p2p = p2p
         self._clock = clock
         self._authority = authority

@@ -24,11 +24,11 @@ from pathlib import Path
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from atoll.core.clock import Clock
-from atoll.core.errors import ChildDied, DeadlineExceeded, NotIntroduced
+from atoll.core.errors import ChildDied, DeadlineExceeded, HelloRequired
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
-from atoll.core.membership import Authority, Deny
-from atoll.core.records import MAX_MULTIADDRS, build_addresses, build_head, heads_key, nodes_key
+from atoll.core.membership import DenyList, MembershipVerifier
+from atoll.core.records import MAX_MULTIADDRS, build_address_record, build_head_record, heads_key, nodes_key
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.hosts import is_address
@@ -67,7 +67,9 @@ class SwarmConfig:
 class SwarmHost:
     """A member's presence in the swarm."""
 
-    def __init__(self, identity: Identity, authority: Authority, p2pd: P2pd, p2p: GatedP2P, clock: Clock) -> None:
+    def __init__(
+        self, identity: Identity, authority: MembershipVerifier, p2pd: P2pd, p2p: GatedP2P, clock: Clock
+    ) -> None:
         self.gate: Gate = p2p.gate
         self.died: asyncio.Future[ChildDied] = p2pd.died
         self._identity = identity
@@ -92,9 +94,9 @@ class SwarmHost:
         config: SwarmConfig,
         *,
         identity: Identity,
-        authority: Authority,
+        authority: MembershipVerifier,
         membership: pb.Signed,
-        deny: Deny,
+        deny: DenyList,
         clock: Clock,
         timeout: timedelta,
     ) -> SwarmHost:
@@ -195,7 +197,7 @@ class SwarmHost:
                 await self._p2p.introductions.ensure(peer_id)
                 try:
                     return await self._enter(peer_id, protocol, timeout)
-                except NotIntroduced:
+                except HelloRequired:
                     await self._p2p.introductions.say(peer_id)  # its table was lost, most likely by a restart
                     return await self._enter(peer_id, protocol, timeout)
         except TimeoutError as error:
@@ -215,7 +217,7 @@ class SwarmHost:
         await self._p2p.refresh_visible()
         expires = self._expiry(lifetime)
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
-        record = build_addresses(self._identity, self.gate.membership, self._run_id, expires, addresses)
+        record = build_address_record(self._identity, self.gate.membership, self._run_id, expires, addresses)
         await self._directory.store(nodes_key(self._run_id), record, expires)
         self._published = addresses
 
@@ -229,7 +231,7 @@ class SwarmHost:
         """Store which manifest is our newest. Raises `Unreachable`."""
         expires = self._expiry(lifetime)
         head = (round_number, manifest_hash)
-        record = build_head(self._identity, self.gate.membership, self._run_id, expires, head)
+        record = build_head_record(self._identity, self.gate.membership, self._run_id, expires, head)
         await self._directory.store(heads_key(self._run_id), record, expires)
 
     async def lookup_addresses(self) -> dict[str, tuple[str, ...]]:
@@ -272,7 +274,7 @@ class SwarmHost:
                 task.cancel()
             await asyncio.gather(*self._registrations.values(), return_exceptions=True)
 
-    async def _join(self, authority: Authority, config: SwarmConfig, timeout: timedelta) -> None:
+    async def _join(self, authority: MembershipVerifier, config: SwarmConfig, timeout: timedelta) -> None:
         await self._door.listen(self._p2pd.config.stream_socket)
         await self._p2p.control.serve_streams(hello.PROTOCOL)
         await self._p2p.control.serve_streams(stripes.PROTOCOL)
@@ -324,7 +326,7 @@ class SwarmHost:
         try:
             answer = await stream.receive(timeout)
             if answer.kind is not FrameKind.MESSAGE or answer.header:
-                raise NotIntroduced(f"peer {peer_id} did not let us in")
+                raise HelloRequired(f"peer {peer_id} did not let us in")
         except BaseException:
             stream.abort()
             raise

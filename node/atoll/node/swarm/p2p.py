@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 from hivemind.utils.multiaddr import Multiaddr
 
 from atoll.core.clock import Clock
-from atoll.core.errors import DeadlineExceeded, NotIntroduced, NotPermitted, PeerMisbehaved, Unreachable
+from atoll.core.errors import DeadlineExceeded, HelloRequired, NotPermitted, PeerMisbehaved, Unreachable
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.control import Control
 from atoll.node.swarm.dht_messages import check_dht_message
@@ -146,7 +146,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         try:
             return await self.control.call_unary_handler(peer_id, handle_name, request)
         except P2PHandlerError as error:
-            if not str(error).startswith(NotIntroduced.__name__):
+            if not str(error).startswith(HelloRequired.__name__):
                 raise
             await self.introductions.say(peer_id.to_base58())
         except P2PDaemonError:

@@ -25,7 +25,7 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from atoll.core.errors import AtollError, DeadlineExceeded, NotIntroduced, PeerMisbehaved, Unreachable, first_error
+from atoll.core.errors import AtollError, DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable, first_error
 from atoll.core.frames import Buffer, Frame, FrameKind
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.streams import ByteReader, ByteTransport, ByteWriter
@@ -231,7 +231,7 @@ class _Gathering:
             self.complete.set()
 
     def abort(self) -> None:
-        self.fail(NotIntroduced("this peer is no member any more"))
+        self.fail(HelloRequired("this peer is no member any more"))
 
 
 class Gatherings:
@@ -247,7 +247,7 @@ class Gatherings:
     async def add(self, peer_id: str, frame: Frame, ends: Ends) -> tuple[str, Whole] | None:
         """Wait until all are here. With the first that came, the conversation's protocol and all of it; else None.
 
-        `frame` is the first on that stream. Raises `PeerMisbehaved`; on all that came `NotIntroduced` when the peer is
+        `frame` is the first on that stream. Raises `PeerMisbehaved`; on all that came `HelloRequired` when the peer is
         evicted, `DeadlineExceeded` when others do not come, `Unreachable` when one hangs up.
         """
         stripe = self._checked(frame)

@@ -19,8 +19,8 @@ from hivemind.utils import MSGPackSerializer
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.membership import Authority
-from atoll.core.records import MAX_RECORD_BYTES, Place, Record, heads_key, nodes_key, verify_record
+from atoll.core.membership import MembershipVerifier
+from atoll.core.records import MAX_RECORD_BYTES, Record, RecordLocation, heads_key, nodes_key, verify_record
 from atoll.node.swarm.msgpack_scan import check_msgpack
 
 REMEMBERED = 4096
@@ -31,7 +31,7 @@ _log = log.get("swarm")
 class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
     """Accepts what members may say about themselves, and nothing else."""
 
-    def __init__(self, authority: Authority, clock: Clock) -> None:
+    def __init__(self, authority: MembershipVerifier, clock: Clock) -> None:
         self._authority = authority
         self._clock = clock
         names = (nodes_key(authority.run_id), heads_key(authority.run_id))
@@ -65,7 +65,7 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def read(self, name: str, subkey: str, value: bytes, expires: float) -> Record:
         """Verify a record that a lookup returned (its envelope is gone by then). Raises `AtollError`."""
-        return verify_record(value, Place(name, subkey, expires), self._authority, self._clock.unix())
+        return verify_record(value, RecordLocation(name, subkey, expires), self._authority, self._clock.unix())
 
     def _check(self, record: DHTRecord) -> None:
         name = self._names.get(record.key)

@@ -193,7 +193,7 @@ def load(
 ) -> Loaded:
     """`facts` are of all devices together.
 
-    Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `BaseUnusable`, `CorpusError`, `InvalidRequest`,
+    Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`, `InvalidRequest`,
     `ConfigError`.
     """
     devices = several.devices if several is not None else [torch.device(facts.device)]

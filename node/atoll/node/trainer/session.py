@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, by_reason
-from atoll.core.files import open_anonymous
+from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, error_class
+from atoll.core.files import open_anonymous_file
 from atoll.node.model.initial_weights_file import write_initial
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.rank_stage import FollowingStage
@@ -72,7 +72,7 @@ class Session:
         self._followers: Followers | None = None
         several: Several | None = None
         if len(devices) > 1:
-            meeting_fd = open_anonymous("atoll-meeting")
+            meeting_fd = open_anonymous_file("atoll-meeting")
             self._followers = Followers(config, (anchor_fd, gradient_fd, meeting_fd), self._give_up)
             several = Several(devices, 0, meeting_fd, self._followers.tell)
         self._here = load(config, facts, end, self._clock, several, self._get_on)
@@ -102,7 +102,7 @@ class Session:
     def _give_up(self, why: ms.Refused) -> None:
         """A device's process is gone, so this trainer is of no use. Called in a thread; torch may wait for that one."""
         self._channel.answer(0, why)
-        os._exit(int(by_reason(why.reason).exit_code))
+        os._exit(int(error_class(why.reason).exit_code))
 
     @contextmanager
     def _together(self, order: ms.Order) -> Iterator[None]:

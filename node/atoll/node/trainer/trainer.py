@@ -20,8 +20,8 @@ from typing import cast
 
 from torch import Tensor
 
-from atoll.core.data_position import Range
-from atoll.core.errors import ChildDied, DeadlineExceeded, by_reason
+from atoll.core.data_position import SampleRange
+from atoll.core.errors import ChildDied, DeadlineExceeded, error_class
 from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import Cable
@@ -173,7 +173,9 @@ class Trainer:
         """Genesis: the child writes the run's seeded parameters into `anchor`. `load` must follow."""
         await self._order(ms.Initialise(), timeout)
 
-    async def load(self, *, ranges: Sequence[Range], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT) -> None:
+    async def load(
+        self, *, ranges: Sequence[SampleRange], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
+    ) -> None:
         """Weights := `anchor`; progress is forgotten, AdamW's state kept when there is one."""
         await self._order(ms.Load(tuple(ranges), committed_tokens), timeout)
 
@@ -197,9 +199,9 @@ class Trainer:
     async def apply(
         self,
         *,
-        ranges: Sequence[Range],
+        ranges: Sequence[SampleRange],
         committed_tokens: int,
-        moved: Range | None = None,
+        moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
         """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays.
@@ -212,10 +214,10 @@ class Trainer:
     async def rebase(
         self,
         *,
-        ranges: Sequence[Range],
+        ranges: Sequence[SampleRange],
         committed_tokens: int,
         spent: int = 0,
-        moved: Range | None = None,
+        moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
         """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
@@ -225,7 +227,7 @@ class Trainer:
         """
         await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, spent), timeout)
 
-    async def set_ranges(self, ranges: Sequence[Range], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+    async def set_ranges(self, ranges: Sequence[SampleRange], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Other samples, not consumed as of the anchor that is loaded; a snapshot stays, and all progress."""
         await self._order(ms.SetRanges(tuple(ranges)), timeout)
 
@@ -277,7 +279,7 @@ class Trainer:
         return self._child.process.pid
 
     @property
-    def _all(self) -> Range:
+    def _all(self) -> SampleRange:
         return (0, self.facts.held_elements)
 
     # --- the wire ---------------------------------------------------------------------------------------
@@ -319,7 +321,7 @@ class Trainer:
         finally:
             del self._waiting[number]
         if isinstance(answer, ms.Refused):
-            raise by_reason(answer.reason)(answer.message, answer.remedy)
+            raise error_class(answer.reason)(answer.message, answer.remedy)
         return answer
 
     async def _listen(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from atoll.core.errors import DataDirUnusable
-from atoll.core.files import open_anonymous
+from atoll.core.files import open_anonymous_file
 
 PROGRAM = "atoll.node.trainer.worker"
 LOG_NAME = "trainer.log"
@@ -49,7 +49,7 @@ class Child:
             for ours, theirs in ((control, far_control), (cable, far_cable)):
                 undo.callback(ours.close)
                 lent.enter_context(theirs)
-            vectors = [open_anonymous("atoll-anchor"), open_anonymous("atoll-pseudo-gradient")]
+            vectors = [open_anonymous_file("atoll-anchor"), open_anonymous_file("atoll-pseudo-gradient")]
             for descriptor in vectors:
                 undo.callback(os.close, descriptor)
             log_start = log.seek(0, os.SEEK_END)

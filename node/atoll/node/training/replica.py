@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.core.data_position import Range
-from atoll.core.errors import NotFinite
+from atoll.core.data_position import SampleRange
+from atoll.core.errors import WeightsNotFinite
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.model.local_weights import ALL, Weights
@@ -52,7 +52,7 @@ class Replica:
         self._snapshot: Tensor | None = None
         self._snapped = ALL  # its part
 
-    def load(self, anchor_E: Tensor, *, ranges: Sequence[Range] = (), committed_tokens: int = 0) -> None:
+    def load(self, anchor_E: Tensor, *, ranges: Sequence[SampleRange] = (), committed_tokens: int = 0) -> None:
         """Weights := anchor; progress is forgotten; the optimiser's state stays when there is one."""
         self._anchor.copy_(self.weights.take(anchor_E))
         with self.weights.changed() as weights:
@@ -70,7 +70,7 @@ class Replica:
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
         """anchor − weights as of the snapshot, into the snapshot's part of a host vector.
 
-        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `NotFinite`: such weights
+        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`: such weights
         do not become good again, so who has them starts anew from the anchor.
         """
         frozen, done = self._frozen(), 0
@@ -80,7 +80,7 @@ class Replica:
             anchor = self._anchor_of(piece)
             moved = torch.sub(anchor, frozen[done : done + len(anchor)])
             if not is_finite(moved):
-                raise NotFinite(
+                raise WeightsNotFinite(
                     "the weights hold values that are not finite: hardware that errs, or a run that diverged"
                 )
             self.weights.put(moved, out_E, piece)
@@ -90,7 +90,7 @@ class Replica:
         self,
         new_anchor_E: Tensor,
         *,
-        ranges: Sequence[Range] | None = None,
+        ranges: Sequence[SampleRange] | None = None,
         committed_tokens: int | None = None,
         moved: slice = ALL,
     ) -> None:
@@ -112,7 +112,7 @@ class Replica:
         self,
         new_anchor_E: Tensor,
         *,
-        ranges: Sequence[Range],
+        ranges: Sequence[SampleRange],
         committed_tokens: int,
         spent: int = 0,
         moved: slice = ALL,
@@ -142,7 +142,7 @@ class Replica:
             anchor.copy_(self.weights.take(new_anchor_E, moved))
             weights.add_(anchor)
 
-    def set_ranges(self, ranges: Sequence[Range]) -> None:
+    def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
         """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
         self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.core.data_position import Range, drop
+from atoll.core.data_position import SampleRange, drop_samples
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Taken:
 class SampleFeed:
     """A cursor over ranges. A feed without ranges is empty: its node does not train."""
 
-    def __init__(self, ranges: Sequence[Range] = (), skip: int = 0) -> None:
+    def __init__(self, ranges: Sequence[SampleRange] = (), skip: int = 0) -> None:
         if any(end < start or start < 0 for start, end in ranges):
             raise ValueError("a range ends before it starts")
         self._all = tuple((start, end) for start, end in ranges if end > start)
-        self._left = drop(self._all, skip)
+        self._left = drop_samples(self._all, skip)
         self._dry = not self._left
 
     @property

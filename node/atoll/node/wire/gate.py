@@ -3,7 +3,7 @@
 Peers show one another their membership certificates in `/atoll/hello/1` (see `hello.py`); who passed stands in
 this table. A stream is refused before a byte of it is read, a unary call before it is parsed, unless the caller
 (as the libp2p handshake proved it) stands here, is not on the deny-list, and its certificate still holds. The
-table is lost by a restart; a peer that is told `NotIntroduced` says hello again.
+table is lost by a restart; a peer that is told `HelloRequired` says hello again.
 
 No I/O and no hivemind here.
 """
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from atoll.core import protocol
 from atoll.core.clock import Clock
-from atoll.core.errors import NotIntroduced
-from atoll.core.membership import Authority, Deny, Member, newer, refuse_banned
+from atoll.core.errors import HelloRequired
+from atoll.core.membership import DenyList, Member, MembershipVerifier, newer_deny_list, refuse_banned
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as wire
 
@@ -32,7 +32,9 @@ class Closable(Protocol):
 class Gate:
     """Admitted members, the deny-list, our own membership, and the streams open to each peer."""
 
-    def __init__(self, authority: Authority, membership: pb.Signed, own_peer_id: str, deny: Deny, clock: Clock) -> None:
+    def __init__(
+        self, authority: MembershipVerifier, membership: pb.Signed, own_peer_id: str, deny: DenyList, clock: Clock
+    ) -> None:
         self._authority = authority
         self._clock = clock
         self.own_peer_id = own_peer_id
@@ -47,7 +49,7 @@ class Gate:
         return self._membership
 
     @property
-    def deny(self) -> Deny:
+    def deny(self) -> DenyList:
         return self._deny
 
     def members(self) -> tuple[Member, ...]:
@@ -58,9 +60,9 @@ class Gate:
         """Show a renewed certificate from now on. Raises `CertificateInvalid` if it is not ours."""
         self._membership = self._checked(membership)
 
-    def set_deny_list(self, deny: Deny) -> None:
+    def set_deny_list(self, deny: DenyList) -> None:
         """Adopt a newer deny-list (an older one is ignored) and cut everybody on it off."""
-        self._deny = newer(self._deny, deny)
+        self._deny = newer_deny_list(self._deny, deny)
         for peer_id in self._deny.peer_ids:
             self.evict(peer_id)
 
@@ -77,12 +79,12 @@ class Gate:
         return member
 
     def require(self, peer_id: str) -> Member:
-        """The caller's membership. Raises `Banned`, `NotIntroduced`."""
+        """The caller's membership. Raises `Banned`, `HelloRequired`."""
         refuse_banned(self._deny, peer_id)
         member = self._members.get(peer_id)
         if member is None or not member.valid_at(self._clock.unix()):
             self._members.pop(peer_id, None)
-            raise NotIntroduced(f"peer {peer_id} has not shown a membership that holds")
+            raise HelloRequired(f"peer {peer_id} has not shown a membership that holds")
         return member
 
     def knows(self, peer_id: str) -> bool:

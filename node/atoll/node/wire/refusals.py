@@ -25,7 +25,7 @@ from atoll.core.errors import (
     StateError,
     Unreachable,
     UsageError,
-    by_reason,
+    error_class,
 )
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.wire.transport import Handler, Stream
@@ -54,7 +54,7 @@ def refused_as(frame: Frame, peer_id: str) -> AtollError:
         refusal = wire.Refusal.FromString(frame.header)
     except DecodeError:
         return FrameInvalid(f"peer {peer_id} refused with a message that does not parse")
-    kind = by_reason(refusal.reason)
+    kind = error_class(refusal.reason)
     if issubclass(kind, _OF_ITS_OWN):
         kind = Unreachable
     return kind(f"peer {peer_id}: {printable(refusal.message)}")

@@ -182,7 +182,7 @@ class SocketStream:
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
         self._traffic.check_allowance(len(body))
-        start = pack_prefix(kind, header, body, sums_body=self.sums_bodies)
+        start = pack_prefix(kind, header, body, checksum_body=self.sums_bodies)
         if self._is_over():
             raise self._ended()
         frame: list[Buffer] = (
@@ -234,7 +234,7 @@ class SocketStream:
         self._prefix, self._promised = None, 0
         self._got(len(rest))
         header, body = bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :]
-        return check_frame(prefix, header, body, sums_body=self.sums_bodies)
+        return check_frame(prefix, header, body, checksum_body=self.sums_bodies)
 
     def _put(self, piece: Buffer) -> None:
         self._writer.write(piece)
