@@ -20,7 +20,7 @@ from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import part_elements, partition
 from atoll.node.exchange.screening import Screen
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.system.malloc_arenas import share_heaps
+from atoll.node.system.malloc_arenas import limit_malloc_arenas
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from benchmarks.member_host import greet_all, peer_of, start_member
@@ -34,7 +34,7 @@ class Atoll:
     """The exchange that nodes run, without what decides about rounds around it."""
 
     def __init__(self, index: int, address: str, directory: Path, *, direct: bool) -> None:
-        share_heaps()  # as a node does
+        limit_malloc_arenas()  # as a node does
         self._index = index
         self._address = address
         self._directory = directory

@@ -247,7 +247,7 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
 def reported(report: Report, notes: str) -> Iterator[None]:
     """Print and keep what was measured in the block, also when it fails: then marked as incomplete."""
     started = time.monotonic()
-    child_processes.end_alike()
+    child_processes.treat_sigterm_as_sigint()
     try:
         yield
     except BaseException as error:

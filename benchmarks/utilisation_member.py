@@ -225,7 +225,7 @@ class Member:
                 report=lambda report: None,
                 evaluated=lambda report: None,
                 ask_coordinator=_nobody,
-                plan_for=lambda version: None,
+                plan_newer_than=lambda version: None,
                 plan_shared=lambda sealed: None,
             ),
         )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.exchange_swarm import STALL, Swarm
-from support.memory_network import Passage
+from support.memory_network import FrameInTransit
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
 
@@ -25,7 +25,7 @@ def test_whatever_frames_a_member_sends(examples: int) -> None:
             mutator = Mutator(seed)
             before: list[Frame] = []
 
-            async def change(passage: Passage) -> Frame | None:
+            async def change(passage: FrameInTransit) -> Frame | None:
                 frame, rng = passage.frame, mutator.rng
                 if passage.sender != "b" or rng.random() >= often:
                     return frame

@@ -116,7 +116,7 @@ def test_whatever_plan_a_member_shares(examples: int) -> None:
                 authority = MembershipVerifier(OPERATOR.public_key, "r")
                 path = Path(directory) / f"{seed}.plan"
                 directives = Directives(authority, lambda *_: None, lambda _: None, path)
-                directives.take_plan(shown)
+                directives.accept_plan(shown)
                 await asyncio.gather(*directives._wakers)
                 assert path.exists() == (directives.plan is not None)
                 path.unlink(missing_ok=True)

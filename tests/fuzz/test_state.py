@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.donors import ANN, BOB, CLEO, DAN, EVE, GENESIS, OPERATOR, QUICK, Reef, commit, history, plan_of, state_of
-from support.memory_network import MemoryHub, Passage
+from support.memory_network import FrameInTransit, MemoryHub
 from support.mutation import CASES, Mutator, cases, seeds
 
 from atoll.core.errors import AtollError
@@ -40,7 +40,7 @@ def test_whatever_one_donor_answers(examples: int) -> None:
         def join(seed: int, often: float) -> None:
             mutator = Mutator(seed)
 
-            async def change(passage: Passage) -> Frame:
+            async def change(passage: FrameInTransit) -> Frame:
                 if passage.sender != EVE.peer_id or mutator.rng.random() >= often:
                     return passage.frame
                 return mutator.frame(passage.frame, dp.StateReply if passage.frame.kind is FrameKind.MESSAGE else None)
@@ -71,7 +71,7 @@ def test_whatever_one_donor_answers(examples: int) -> None:
 def test_a_reply_that_is_never_whole_is_an_error_of_ours() -> None:
     """All donors answer nonsense: joining fails, and says so."""
 
-    async def nonsense(passage: Passage) -> Frame:
+    async def nonsense(passage: FrameInTransit) -> Frame:
         return Frame(passage.frame.kind, b"\xff", b"")
 
     async def scene() -> None:

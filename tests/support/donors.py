@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from support.memory_network import MemoryHub, MemoryNetwork, Passage
+from support.memory_network import FrameInTransit, MemoryHub, MemoryNetwork
 
 from atoll.core import protocol
 from atoll.core.errors import AtollError, Unreachable
@@ -143,7 +143,7 @@ class Reef:
         StateServer(network, "r", store, holding.current, (staged or {}).get)
         return holding
 
-    async def _pass(self, passage: Passage) -> Frame | AtollError | None:
+    async def _pass(self, passage: FrameInTransit) -> Frame | AtollError | None:
         if passage.frame.kind is not FrameKind.BODY:
             return passage.frame
         self.bodies[passage.sender] = self.bodies.get(passage.sender, 0) + 1

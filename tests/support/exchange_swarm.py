@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import chain, combinations
 
 import torch
-from support.memory_network import Fault, MemoryHub, Passage
+from support.memory_network import Fault, FrameInTransit, MemoryHub
 from support.virtual_time import Inline
 
 from atoll.core.frames import Frame, FrameKind
@@ -197,7 +197,7 @@ def part_frames(sender: str, receiver: str, nth: int, change: Callable[[Frame], 
     """A fault that changes the `nth` part frame from `sender` to `receiver`, counted from 0."""
     passed = 0
 
-    async def fault(passage: Passage) -> Frame:
+    async def fault(passage: FrameInTransit) -> Frame:
         nonlocal passed
         frame = passage.frame
         if (passage.sender, passage.receiver, frame.kind) != (sender, receiver, FrameKind.PART):

@@ -29,7 +29,7 @@ QUEUE_FRAMES = 8  # like a socket's buffer: a sender waits for a receiver that f
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class FrameInTransit:
     """One frame on its way, as a fault hook sees it."""
 
     sender: str
@@ -38,10 +38,10 @@ class Passage:
     frame: Frame
 
 
-Fault = Callable[[Passage], Awaitable[Frame | AtollError | None]]
+Fault = Callable[[FrameInTransit], Awaitable[Frame | AtollError | None]]
 
 
-async def no_fault(passage: Passage) -> Frame | AtollError | None:
+async def no_fault(passage: FrameInTransit) -> Frame | AtollError | None:
     """Deliver everything unchanged."""
     return passage.frame
 
@@ -109,7 +109,7 @@ class MemoryStream:
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
         pack_prefix(kind, header, body)  # refuses what is over the cap, as a real stream does
         frame = Frame(kind, bytes(header), bytes(body))  # copies: a sender may reuse its buffer
-        arrival = await self._fault(Passage(self._own_id, self._peer_id, self._protocol, frame))
+        arrival = await self._fault(FrameInTransit(self._own_id, self._peer_id, self._protocol, frame))
         if arrival is not None and not await self._outgoing.put(arrival):
             raise self._ended()
         self._sent += _wire_bytes(frame)

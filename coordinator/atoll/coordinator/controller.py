@@ -101,7 +101,7 @@ class Controller:
         finally:
             self._watchers.discard(changed)
 
-    def sealed_plan(self, run_id: str) -> pb.Signed | None:
+    def signed_plan(self, run_id: str) -> pb.Signed | None:
         """The run's newest plan, signed."""
         return self._sealed_plans.get(run_id)
 

@@ -2,7 +2,7 @@
 
 Precedence: defaults < /etc/atoll/node.toml < user config < what `join` and `set` were told (`node.toml` in the
 data directory, so that `up` after a reboot means the same node) < `--config` < `ATOLL_*` < flags. `load` keeps the
-origin of every value for `atoll config show`. Unknown keys are errors. `changed` is what `atoll set` does: limits
+origin of every value for `atoll config show`. Unknown keys are errors. `with_limits` is what `atoll set` does: limits
 only, all of them or none.
 """
 
@@ -21,18 +21,18 @@ from typing import Any, get_type_hints
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
 from atoll.node.training.device_names import names_of
-from atoll.node.training_policy import Policy, parse_hours
+from atoll.node.training_policy import TrainingPolicy, parse_hours
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
-REMEMBERED = "node.toml"  # in the data directory
-SET = "atoll set"  # the origin of what a running daemon was told
+OVERRIDES_FILE = "node.toml"  # in the data directory
+SET_COMMAND_ORIGIN = "atoll set"  # the origin of what a running daemon was told
 ENVIRONMENT_PREFIX = "ATOLL_"
-_NOT_OURS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
+_VARIABLES_OF_OTHER_COMMANDS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
 Value = str | int | float | bool
 
 
-def _key(
+def _setting(
     default: Value,
     help_text: str,
     *,
@@ -44,8 +44,8 @@ def _key(
     return field(default=default, metadata={"help": help_text, "between": between, "one_of": one_of, "limit": limit})
 
 
-def _limit(default: Value, help_text: str, *, between: tuple[float, float] | None = None, **rest: Any) -> Any:
-    return _key(default, help_text, between=between, limit=True, **rest)
+def _limit_setting(default: Value, help_text: str, *, between: tuple[float, float] | None = None, **rest: Any) -> Any:
+    return _setting(default, help_text, between=between, limit=True, **rest)
 
 
 @dataclass(frozen=True)
@@ -53,49 +53,57 @@ class NodeConfig:
     """One node's settings."""
 
     data_dir: Path = field(metadata={"help": "keys, manifests, anchors, the local socket"})
-    name: str = _key("", "shown to people; default: derived from the peer id")
-    listen: str = _key("0.0.0.0", "address for peers")  # noqa: S104 - peers must reach us
-    port: int = _key(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
-    announce: str = _key("", "public address or host name, where it differs")
-    direct: bool = _key(True, "bulk goes over TCP and TLS to members that can be reached so; libp2p carries the rest")
-    direct_port: int = _key(0, "TCP port for that; 0 picks a free one", between=(0, 65535))
-    device: str = _key("auto", "auto, cpu, cuda:0, mps; several GPUs as one node: cuda:0,cuda:1")
-    data: str = _key("", "the corpus on this machine, where it is not the spec's path")
-    base: str = _key("", "where the run's pretrained weights lie on this machine, if it starts from some")
-    vram_fraction: float = _limit(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
-    memory_megabytes: float = _key(
+    name: str = _setting("", "shown to people; default: derived from the peer id")
+    listen: str = _setting("0.0.0.0", "address for peers")  # noqa: S104 - peers must reach us
+    port: int = _setting(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
+    announce: str = _setting("", "public address or host name, where it differs")
+    direct: bool = _setting(
+        True, "bulk goes over TCP and TLS to members that can be reached so; libp2p carries the rest"
+    )
+    direct_port: int = _setting(0, "TCP port for that; 0 picks a free one", between=(0, 65535))
+    device: str = _setting("auto", "auto, cpu, cuda:0, mps; several GPUs as one node: cuda:0,cuda:1")
+    data: str = _setting("", "the corpus on this machine, where it is not the spec's path")
+    base: str = _setting("", "where the run's pretrained weights lie on this machine, if it starts from some")
+    vram_fraction: float = _limit_setting(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
+    memory_megabytes: float = _setting(
         0.0,
         "main memory that training may take on a CPU, beside torch and the corpus; 0: no limit",
         between=(0, 1e9),
     )
-    power_watts: float = _limit(0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000))
-    cpu_threads: int = _limit(0, "threads for training; 0 uses every core", between=(0, 4096))
-    minimum_step_seconds: float = _limit(0.0, "paces training: no inner step is shorter", between=(0, 3600))
-    compute_share: float = _limit(1.0, "share of the time in which training computes", between=(0.01, 1.0))
-    upload_mbit_per_second: float = _limit(0.0, "to peers; 0: no limit", between=(0, 1e6))
-    download_mbit_per_second: float = _limit(0.0, "from peers; 0: no limit", between=(0, 1e6))
-    monthly_gigabytes: float = _limit(0.0, "to and from peers in a calendar month; 0: no limit", between=(0, 1e6))
-    hours: str = _limit("", 'local times of day in which to train, "22:00-07:00,12:00-13:00"; empty: always')
-    on_battery: str = _limit("pause", "pause or train while the machine runs on its battery", one_of=("pause", "train"))
-    only_when_idle_minutes: int = _limit(
+    power_watts: float = _limit_setting(
+        0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000)
+    )
+    cpu_threads: int = _limit_setting(0, "threads for training; 0 uses every core", between=(0, 4096))
+    minimum_step_seconds: float = _limit_setting(0.0, "paces training: no inner step is shorter", between=(0, 3600))
+    compute_share: float = _limit_setting(1.0, "share of the time in which training computes", between=(0.01, 1.0))
+    upload_mbit_per_second: float = _limit_setting(0.0, "to peers; 0: no limit", between=(0, 1e6))
+    download_mbit_per_second: float = _limit_setting(0.0, "from peers; 0: no limit", between=(0, 1e6))
+    monthly_gigabytes: float = _limit_setting(
+        0.0, "to and from peers in a calendar month; 0: no limit", between=(0, 1e6)
+    )
+    hours: str = _limit_setting("", 'local times of day in which to train, "22:00-07:00,12:00-13:00"; empty: always')
+    on_battery: str = _limit_setting(
+        "pause", "pause or train while the machine runs on its battery", one_of=("pause", "train")
+    )
+    only_when_idle_minutes: int = _limit_setting(
         0, "train after nobody has used the machine for so long; 0: always", between=(0, 1440)
     )
-    price_per_hour: float = _key(0.0, "what this machine costs the swarm, for planning", between=(0, 1e6))
-    checkpoint_keep: int = _key(3, "how many of the last checkpoints to keep", between=(1, 1000))
-    checkpoint_interval_seconds: float = _key(
+    price_per_hour: float = _setting(0.0, "what this machine costs the swarm, for planning", between=(0, 1e6))
+    checkpoint_keep: int = _setting(3, "how many of the last checkpoints to keep", between=(1, 1000))
+    checkpoint_interval_seconds: float = _setting(
         300.0, "between two checkpoints; 0 writes every round", between=(0, 86400)
     )
-    log_level: str = _key("info", "debug, info, warning, error", one_of=("debug", "info", "warning", "error"))
-    log_format: str = _key("auto", "auto, console, json", one_of=("auto", "console", "json"))
+    log_level: str = _setting("info", "debug, info, warning, error", one_of=("debug", "info", "warning", "error"))
+    log_format: str = _setting("auto", "auto, console, json", one_of=("auto", "console", "json"))
 
     def path(self, *parts: str) -> Path:
         """A path in the data directory."""
         return self.data_dir.joinpath(*parts)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> TrainingPolicy:
         """When this node may train."""
-        return Policy(
+        return TrainingPolicy(
             hours=parse_hours(self.hours),
             monthly_bytes=self.monthly_gigabytes * 1e9,
             pause_on_battery=self.on_battery == "pause",
@@ -104,11 +112,11 @@ class NodeConfig:
 
 
 LIMITS = tuple(item.name for item in fields(NodeConfig) if item.metadata.get("limit"))
-_KINDS: dict[str, type] = get_type_hints(NodeConfig)
+_FIELD_TYPES: dict[str, type] = get_type_hints(NodeConfig)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A configuration and where each of its values came from."""
 
     config: NodeConfig
@@ -121,7 +129,9 @@ def default_data_dir(environment: Mapping[str, str]) -> Path:
     return Path(base) / "atoll" / "node"
 
 
-def load(flags: Mapping[str, Value | Path | None], environment: Mapping[str, str], config_file: Path | None) -> Loaded:
+def load(
+    flags: Mapping[str, Value | Path | None], environment: Mapping[str, str], config_file: Path | None
+) -> LoadedConfig:
     """Merge all sources. Raises `ConfigError` that names the key and the source."""
     values: dict[str, Value | Path] = {"data_dir": default_data_dir(environment)}
     origin = {item.name: "default" for item in fields(NodeConfig)}
@@ -137,52 +147,52 @@ def load(flags: Mapping[str, Value | Path | None], environment: Mapping[str, str
     later.append((_from_environment(environment), "environment"))
     later.append(({key: value for key, value in flags.items() if value is not None}, "flag"))
     data_dir = next((source["data_dir"] for source, _ in reversed(later) if "data_dir" in source), values["data_dir"])
-    remembered = Path(os.path.expanduser(str(data_dir))).absolute() / REMEMBERED
+    remembered = Path(os.path.expanduser(str(data_dir))).absolute() / OVERRIDES_FILE
     if remembered.exists():
         _merge(values, origin, _read(remembered), str(remembered))
     for source, name in later:
         _merge(values, origin, source, name)
-    return Loaded(NodeConfig(**_typed(values, origin)), origin)  # type: ignore[arg-type]
+    return LoadedConfig(NodeConfig(**_convert(values, origin)), origin)  # type: ignore[arg-type]
 
 
-def changed(loaded: Loaded, changes: Mapping[str, Value]) -> Loaded:
+def with_limits(loaded: LoadedConfig, changes: Mapping[str, Value]) -> LoadedConfig:
     """With these limits instead. Raises `ConfigError` that names the key and what it may be; nothing changes then."""
     for key in changes:
         if key not in LIMITS:
             what = "is set when the node starts" if key in loaded.origin else "is no setting"
             raise ConfigError(f"{key} {what}; `atoll set` changes limits", f"the limits are: {', '.join(LIMITS)}")
-    origin = {**loaded.origin, **dict.fromkeys(changes, SET)}
-    typed: dict[str, Any] = _typed(changes, origin)
-    return Loaded(replace(loaded.config, **typed), origin)
+    origin = {**loaded.origin, **dict.fromkeys(changes, SET_COMMAND_ORIGIN)}
+    typed: dict[str, Any] = _convert(changes, origin)
+    return LoadedConfig(replace(loaded.config, **typed), origin)
 
 
-def limits_of(loaded: Loaded) -> dict[str, dict[str, Value]]:
+def limits_of(loaded: LoadedConfig) -> dict[str, dict[str, Value]]:
     """Every limit, with where its value comes from."""
     return {key: {"value": getattr(loaded.config, key), "origin": loaded.origin[key]} for key in LIMITS}
 
 
-def remember(loaded: Loaded) -> None:
+def save_overrides(loaded: LoadedConfig) -> None:
     """Keep what flags, environment and `atoll set` said, now or at an earlier join, for the next start.
 
     Raises `DataDirUnusable`.
     """
-    path = loaded.config.path(REMEMBERED)
-    kept = ("flag", "environment", SET, str(path))
+    path = loaded.config.path(OVERRIDES_FILE)
+    kept = ("flag", "environment", SET_COMMAND_ORIGIN, str(path))
     said = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
     said.pop("data_dir", None)
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in said.items()]
     write_atomic(path, "".join(["# written by `atoll join` and `atoll set`\n", *lines]).encode())
 
 
-def has_text(path: str) -> bool:
+def has_corpus_files(path: str) -> bool:
     """Whether a file, a directory or anything that a pattern matches is there."""
     place = Path(path).expanduser()
     return place.exists() or bool(glob.glob(str(place), recursive=True))
 
 
-def known_environment(name: str) -> bool:
+def is_variable_of_another_command(name: str) -> bool:
     """Whether an `ATOLL_*` variable is for other commands."""
-    return name in _NOT_OURS or name.startswith("ATOLL_COORDINATOR_")
+    return name in _VARIABLES_OF_OTHER_COMMANDS or name.startswith("ATOLL_COORDINATOR_")
 
 
 def _read(path: Path) -> dict[str, Value]:
@@ -195,7 +205,9 @@ def _read(path: Path) -> dict[str, Value]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
-    names = [name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and not known_environment(name)]
+    names = [
+        name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and not is_variable_of_another_command(name)
+    ]
     return {name.removeprefix(ENVIRONMENT_PREFIX).lower(): environment[name] for name in sorted(names)}
 
 
@@ -209,15 +221,15 @@ def _merge(
         origin[key] = source
 
 
-def _typed(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dict[str, Value | Path]:
+def _convert(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dict[str, Value | Path]:
     """Values as the types of the fields say: TOML gives numbers, the environment only text."""
     typed: dict[str, Value | Path] = {}
     for key, value in values.items():
-        kind = _KINDS[key]
+        kind = _FIELD_TYPES[key]
         try:
-            typed[key] = _READ_AS[kind](value) if kind in _READ_AS else kind(value)
+            typed[key] = _PARSERS[kind](value) if kind in _PARSERS else kind(value)
         except (TypeError, ValueError, KeyError, OverflowError) as error:
-            raise ConfigError(f"{key} = {value!r} in {origin[key]} is not {_ARTICLE[kind]}") from error
+            raise ConfigError(f"{key} = {value!r} in {origin[key]} is not {_TYPE_NAMES[kind]}") from error
     _check(typed, origin)
     return typed
 
@@ -226,12 +238,12 @@ def _path(value: object) -> Path:
     return Path(os.path.expanduser(str(value))).absolute()
 
 
-def _truth(value: object) -> bool:
+def _parse_bool(value: object) -> bool:
     return {"true": True, "false": False}[str(value).lower()]
 
 
-_READ_AS: dict[type, Callable[[object], Any]] = {Path: _path, bool: _truth}
-_ARTICLE = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false"}
+_PARSERS: dict[type, Callable[[object], Any]] = {Path: _path, bool: _parse_bool}
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false"}
 
 
 def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None:

@@ -25,14 +25,14 @@ from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.config import Loaded, NodeConfig
-from atoll.node.control.checkpoint_upload import Uploads
+from atoll.node.config import LoadedConfig, NodeConfig
+from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.local_api import LocalApi
 from atoll.node.direct.path import DirectConfig
-from atoll.node.limits.enforcer import Manners, Subjects
+from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets
 from atoll.node.probe.paths import PathProber
 from atoll.node.session import LOAD_TIMEOUT, NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
@@ -52,11 +52,11 @@ START_TIMEOUT = timedelta(seconds=60)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 CLOSE_TIMEOUT = timedelta(seconds=5)
 SAVE_TIMEOUT = timedelta(seconds=60)
-LINGER = timedelta(seconds=20)  # of a drained stage, with what others may lack
+DRAINED_STAGE_LINGER = timedelta(seconds=20)  # of a drained stage, with what others may lack
 ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
 ADDRESS_RETRY = timedelta(seconds=5)
-ADDRESS_LOOK = timedelta(seconds=3)  # a node behind NAT learns so late that it needs a relay
+ADDRESS_CHECK_INTERVAL = timedelta(seconds=3)  # a node behind NAT learns so late that it needs a relay
 LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
 AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
@@ -67,45 +67,52 @@ class Daemon:
     """A running member."""
 
     def __init__(
-        self, loaded: Loaded, identity: Identity, credentials: Credentials, clock: Clock, child: Child | None = None
+        self,
+        loaded: LoadedConfig,
+        identity: Identity,
+        credentials: Credentials,
+        clock: Clock,
+        child: Child | None = None,
     ) -> None:
         """`child` is for the trainer; who made it ends it if no trainer takes it."""
-        self._config = config = loaded.config  # the limits among it may change; `_manners` has them as they are
-        self._manners = Manners(loaded, clock)
+        self._config = config = loaded.config  # the limits among it may change; `_limit_enforcer` has them as they are
+        self._limit_enforcer = LimitEnforcer(loaded, clock)
         self._identity = identity
         self._credentials = credentials
         self._clock, self._child = clock, child
-        self._ahead: LoadingAhead | None = None
-        self._me: Member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
+        self._preload: LoadingAhead | None = None
+        self._membership: Member = credentials.authority.verify_membership(
+            credentials.signed_membership(), clock.unix()
+        )
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
         self._run_dir = make_private_dir(config.path("runs", self._spec.run.name))
         self._directives = Directives(
-            credentials.authority, self._deny_listed, self._seeds_moved, self._run_dir / "plan"
+            credentials.authority, self._on_deny_list, self._on_seeds_changed, self._run_dir / "plan"
         )
         self._checkpoints = CheckpointWriter(
             CheckpointStore(self._run_dir / "checkpoints", self._spec, keep=config.checkpoint_keep),
             timedelta(seconds=config.checkpoint_interval_seconds),
             clock,
         )
-        self._deny_shown_older = False
-        self._checkpoints_told: tuple[mb.CheckpointInfo, ...] = ()
-        self._uploads = Uploads(self._send_checkpoint)
+        self._coordinator_deny_list_older = False
+        self._checkpoints_reported: tuple[mb.CheckpointInfo, ...] = ()
+        self._uploads = CheckpointUploads(self._send_checkpoint)
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
-        self._farewell = "left"
-        self._patience = DRAIN_TIMEOUT
+        self._leave_reason = "left"
+        self._drain_timeout = DRAIN_TIMEOUT
         self._host: SwarmHost | None = None
         self._session: TrainingSession | None = None
         self._prober: PathProber | None = None
-        self._layers_told = False
-        self._paths_told = float("-inf")
+        self._layers_reported = False
+        self._paths_reported_monotonic = float("-inf")
         self._link = CoordinatorLink(
             credentials,
             identity,
             clock,
-            describe=self._describe,
-            received=self._heard,
+            describe=self._build_heartbeat,
+            on_response=self._on_heartbeat_response,
             renewed=self._certificate_renewed,
         )
 
@@ -114,47 +121,52 @@ class Daemon:
         self._catch_signals()
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
-        limits = self._trainer_config(self._manners.config)
+        limits = self._trainer_config(self._limit_enforcer.config)
         try:
-            self._ahead = self._load_ahead(limits)
+            self._preload = self._preload_trainer(limits)
             self._host = host = await self._join_unless_leaving()
             if host is None:
                 return
-            if "seed" in self._me.roles:
+            if "seed" in self._membership.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
                 self._session = self._make_session(host, limits)
-            await self._manners.attach(
-                Subjects(host.traffic, self._session, self._limit_training, lambda: self._status.facts)
+            await self._limit_enforcer.attach(
+                LimitTargets(host.traffic, self._session, self._limit_training, lambda: self._status.facts)
             )
-            work = [self._link.run(), self._watch_p2pd(host), self._keep_address(host), self._watchdog()]
-            work.append(self._manners.run())
+            work = [self._link.run(), self._fail_when_p2pd_ends(host), self._publish_address(host), self._watchdog()]
+            work.append(self._limit_enforcer.run())
             if self._session is not None:
                 self._prober = PathProber(host, self._members, self._clock)
-                work += [self._session.run(), self._find_members(host), self._obey_orders(), self._prober.run()]
+                work += [
+                    self._session.run(),
+                    self._look_up_members(host),
+                    self._leave_when_ordered(),
+                    self._prober.run(),
+                ]
             await self._supervise(work)
         finally:
             await api.close()
             await self._uploads.close()
-            await self._manners.close()
+            await self._limit_enforcer.close()
             if self._session is not None:
-                await self._keep_state(self._session)
+                await self._save_state(self._session)
                 await self._session.stop_trainer()
-            if self._ahead is not None:
-                await self._ahead.abandon()
+            if self._preload is not None:
+                await self._preload.abandon()
             if self._host is not None:
                 await self._host.close(CLOSE_TIMEOUT)
             shutil.rmtree(self._config.path("run"), ignore_errors=True)
 
     # --- starting ------------------------------------------------------------------------------------
 
-    def _load_ahead(self, limits: TrainerConfig) -> LoadingAhead | None:
+    def _preload_trainer(self, limits: TrainerConfig) -> LoadingAhead | None:
         """With the layers of the last plan that this node followed; the whole model where there was none."""
         if self._child is None:
             return None
         plan = self._directives.plan
         span = span_to_hold(plan, plan.span(self._identity.peer_id) if plan is not None else range(0))
-        return LoadingAhead(self._child, replace(limits, span=span), LOAD_TIMEOUT, self._status.loading)
+        return LoadingAhead(self._child, replace(limits, span=span), LOAD_TIMEOUT, self._status.show_loading_progress)
 
     async def _join_unless_leaving(self) -> SwarmHost | None:
         """None when a signal came first: seeds that do not answer must not hold up the end."""
@@ -177,7 +189,7 @@ class Daemon:
             except PortInUse:
                 if port == ports[-1]:
                     raise
-        if not self._credentials.seeds and "seed" not in self._me.roles:
+        if not self._credentials.seeds and "seed" not in self._membership.roles:
             _log.warning(
                 "this run has no seed, through which nodes find each other: training is alone until one joins",
                 remedy="its operator makes a token for one: atollctl token create --role seed",
@@ -197,13 +209,13 @@ class Daemon:
                 listen=(_multiaddr(config.listen, port),),
                 announce=(_multiaddr(config.announce, port),) if config.announce else (),
                 seeds=self._credentials.seeds,
-                relay_service="seed" in self._me.roles,
-                alone_is_fine=self._directives.plan is not None,  # seeds come back; the first start must find one
+                relay_service="seed" in self._membership.roles,
+                seeds_optional=self._directives.plan is not None,  # seeds come back; the first start must find one
                 direct=self._direct_config() if config.direct else None,
             ),
             identity=self._identity,
             authority=self._credentials.authority,
-            membership=self._credentials.sealed_membership(),
+            membership=self._credentials.signed_membership(),
             deny=self._credentials.deny(),
             clock=self._clock,
             timeout=START_TIMEOUT,
@@ -229,7 +241,7 @@ class Daemon:
                 operator_key=self._credentials.operator_key,
                 status=self._status,
                 run_dir=self._run_dir,
-                ahead=self._ahead,
+                ahead=self._preload,
                 clock=self._clock,
             )
         )
@@ -278,19 +290,19 @@ class Daemon:
         sdnotify.notify(self._notify_socket, "STOPPING=1")
         if self._session is not None and not self._session.finished.is_set():
             self._status.detail = "finishing the round, then leaving"  # still part of the plan until then
-            await self._session.next_round(self._patience)
+            await self._session.next_round(self._drain_timeout)
         plan, drained = self._directives.plan, self._directives.order == mb.ORDER_DRAIN
         if drained and plan is not None and self._identity.peer_id in plan.former:
             self._status.detail = "others fetch what they may lack, then leaving"
-            await asyncio.sleep(LINGER.total_seconds())
+            await asyncio.sleep(DRAINED_STAGE_LINGER.total_seconds())
         self._status.enter(mb.NODE_STATE_DRAINING, "leaving")
-        self._link.hurry()
+        self._link.send_heartbeat_now()
         if self._link.connected:
             await self._link.flush(CLOSE_TIMEOUT)
-        await self._link.leave(self._farewell)
-        _log.info("left", reason=self._farewell)
+        await self._link.leave(self._leave_reason)
+        _log.info("left", reason=self._leave_reason)
 
-    async def _keep_state(self, session: TrainingSession) -> None:
+    async def _save_state(self, session: TrainingSession) -> None:
         """The next start of this node, or of the whole swarm, goes on from here."""
         try:
             await session.save(SAVE_TIMEOUT)
@@ -298,7 +310,7 @@ class Daemon:
             _log.warning("the state was not saved; the last checkpoint stands", reason=str(error))
         await self._checkpoints.close()
 
-    async def _watch_p2pd(self, host: SwarmHost) -> None:
+    async def _fail_when_p2pd_ends(self, host: SwarmHost) -> None:
         raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
 
     async def _watchdog(self) -> None:
@@ -307,7 +319,7 @@ class Daemon:
             sdnotify.notify(self._notify_socket, "WATCHDOG=1")
             await asyncio.sleep(seconds)
 
-    async def _keep_address(self, host: SwarmHost) -> None:
+    async def _publish_address(self, host: SwarmHost) -> None:
         """Our address and head in the DHT, renewed long before they expire."""
         while True:
             pause = ADDRESS_REFRESH
@@ -325,13 +337,13 @@ class Daemon:
     async def _until_head_or_address_moves(self, host: SwarmHost, known: int) -> None:
         while not self._head_is_past(known):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ADDRESS_LOOK.total_seconds()):
+                async with asyncio.timeout(ADDRESS_CHECK_INTERVAL.total_seconds()):
                     await self._directives.until(partial(self._head_is_past, known))
             with contextlib.suppress(Unreachable, DeadlineExceeded):
                 if await host.address_changed():
                     return
 
-    async def _find_members(self, host: SwarmHost) -> None:
+    async def _look_up_members(self, host: SwarmHost) -> None:
         """Look the members of the plan up in the DHT until all can be dialled, and again for each plan."""
         missing: set[str] = set()
         while True:
@@ -354,7 +366,7 @@ class Daemon:
     def _newer_plan(self, version: int) -> bool:
         return self._directives.plan is not None and self._directives.plan.version > version
 
-    async def _obey_orders(self) -> None:
+    async def _leave_when_ordered(self) -> None:
         await self._directives.until(
             lambda: self._directives.order == mb.ORDER_DRAIN or self._directives.run_state == mb.RUN_STATE_STOPPED
         )
@@ -365,7 +377,7 @@ class Daemon:
 
     def leave(self, reason: str) -> None:
         """Drain and stop."""
-        self._farewell = reason
+        self._leave_reason = reason
         self._leaving.set()
 
     def _catch_signals(self) -> None:
@@ -380,10 +392,10 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
 
-    def _describe(self, first: bool) -> mb.HeartbeatRequest:
+    def _build_heartbeat(self, first: bool) -> mb.HeartbeatRequest:
         status = self._status
         request = mb.HeartbeatRequest(status=status.to_proto(*self._bytes_sent()))
-        facts, share = status.facts, self._manners.config.compute_share
+        facts, share = status.facts, self._limit_enforcer.config.compute_share
         if facts is not None:
             request.corpus_digest = facts.corpus_digest
             request.profile.CopyFrom(
@@ -391,7 +403,7 @@ class Daemon:
                     device=facts.device,
                     device_name=facts.device_name,
                     device_memory_bytes=facts.device_memory_bytes,
-                    cpu_threads=self._manners.config.cpu_threads or os.cpu_count() or 1,
+                    cpu_threads=self._limit_enforcer.config.cpu_threads or os.cpu_count() or 1,
                     host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
                     atoll_version=version("atoll"),
                     tokens_per_second=facts.tokens_per_second,
@@ -399,7 +411,7 @@ class Daemon:
                         mb.LayerTime(kind=kind, **times) for kind, times in _by_kind(facts.layer_times, share)
                     ],
                     price_per_hour=self._config.price_per_hour,
-                    minimum_step_seconds=self._manners.config.minimum_step_seconds,
+                    minimum_step_seconds=self._limit_enforcer.config.minimum_step_seconds,
                     whole_model_bytes=facts.whole_model_bytes,
                 )
             )
@@ -411,17 +423,17 @@ class Daemon:
             request.status.uplink_bytes_per_second = self._host.uplink_bytes_per_second
             request.status.downlink_bytes_per_second = self._host.traffic.downlink_bytes_per_second
         request.paths.extend(self._new_paths(first))
-        self._layers_told = self._layers_told and not first
-        if facts is not None and not self._layers_told:
-            self._layers_told = True
+        self._layers_reported = self._layers_reported and not first
+        if facts is not None and not self._layers_reported:
+            self._layers_reported = True
             request.layers.CopyFrom(facts.layers)
         if self._session is not None and self._session.genesis is not None:
             request.genesis.CopyFrom(self._session.genesis)
-        if self._deny_shown_older:  # the coordinator was restored from a backup: it must learn of later bans
+        if self._coordinator_deny_list_older:  # the coordinator was restored from a backup: it must learn of later bans
             request.deny_list.CopyFrom(pb.Signed.FromString(self._credentials.deny_list))
         held = self._checkpoints.held()
-        if first or held is not self._checkpoints_told:
-            self._checkpoints_told = held
+        if first or held is not self._checkpoints_reported:
+            self._checkpoints_reported = held
             request.checkpoints_changed = True
             request.checkpoints.extend(held)
         return request
@@ -430,7 +442,10 @@ class Daemon:
         """Those measured since they were told last; all, when a stream begins."""
         if self._prober is None or self._host is None:
             return []
-        since, self._paths_told = float("-inf") if first else self._paths_told, self._clock.monotonic()
+        since, self._paths_reported_monotonic = (
+            float("-inf") if first else self._paths_reported_monotonic,
+            self._clock.monotonic(),
+        )
         limits = self._host.path_limits()
         return [
             mb.PeerPath(peer_id=peer, rtt_seconds=time.rtt_seconds, bytes_per_second=limits.get(peer, 0.0))
@@ -441,7 +456,7 @@ class Daemon:
     def _members(self) -> tuple[str, ...]:
         return self._directives.plan.members if self._directives.plan is not None else ()
 
-    def _heard(self, response: mb.HeartbeatResponse) -> None:
+    def _on_heartbeat_response(self, response: mb.HeartbeatResponse) -> None:
         self._directives.take(response)
         self._uploads.take(response.uploads)
 
@@ -454,7 +469,7 @@ class Daemon:
         averaging = sum(self._host.bytes_sent(name) for name in AVERAGING_PROTOCOLS)
         return averaging, self._host.bytes_sent_total() - averaging
 
-    def _keep_credentials(self) -> None:
+    def _save_credentials(self) -> None:
         """For the next start. A disk that does not take them now is no reason to stop; the next change tries again."""
         try:
             self._credentials.save(self._config.data_dir)
@@ -463,29 +478,29 @@ class Daemon:
 
     def _certificate_renewed(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._keep_credentials()
+        self._save_credentials()
         if self._host is not None:
-            self._host.gate.set_membership(credentials.sealed_membership())
+            self._host.gate.set_membership(credentials.signed_membership())
 
-    def _deny_listed(self, deny: DenyList, sealed: pb.Signed) -> None:
-        self._deny_shown_older = deny.number < self._credentials.deny().number
+    def _on_deny_list(self, deny: DenyList, sealed: pb.Signed) -> None:
+        self._coordinator_deny_list_older = deny.number < self._credentials.deny().number
         if deny.number > self._credentials.deny().number:
             self._credentials = self._link.credentials = self._link.credentials.with_deny_list(sealed)
-            self._keep_credentials()  # a restart must not forget a ban
+            self._save_credentials()  # a restart must not forget a ban
         if self._host is not None:
             self._host.gate.set_deny_list(deny)
 
-    def _seeds_moved(self, seeds: tuple[str, ...]) -> None:
+    def _on_seeds_changed(self, seeds: tuple[str, ...]) -> None:
         if self._host is not None:
             self._host.seeds_moved(seeds)  # raises for what the next start could not read either
         self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
-        self._keep_credentials()  # the next start asks the new ones
+        self._save_credentials()  # the next start asks the new ones
 
     # --- the local API -------------------------------------------------------------------------------
 
     def _commands(self) -> dict[str, Any]:
         return {
-            **self._manners.commands(),
+            **self._limit_enforcer.commands(),
             "status": self._api_status,
             "finish": self._api_finish,
             "leave": self._api_leave,
@@ -494,10 +509,10 @@ class Daemon:
 
     async def _api_status(self, _: dict[str, Any]) -> dict[str, Any]:
         return {
-            "name": self._me.node_name,
+            "name": self._membership.node_name,
             "peer_id": self._identity.peer_id,
             "run": self._spec.run.name,
-            "roles": sorted(self._me.roles),
+            "roles": sorted(self._membership.roles),
             "pid": os.getpid(),
             "coordinator": self._credentials.coordinator,
             "coordinator_connected": self._link.connected,
@@ -508,16 +523,16 @@ class Daemon:
             "uplink_bytes_per_second": round(self._host.uplink_bytes_per_second) if self._host else 0,
             "downlink_bytes_per_second": round(self._host.traffic.downlink_bytes_per_second) if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
-            **self._manners.describe(self._checkpoints.problem),
+            **self._limit_enforcer.describe(self._checkpoints.problem),
         }
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
-        warning = self._manners.finish()
+        warning = self._limit_enforcer.finish()
         self.leave("finished its round at its owner's wish")
         return {"leaving": True, "warning": warning}
 
     async def _api_leave(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._patience = timedelta(0)
+        self._drain_timeout = timedelta(0)
         self.leave("left at its owner's wish")
         return {"leaving": True}
 

@@ -30,7 +30,7 @@ from atoll.node.wire.transport import Network
 
 
 @dataclass(frozen=True)
-class Rooms:
+class StateSources:
     """Where a run's state comes from and goes to."""
 
     network: Network
@@ -40,34 +40,34 @@ class Rooms:
     manifests: ManifestStore
     checkpoints: CheckpointWriter
     directives: Directives
-    hurry: Callable[[], None]  # the coordinator should hear from us
+    send_heartbeat_now: Callable[[], None]  # the coordinator should hear from us
 
 
-class Holdings:
+class LocalState:
     """`head` is the newest round known here. `state` is of it, unless it lacks layers or the engine is moving it."""
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, sources: StateSources) -> None:
         self.head: Head | None = None
         self.state: AnchorState | None = None
         self.engine: AveragingEngine | None = None  # that moves the state now
-        self._missing: frozenset[int] = frozenset()  # layers of the state that must be fetched
+        self._missing_layers: frozenset[int] = frozenset()  # layers of the state that must be fetched
         self.lost: frozenset[int] = frozenset()  # nobody who answered has them as they are now, nor do we
-        self._tried = b""  # the base for which there is no checkpoint here
-        self._formers = Formers()  # what was held under other plans
+        self._base_without_checkpoint = b""  # the base for which there is no checkpoint here
+        self._previous_spans = Formers()  # what was held under other plans
         self._facts: TrainerFacts | None = None
-        self._it = rooms
+        self._sources = sources
         self._server = StateServer(
-            rooms.network, rooms.run_id, rooms.manifests, self._current, self._staged, self._beside
+            sources.network, sources.run_id, sources.manifests, self._current, self._staged, self._idle_states
         )
-        self.preparing = Preparing(
-            rooms.network,
-            rooms.directives,
-            rooms.operator_key,
-            rooms.run_dir,
-            self._present,
-            ready=rooms.hurry,
+        self.prefetcher = Preparing(
+            sources.network,
+            sources.directives,
+            sources.operator_key,
+            sources.run_dir,
+            self._followed_layers,
+            ready=sources.send_heartbeat_now,
             believed=self._server.learn,
-            others=self._whole,
+            others=self._states_not_moving,
         )
 
     async def hold(self, trainer: Trainer) -> None:
@@ -80,29 +80,29 @@ class Holdings:
             trainer.anchor.copy_(before.anchor_E)
             before.anchor_E = trainer.anchor
             return
-        if before is not None and self.head is not None and not self._missing:
-            self._formers.add(self.head, before)
-        self._missing, self.lost = frozenset(layers), frozenset()
+        if before is not None and self.head is not None and not self._missing_layers:
+            self._previous_spans.add(self.head, before)
+        self._missing_layers, self.lost = frozenset(layers), frozenset()
         self.state = AnchorState(trainer.anchor, trainer.facts.layer_offsets, layers)
         if before is None:
             await self._restore(trainer.facts)
-        await self._fill()
+        await self._fill_missing()
 
     def begin(self, head: Head, state: AnchorState) -> None:
         """This node wrote genesis: `state` is of all layers, maybe of more than it trains."""
-        self._it.manifests.append(head)
-        self.state, self._missing = state, frozenset()
+        self._sources.manifests.append(head)
+        self.state, self._missing_layers = state, frozenset()
         self.moved(head)
 
     async def synchronise(self, plan: Plan) -> Head:
         """Bring the state to the head that the members of `plan` agree on. Raises what `catch_up` raises."""
-        it = self._it
+        sources = self._sources
         assert self.state is not None
         if self.head is not None and self.head.round == 0 and not plan.accepts(self.head):
             self.head = None  # a genesis that the coordinator did not choose
         await self._take_prepared()
         if self.head is not None and not plan.accepts(self.head):
-            await self._go_back(plan)
+            await self._return_to_base(plan)
         asked = False
 
         def believe(head: Head) -> None:
@@ -110,43 +110,43 @@ class Holdings:
             asked = True
             self._server.learn(head)
 
-        def unheld(layers: frozenset[int]) -> None:
+        def on_lost_layers(layers: frozenset[int]) -> None:
             self.lost = layers
 
         try:
             fetched = await catch_up(
-                it.network,
+                sources.network,
                 plan,
                 self.state,
                 self.head,
-                operator_key=it.operator_key,
-                lacking=bool(self._missing),
+                operator_key=sources.operator_key,
+                lacking=bool(self._missing_layers),
                 believed=believe,
-                others=lambda: self._formers.held,
-                unheld=unheld,
+                others=lambda: self._previous_spans.held,
+                on_lost_layers=on_lost_layers,
             )
         except Unreachable:
             self.lost = self.lost if asked else frozenset()  # no answer is no proof
-            if self.lost or self._missing or self.head is None or not plan.accepts(self.head):
+            if self.lost or self._missing_layers or self.head is None or not plan.accepts(self.head):
                 raise
             return self.head  # nobody else has any: we wrote genesis, or are alone
         if fetched is None:
             assert self.head is not None
             return self.head
-        await asyncio.to_thread(it.manifests.keep, fetched.head)
+        await asyncio.to_thread(sources.manifests.keep, fetched.head)
         await asyncio.to_thread(self.state.adopt, fetched)
-        self._missing = self.lost = frozenset()
-        self._let_go(fetched.head)
+        self._missing_layers = self.lost = frozenset()
+        self._drop_unneeded(fetched.head)
         return fetched.head
 
     def moved(self, head: Head) -> None:
         """The state is of `head` now."""
         self.head = head
-        self._let_go(head)
+        self._drop_unneeded(head)
 
     def checkpoint_state(self) -> CheckpointState | None:
         """What a checkpoint would hold; None while this node has no head or lacks layers of it."""
-        if self.head is None or self.state is None or self._facts is None or self._missing:
+        if self.head is None or self.state is None or self._facts is None or self._missing_layers:
             return None
         layers = Layers.of(self._facts.layers, self.state.layers)
         return CheckpointState(self.head, layers, self.state.anchor_E, self.state.momentum_E)
@@ -155,57 +155,57 @@ class Holdings:
 
     async def _restore(self, facts: TrainerFacts) -> None:
         """What the last process of this node held, of whichever layers; the others tell what happened since."""
-        await asyncio.to_thread(self._it.manifests.sweep)
-        found = await self._it.checkpoints.restore(Layers.of(facts.layers))
+        await asyncio.to_thread(self._sources.manifests.sweep)
+        found = await self._sources.checkpoints.restore(Layers.of(facts.layers))
         if found is None:
             return
         numbers = found.layers.numbers
         layers = range(numbers.start, numbers.stop)
-        self._formers.add(found.head, AnchorState(found.anchor_E, facts.layer_offsets, layers, found.momentum_E))
-        await asyncio.to_thread(self._it.manifests.append, found.head)
+        self._previous_spans.add(found.head, AnchorState(found.anchor_E, facts.layer_offsets, layers, found.momentum_E))
+        await asyncio.to_thread(self._sources.manifests.append, found.head)
         self.moved(found.head)
 
-    async def _go_back(self, plan: Plan) -> None:
+    async def _return_to_base(self, plan: Plan) -> None:
         """The run goes on from an earlier round: what our checkpoint of it holds is ours again, the rest is fetched."""
         assert self._facts is not None
         assert self.state is not None
-        if self._tried == plan.base.manifest_hash:
+        if self._base_without_checkpoint == plan.base.manifest_hash:
             return
-        found = await self._it.checkpoints.of_round(plan.base.round, Layers.of(self._facts.layers))
+        found = await self._sources.checkpoints.of_round(plan.base.round, Layers.of(self._facts.layers))
         if found is None or found.head.hash != plan.base.manifest_hash:
-            self._tried = plan.base.manifest_hash
+            self._base_without_checkpoint = plan.base.manifest_hash
             return
         numbers = found.layers.numbers
         layers = range(numbers.start, numbers.stop)
         former = AnchorState(found.anchor_E, self._facts.layer_offsets, layers, found.momentum_E)
-        self._formers.add(found.head, former)
-        self.head, self._missing = found.head, frozenset(self.state.layers)
-        await self._fill()
+        self._previous_spans.add(found.head, former)
+        self.head, self._missing_layers = found.head, frozenset(self.state.layers)
+        await self._fill_missing()
 
     async def _take_prepared(self) -> None:
         """The plan is there for which layers were fetched."""
-        prepared = self.preparing.take()
+        prepared = self.prefetcher.take()
         for head, state in prepared:
-            self._formers.add(head, state)
+            self._previous_spans.add(head, state)
         newest = max((head for head, _ in prepared), key=lambda head: head.round, default=None)
         if newest is not None and self.head is None:
-            await asyncio.to_thread(self._it.manifests.append, newest)
+            await asyncio.to_thread(self._sources.manifests.append, newest)
             self.head = newest
-        if prepared and self._missing:
-            await self._fill()
+        if prepared and self._missing_layers:
+            await self._fill_missing()
 
-    async def _fill(self) -> None:
+    async def _fill_missing(self) -> None:
         assert self.state is not None
-        self._missing = await asyncio.to_thread(self._formers.fill, self.state, self.head)
+        self._missing_layers = await asyncio.to_thread(self._previous_spans.fill, self.state, self.head)
 
-    def _let_go(self, head: Head) -> None:
-        if self.state is not None and not self._missing:
-            self._formers.let_go(head, self.state.layers)
+    def _drop_unneeded(self, head: Head) -> None:
+        if self.state is not None and not self._missing_layers:
+            self._previous_spans.let_go(head, self.state.layers)
 
     # --- what others may know --------------------------------------------------------------------------
 
     def _current(self) -> tuple[Head, AnchorState] | None:
-        if self._missing or (self.engine is not None and self.engine.moving):
+        if self._missing_layers or (self.engine is not None and self.engine.moving):
             return None
         head = self.engine.head if self.engine is not None else self.head
         return (head, self.state) if head is not None and self.state is not None else None
@@ -213,23 +213,23 @@ class Holdings:
     def _staged(self, payload_hash: bytes) -> Staged | None:
         return self.engine.staged(payload_hash) if self.engine is not None else None
 
-    def _present(self) -> Present:
+    def _followed_layers(self) -> Present:
         offsets = self._facts.layer_offsets if self._facts is not None else ()
-        if self.state is None or self._missing or self.engine is None:
+        if self.state is None or self._missing_layers or self.engine is None:
             return Present(offsets)  # nothing here follows the rounds
         return Present(offsets, self.state.layers, self.engine.head)
 
-    def _beside(self) -> tuple[tuple[Head, AnchorState], ...]:
+    def _idle_states(self) -> tuple[tuple[Head, AnchorState], ...]:
         """What is not the present state, and nobody changes: held before, or fetched for a plan to come.
 
         Of the latter what is true now: that we have an older one would hide that layers are lost.
         """
         head = self.engine.head if self.engine is not None else self.head
-        fetched = (*self.preparing.held, *self.preparing.aside)
-        return (*self._formers.held, *(item for item in fetched if head is None or is_true_of(item, head)))
+        fetched = (*self.prefetcher.held, *self.prefetcher.aside)
+        return (*self._previous_spans.held, *(item for item in fetched if head is None or is_true_of(item, head)))
 
-    def _whole(self) -> tuple[tuple[Head, AnchorState], ...]:
+    def _states_not_moving(self) -> tuple[tuple[Head, AnchorState], ...]:
         """What stands still here."""
-        if self.state is None or self.head is None or self._missing or self.engine is not None:
-            return self._formers.held
-        return (*self._formers.held, (self.head, self.state))
+        if self.state is None or self.head is None or self._missing_layers or self.engine is not None:
+            return self._previous_spans.held
+        return (*self._previous_spans.held, (self.head, self.state))

@@ -24,17 +24,17 @@ from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 
 
-class OnRoute:
+class RouteMembership:
     """At most one bridge at a time."""
 
     def __init__(
-        self, network: Network, spec: RunSpec, peer_id: str, clock: Clock, broke: Callable[[], None] = lambda: None
+        self, network: Network, spec: RunSpec, peer_id: str, clock: Clock, on_broken: Callable[[], None] = lambda: None
     ) -> None:
-        """`broke` is called when a neighbour is missing."""
+        """`on_broken` is called when a neighbour is missing."""
         self.place: RoutePlace | None = None
         self.number: int | None = None  # of the route, in the plan that is followed
         self._cable: Cable | None = None
-        self._network, self._spec, self._me, self._clock, self._broke = network, spec, peer_id, clock, broke
+        self._network, self._spec, self._me, self._clock, self._on_broken = network, spec, peer_id, clock, on_broken
         self._dispatcher = RouteDispatcher(network)
         self._bridge: RouteBridge | None = None
         self._running: asyncio.Task[None] | None = None
@@ -66,11 +66,11 @@ class OnRoute:
     def _begin(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> None:
         self.place, self._cable = place, cable
         self._bridge = RouteBridge(
-            self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._broke
+            self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._on_broken
         )
-        self._running = asyncio.create_task(self._run(self._bridge, self._codes(place, cable, trainer)))
+        self._running = asyncio.create_task(self._run(self._bridge, self._link_codec_choice(place, cable, trainer)))
 
-    def _codes(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> LinkCodes | None:
+    def _link_codec_choice(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> LinkCodes | None:
         if self._spec.pipeline.codec != "auto":
             return None
         channel = Channel.of(self._spec, trainer.facts.layers, *place.name)

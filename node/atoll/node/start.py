@@ -18,29 +18,29 @@ from atoll.core.errors import AlreadyRunning, DataDirUnusable, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
-from atoll.node.config import Loaded, NodeConfig
+from atoll.node.config import LoadedConfig, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
-from atoll.node.limits.owner_files import Wish, save_wish
+from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
 from atoll.node.state.vote_store import VoteStore
-from atoll.node.system.malloc_arenas import share_heaps
+from atoll.node.system.malloc_arenas import limit_malloc_arenas
 from atoll.node.trainer.trainer_process import LOG_NAME, Child
 
 MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and four in p2pd
 
 
-async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> None:
+async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock) -> None:
     """Be a member until told to leave. Raises the error that made it impossible."""
-    share_heaps()  # enrolment has threads
+    limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
     make_private_dir(config.data_dir)
-    with locked(config.data_dir):
+    with data_dir_lock(config.data_dir):
         identity = Identity.load_or_create(config.path("identity.key"))
         name = config.name or f"node-{identity.peer_id[-6:].lower()}"
         log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
-        credentials = await join(config, identity, name, token, clock)
+        credentials = await load_or_enrol(config, identity, name, token, clock)
         if token is not None:
-            save_wish(config.data_dir, Wish())  # who joins wants to train, whatever was said before
+            save_owner_intent(config.data_dir, OwnerIntent())  # who joins wants to train, whatever was said before
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
@@ -56,7 +56,7 @@ async def run_daemon(loaded: Loaded, token: JoinToken | None, clock: Clock) -> N
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> Child | None:
     """The trainer's process, which imports torch while we do. None: seeds do not train."""
-    member = credentials.authority.verify_membership(credentials.sealed_membership(), clock.unix())
+    member = credentials.authority.verify_membership(credentials.signed_membership(), clock.unix())
     if "seed" in member.roles:
         return None
     return await Child.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
@@ -70,7 +70,9 @@ def use_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-async def join(config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock) -> Credentials:
+async def load_or_enrol(
+    config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock
+) -> Credentials:
     """Credentials of an earlier enrolment, or new ones for the token."""
     known = Credentials.load(config.data_dir)
     if known is not None and token is None:
@@ -89,7 +91,7 @@ async def join(config: NodeConfig, identity: Identity, name: str, token: JoinTok
 
 
 @contextlib.contextmanager
-def locked(data_dir: Path) -> Iterator[None]:
+def data_dir_lock(data_dir: Path) -> Iterator[None]:
     """One daemon a data directory. Raises `AlreadyRunning`."""
     try:
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.node.local_state import Holdings
+from atoll.node.local_state import LocalState
 from atoll.node.rounds.engine import RoundCounters
-from atoll.node.route_membership import OnRoute
+from atoll.node.route_membership import RouteMembership
 from atoll.node.trainer.messages import Loading
 from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
@@ -34,14 +34,14 @@ class LiveStatus:
     validation_loss: float | None = None
     anchor_path: str = ""
     trainer_restarts: int = 0
-    route: OnRoute | None = None
-    holdings: Holdings | None = None
+    route: RouteMembership | None = None
+    holdings: LocalState | None = None
 
     def enter(self, state: mb.NodeState, detail: str) -> None:
         """Move on, and say why in one sentence."""
         self.state, self.detail = state, detail
 
-    def loading(self, so_far: Loading) -> None:
+    def show_loading_progress(self, so_far: Loading) -> None:
         """How far a trainer is that loads."""
         if so_far.tokens and self.state in (mb.NODE_STATE_JOINING, mb.NODE_STATE_CATCHING_UP):
             self.detail = f"reading the corpus: {so_far.tokens:,} tokens so far"
@@ -71,12 +71,12 @@ class LiveStatus:
             status.computed.layers.first, status.computed.layers.last = self.facts.span
             status.computed.seconds_per_token = training.busy_seconds_per_token
         status.missing_stage = self.route.missing if self.route is not None else ""
-        prepared = self.holdings.preparing.span if self.holdings is not None else range(0)
-        refused = self.holdings.preparing.refused if self.holdings is not None else range(0)
+        prepared = self.holdings.prefetcher.span if self.holdings is not None else range(0)
+        refused = self.holdings.prefetcher.refused if self.holdings is not None else range(0)
         status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())
         if prepared:
             status.prepared.first, status.prepared.last = prepared.start, prepared.stop - 1
-            status.prepared_round = self.holdings.preparing.round if self.holdings is not None else 0
+            status.prepared_round = self.holdings.prefetcher.round if self.holdings is not None else 0
         if refused:
             status.refused.first, status.refused.last = refused.start, refused.stop - 1
         return status
@@ -110,10 +110,10 @@ class LiveStatus:
             "other_bytes_sent": other_bytes,
             "trainer_restarts": self.trainer_restarts,
             "anchor": self.anchor_path,
-            **self._on_route(),
+            **self._route_json(),
         }
 
-    def _on_route(self) -> dict[str, Any]:
+    def _route_json(self) -> dict[str, Any]:
         """The layers that are held, and the route that they are a stage of."""
         place = self.route.place if self.route is not None else None
         training = self.trainer.status if self.trainer else None

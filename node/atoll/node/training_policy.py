@@ -16,12 +16,12 @@ from enum import Enum
 from atoll.core.errors import ConfigError
 from atoll.core.units import duration_text
 
-SETTLE = timedelta(seconds=60)  # mains power must be back for so long
+MAINS_POWER_SETTLE_TIME = timedelta(seconds=60)  # mains power must be back for so long
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]|24):([0-5]\d)")
 _DAY = timedelta(days=1)
 
 
-class Cause(Enum):
+class PauseCause(Enum):
     """Why a node does not train; the first that holds is the one that is told."""
 
     MONTH = "month"
@@ -44,7 +44,7 @@ class Hours:
 
 
 @dataclass(frozen=True)
-class Policy:
+class TrainingPolicy:
     """The owner's limits on *when*. Zero and empty mean none."""
 
     hours: tuple[Hours, ...] = ()
@@ -54,60 +54,68 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MachineObservation:
     """What the machine says now."""
 
     local: datetime  # of the owner's wall clock
     monotonic: float
     month_bytes: int = 0
     on_battery: bool = False
-    unused_seconds: float = float("inf")  # since somebody or something else last used the machine
+    seconds_since_use: float = float("inf")  # since somebody or something else last used the machine
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrainingDecision:
     """Train, or not, why, and until when if that is known."""
 
     train: bool = True
-    cause: Cause | None = None
+    cause: PauseCause | None = None
     reason: str = ""
     until: datetime | None = None  # local
-    objected: float | None = None  # monotonic time at which the battery was last in use
+    battery_last_seen_monotonic: float | None = None  # monotonic time at which the battery was last in use
 
 
-def decide(policy: Policy, seen: Seen, last: Verdict, overruled: Collection[Cause] = ()) -> Verdict:
-    """Whether to train now; `last` is the previous answer, `Verdict()` at first. Some limits may be `overruled`."""
-    for verdict in _objections(policy, seen):
+def decide(
+    policy: TrainingPolicy, seen: MachineObservation, last: TrainingDecision, overruled: Collection[PauseCause] = ()
+) -> TrainingDecision:
+    """Whether to train now; `last` is the previous answer, `TrainingDecision()` at first. Some limits may be `overruled`."""
+    for verdict in _blocking_decisions(policy, seen):
         if verdict.cause not in overruled:
             return verdict
-    if last.objected is not None and not last.train and last.cause not in overruled:
-        left = last.objected + SETTLE.total_seconds() - seen.monotonic
+    if last.battery_last_seen_monotonic is not None and not last.train and last.cause not in overruled:
+        left = last.battery_last_seen_monotonic + MAINS_POWER_SETTLE_TIME.total_seconds() - seen.monotonic
         if left > 0:
             again = seen.local + timedelta(seconds=left)
-            return Verdict(False, last.cause, "mains power is back; trains again in a minute", again, last.objected)
-    return Verdict()
+            return TrainingDecision(
+                False,
+                last.cause,
+                "mains power is back; trains again in a minute",
+                again,
+                last.battery_last_seen_monotonic,
+            )
+    return TrainingDecision()
 
 
-def objecting(policy: Policy, seen: Seen) -> frozenset[Cause]:
+def active_causes(policy: TrainingPolicy, seen: MachineObservation) -> frozenset[PauseCause]:
     """All limits that would keep the node from training now."""
-    return frozenset(verdict.cause for verdict in _objections(policy, seen) if verdict.cause is not None)
+    return frozenset(verdict.cause for verdict in _blocking_decisions(policy, seen) if verdict.cause is not None)
 
 
-def _objections(policy: Policy, seen: Seen) -> Iterator[Verdict]:
+def _blocking_decisions(policy: TrainingPolicy, seen: MachineObservation) -> Iterator[TrainingDecision]:
     if policy.monthly_bytes and seen.month_bytes >= policy.monthly_bytes:
         turns = next_month(seen.local)
         spent = f"this month's {policy.monthly_bytes / 1e9:g} GB are spent"
-        yield Verdict(False, Cause.MONTH, f"{spent}; trains again on {turns:%Y-%m-%d}", turns)
+        yield TrainingDecision(False, PauseCause.MONTH, f"{spent}; trains again on {turns:%Y-%m-%d}", turns)
     if policy.hours and not any(window.contains(seen.local.time()) for window in policy.hours):
-        opens = min(_next(window.start, seen.local) for window in policy.hours)
-        yield Verdict(False, Cause.HOURS, f"outside its hours; trains again at {opens:%H:%M}", opens)
+        opens = min(_next_time_of_day(window.start, seen.local) for window in policy.hours)
+        yield TrainingDecision(False, PauseCause.HOURS, f"outside its hours; trains again at {opens:%H:%M}", opens)
     if policy.pause_on_battery and seen.on_battery:
-        yield Verdict(False, Cause.BATTERY, "on battery", objected=seen.monotonic)
-    if seen.unused_seconds < policy.idle_seconds:
-        left = policy.idle_seconds - seen.unused_seconds
+        yield TrainingDecision(False, PauseCause.BATTERY, "on battery", battery_last_seen_monotonic=seen.monotonic)
+    if seen.seconds_since_use < policy.idle_seconds:
+        left = policy.idle_seconds - seen.seconds_since_use
         again = seen.local + timedelta(seconds=left)
         reason = f"the machine is in use; trains again after {duration_text(policy.idle_seconds)} of rest"
-        yield Verdict(False, Cause.IN_USE, reason, again)
+        yield TrainingDecision(False, PauseCause.IN_USE, reason, again)
 
 
 def parse_hours(text: str) -> tuple[Hours, ...]:
@@ -134,6 +142,6 @@ def _window(text: str) -> Hours:
     return Hours(start, end)
 
 
-def _next(start: time, local: datetime) -> datetime:
+def _next_time_of_day(start: time, local: datetime) -> datetime:
     today = local.replace(hour=start.hour, minute=start.minute, second=0, microsecond=0)
     return today if today > local else today + _DAY

@@ -68,7 +68,7 @@ async def serving(service):
 def plain_link(address):
     link = PlainLink(
         None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
-        received=lambda response: None, renewed=lambda credentials: None,
+        on_response=lambda response: None, renewed=lambda credentials: None,
     )  # fmt: skip
     link.address = address
     return link
@@ -95,7 +95,7 @@ async def test_a_node_finds_out_how_far_its_clock_is_off(seconds):
     async with serving(service) as link:
         async with asyncio.timeout(20):  # answers that come late on a busy machine are outdone by quick ones
             while service.answers < 6 or link.clock_offset.seconds != pytest.approx(seconds, abs=0.1):
-                link.hurry()
+                link.send_heartbeat_now()
                 await asyncio.sleep(0.05)
 
 

@@ -101,7 +101,7 @@ class Member:
                 report=self.reports.append,
                 evaluated=self.evaluations.append,
                 ask_coordinator=no_coordinator,
-                plan_for=lambda _: None,
+                plan_newer_than=lambda _: None,
                 plan_shared=lambda _: None,
             ),
         )

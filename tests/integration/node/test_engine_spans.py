@@ -87,7 +87,7 @@ class Stage:
                 report=lambda _: None,
                 evaluated=lambda _: None,
                 ask_coordinator=nobody_to_ask,
-                plan_for=lambda _: None,
+                plan_newer_than=lambda _: None,
                 plan_shared=lambda _: None,
             ),
         )
@@ -229,7 +229,7 @@ async def test_a_stage_that_comes_back_fetches_its_own_layers_and_no_others(tmp_
         assert fetched.anchor_E.numel() == 3000
 
 
-class OnRoute(ScriptedTrainer):
+class RouteMembership(ScriptedTrainer):
     """Steps only while the first stage of its route has samples."""
 
     def __init__(self, offsets, layers, seed) -> None:
@@ -345,7 +345,7 @@ class OneRoute:
 @pytest.mark.parametrize("turn", [0, 1], ids=["of its own layers", "of others' layers"])
 async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_path, monkeypatch, turn):
     """Without any the only route would stand still, and with it the rounds that give samples out."""
-    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", RouteMembership)
     world = OneRoute(tmp_path)
     stages, hub = world.stages, world.hub
     first = world.plan(1, drives="driver", stands_by="standby")
@@ -381,7 +381,7 @@ async def test_who_takes_a_drivers_place_has_samples_whosever_turn_is_next(tmp_p
 
 
 async def test_who_drives_again_at_the_same_head_applies_the_snapshot_that_others_saw_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)  # nothing is trained: no round opens
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", RouteMembership)  # nothing is trained: no round opens
     world = OneRoute(tmp_path)
     driver = world.stages["driver"]
     await driver.begin(world.spec, world.head, world.plan(1, drives="driver", stands_by="standby"))
@@ -402,7 +402,7 @@ async def test_who_drives_again_at_the_same_head_applies_the_snapshot_that_other
 
 
 async def test_a_driver_whose_samples_a_newer_plan_gives_to_another_trains_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", OnRoute)
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedTrainer", RouteMembership)
     world = OneRoute(tmp_path)
     driver = world.stages["driver"]
     first = world.plan(1, drives="driver", stands_by="standby")

@@ -16,7 +16,7 @@ from unit.coordinator.world import LAYERS, RUN, spec_toml
 
 from atoll.core.errors import NotFound
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.control.checkpoint_upload import Uploads, upload
+from atoll.node.control.checkpoint_upload import CheckpointUploads, upload
 from atoll.node.export.joined_checkpoint import join
 from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore, read_checkpoint
@@ -147,7 +147,7 @@ async def test_each_order_is_carried_out_once_and_two_at_a_time():
         running -= 1
         done.append(order.ticket)
 
-    uploads = Uploads(send)
+    uploads = CheckpointUploads(send)
     orders = [mb.UploadOrder(ticket=bytes([number]) * 16, round=1) for number in range(5)]
     for _ in range(3):  # each heartbeat repeats them
         uploads.take(orders)
@@ -170,7 +170,7 @@ async def test_closing_breaks_off_what_is_under_way():
         finally:
             broken.set()
 
-    uploads = Uploads(send)
+    uploads = CheckpointUploads(send)
     uploads.take([mb.UploadOrder(ticket=b"t" * 16, round=1)])
     await asyncio.sleep(0)
     await asyncio.wait_for(uploads.close(), 5)

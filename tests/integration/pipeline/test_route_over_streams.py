@@ -28,7 +28,7 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.message_codec import Channel, read_header
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.route_connection import RouteBridge
-from atoll.node.route_membership import OnRoute
+from atoll.node.route_membership import RouteMembership
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig
@@ -189,7 +189,7 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
     holdings = sorted(zip(peers, SPANS, strict=True))
     assignments = tuple(Assignment(peer, *span, (), 10**6, 1) for peer, span in holdings)
     plan = Plan("t", 1, assignments, (peers,), Base(b"", tuple(sorted(peers))))
-    places = [OnRoute(host, parse_run_spec(spec), host.peer_id, SystemClock()) for host in hosts]
+    places = [RouteMembership(host, parse_run_spec(spec), host.peer_id, SystemClock()) for host in hosts]
     async with trainers_of(spec, str(corpus), SPANS) as stages, AsyncExitStack() as leaving:
         for host, place, stage in zip(hosts, places, stages, strict=True):
             await host.ready()

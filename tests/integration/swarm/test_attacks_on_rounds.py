@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, part_frames, reheaded
 from support.machine_plans import POLICY, make_plan
-from support.memory_network import Passage
+from support.memory_network import FrameInTransit
 from support.virtual_time import run_virtually
 
 from atoll.core.errors import AtollError, PeerMisbehaved
@@ -189,7 +189,7 @@ def test_a_reducer_that_adds_100_for_some_is_outvoted() -> None:
 @pytest.mark.xfail(strict=True, reason="reducers are not audited: what one sends to all alike is believed")
 def test_a_reducer_that_adds_100_for_all_is_not_believed() -> None:
     async def scene() -> None:
-        async def more(passage: Passage) -> Frame:
+        async def more(passage: FrameInTransit) -> Frame:
             frame = passage.frame
             if passage.sender != "b" or frame.kind is not FrameKind.PART:
                 return frame

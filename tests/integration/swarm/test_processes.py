@@ -77,6 +77,8 @@ async def test_stop_asks_first_and_insists_after_the_grace() -> None:
 
 def test_a_child_whose_parent_is_gone_before_it_starts_does_not_start(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
-    command = child_processes.tied_command(["/bin/touch", witness], parent_pid=1 if os.getpid() != 1 else 2)
+    command = child_processes.command_killed_with_parent(
+        ["/bin/touch", witness], parent_pid=1 if os.getpid() != 1 else 2
+    )
     assert subprocess.run(command, check=False).returncode == 1
     assert not witness.exists()

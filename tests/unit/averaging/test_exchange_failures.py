@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm, into, start_message
-from support.memory_network import Passage
+from support.memory_network import FrameInTransit
 from support.virtual_time import Inline, run_virtually
 
 from atoll.core.errors import PartInvalid, Unreachable
@@ -37,7 +37,7 @@ class At:
         self._strike = strike
         self._tasks: list[asyncio.Task[None]] = []  # keeps them alive
 
-    async def __call__(self, passage: Passage) -> Frame | None:
+    async def __call__(self, passage: FrameInTransit) -> Frame | None:
         victim = passage.sender
         if victim in self._strikes:
             self.frames[victim] += 1
@@ -205,7 +205,7 @@ def test_one_that_wakes_up_again_gets_the_averages_it_missed_over_the_streams_it
         awake = asyncio.Event()
         sent = 0
 
-        async def sleep(passage: Passage) -> Frame:
+        async def sleep(passage: FrameInTransit) -> Frame:
             nonlocal sent
             sent += passage.sender == "b"
             if sent > 4 and "b" in (passage.sender, passage.receiver):
@@ -299,7 +299,7 @@ def test_our_own_sleep_is_nobody_elses_silence():
         loop = asyncio.get_running_loop()
         slept = False
 
-        async def sleep(passage: Passage) -> Frame:
+        async def sleep(passage: FrameInTransit) -> Frame:
             nonlocal slept
             if passage.sender == "b" and passage.frame.kind is FrameKind.PART and not slept:
                 slept = True
@@ -315,8 +315,8 @@ def test_our_own_sleep_is_nobody_elses_silence():
     run_virtually(scene())
 
 
-def dripping(peer: str, seconds: float) -> Callable[[Passage], Awaitable[Frame]]:
-    async def fault(passage: Passage) -> Frame:
+def dripping(peer: str, seconds: float) -> Callable[[FrameInTransit], Awaitable[Frame]]:
+    async def fault(passage: FrameInTransit) -> Frame:
         if passage.sender == peer and passage.frame.kind is FrameKind.PART:
             await asyncio.sleep(seconds)
         return passage.frame
@@ -340,7 +340,7 @@ def test_one_that_drips_is_given_up_at_half_time():
 
 def test_where_all_are_slow_alike_nobody_is_given_up():
     async def scene() -> None:
-        async def slow(passage: Passage) -> Frame:
+        async def slow(passage: FrameInTransit) -> Frame:
             if passage.frame.kind is FrameKind.PART and passage.receiver == "a":
                 await asyncio.sleep(STALL_SECONDS * 0.5)
             return passage.frame
@@ -375,7 +375,7 @@ def test_out_of_time_says_what_there_is_and_tells_the_others():
 
 def test_a_reducer_out_of_time_says_so_instead_of_leaving_others_to_wait():
     async def scene() -> None:
-        async def slow(passage: Passage) -> Frame:
+        async def slow(passage: FrameInTransit) -> Frame:
             if passage.frame.kind is FrameKind.PART and passage.receiver == "a":
                 await asyncio.sleep(STALL_SECONDS * 0.4)
             return passage.frame

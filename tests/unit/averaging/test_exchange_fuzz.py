@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exchange_swarm import ROUND, STALL, Swarm
-from support.memory_network import Passage
+from support.memory_network import FrameInTransit
 from support.virtual_time import run_virtually
 
 from atoll.core.frames import Frame, FrameKind
@@ -51,7 +51,7 @@ def test_any_frame_instead_of_any_frame(
     async def scene() -> None:
         passed = 0
 
-        async def replace(passage: Passage) -> Frame:
+        async def replace(passage: FrameInTransit) -> Frame:
             nonlocal passed
             frame = passage.frame
             passed += passage.sender == "b"

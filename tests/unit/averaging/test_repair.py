@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.exchange_swarm import ROUND, STALL, TIMEOUT, Swarm
-from support.memory_network import Passage
+from support.memory_network import FrameInTransit
 from support.virtual_time import run_virtually
 
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
@@ -33,7 +33,7 @@ class Trouble:
         self.frozen: set[str] = set()
         self.parts: Counter[str] = Counter()
 
-    async def __call__(self, passage: Passage) -> Frame:
+    async def __call__(self, passage: FrameInTransit) -> Frame:
         frame = passage.frame
         if passage.sender in self.frozen:
             await asyncio.Event().wait()

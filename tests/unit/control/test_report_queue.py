@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.control.coordinator_link import MAX_REPORT_BYTES, MAX_REPORTS, Outgoing
+from atoll.node.control.coordinator_link import MAX_REPORT_BYTES, MAX_REPORTS, ReportQueue
 from atoll.v1 import membership_pb2 as mb
 
 
 @given(st.lists(st.sampled_from(["report", "take", "acknowledge", "break"]), max_size=60), st.data())
 def test_every_report_is_pending_sent_or_acknowledged(actions, data):
-    outgoing, made, acknowledged, sequence = Outgoing(), 0, set(), 0
+    outgoing, made, acknowledged, sequence = ReportQueue(), 0, set(), 0
     for action in actions:
         match action:
             case "report":
@@ -23,13 +23,13 @@ def test_every_report_is_pending_sent_or_acknowledged(actions, data):
                 acknowledged |= {r.round for n, batch in outgoing.sent.items() if n <= upto for r in batch}
                 outgoing.acknowledged(upto)
             case "break":
-                outgoing.again()
+                outgoing.requeue_unacknowledged()
     waiting = [r.round for batch in outgoing.sent.values() for r in batch] + [r.round for r in outgoing.pending]
     assert sorted([*waiting, *acknowledged]) == list(range(made))
 
 
 def test_a_long_absence_comes_back_in_bearable_pieces():
-    outgoing = Outgoing()
+    outgoing = ReportQueue()
     outgoing.pending = [mb.RoundReport(reason="x" * 6000) for _ in range(2000)]
     sequence = 0
     while outgoing.pending:

@@ -96,7 +96,7 @@ async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     await controller.do(lambda state, now: admission.leave(state, now, peer, ""))
     for _ in range(3):
         await controller.do(lambda state, now: machine.tick(state, now, controller.policy))
-    sealed = controller.sealed_plan(RUN)
+    sealed = controller.signed_plan(RUN)
     assert sealed is not None
     assert verify_plan(sealed, operator.public_key, RUN).members == (world.identities["ann"].peer_id,)
     controller.close()
@@ -123,10 +123,10 @@ async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_
     controller.state = world.state
     planning = asyncio.create_task(controller.answer_questions())
     await controller.do(lambda state, now: admission.create_token(state, now, TOKEN))
-    assert controller.sealed_plan(RUN) is None
+    assert controller.signed_plan(RUN) is None
     may_end.set()
     await planning
-    sealed = controller.sealed_plan(RUN)
+    sealed = controller.signed_plan(RUN)
     assert sealed is not None
     assert len(verify_plan(sealed, operator.public_key, RUN).routes) == 1
     controller.close()

@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.node.config import LIMITS, SET, Loaded, changed, load, remember
+from atoll.node.config import LIMITS, SET_COMMAND_ORIGIN, LoadedConfig, load, save_overrides, with_limits
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Loaded:
+def loaded(tmp_path: Path) -> LoadedConfig:
     environment = {"HOME": str(tmp_path), "ATOLL_LOG_LEVEL": "debug"}
     return load({"data_dir": tmp_path / "node", "cpu_threads": 3}, environment, None)
 
 
-def test_what_was_set_wins_and_is_there_at_the_next_start(loaded: Loaded, tmp_path: Path) -> None:
-    new = changed(loaded, {"hours": "22:00-07:00", "upload_mbit_per_second": "12.5", "cpu_threads": 2})
+def test_what_was_set_wins_and_is_there_at_the_next_start(loaded: LoadedConfig, tmp_path: Path) -> None:
+    new = with_limits(loaded, {"hours": "22:00-07:00", "upload_mbit_per_second": "12.5", "cpu_threads": 2})
     assert (new.config.hours, new.config.upload_mbit_per_second, new.config.cpu_threads) == ("22:00-07:00", 12.5, 2)
-    assert new.origin["hours"] == SET
+    assert new.origin["hours"] == SET_COMMAND_ORIGIN
     new.config.data_dir.mkdir()
-    remember(new)
+    save_overrides(new)
     again = load({"data_dir": tmp_path / "node"}, {"HOME": str(tmp_path)}, None)
     assert again.config == new.config
     assert again.origin["hours"] == str(tmp_path / "node/node.toml")
@@ -47,10 +47,10 @@ def test_what_was_set_wins_and_is_there_at_the_next_start(loaded: Loaded, tmp_pa
     ],
 )
 def test_a_bad_value_names_its_key_and_what_it_may_be(
-    loaded: Loaded, changes: dict[str, str | int], words: str
+    loaded: LoadedConfig, changes: dict[str, str | int], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        changed(loaded, changes)
+        with_limits(loaded, changes)
     assert loaded.config.cpu_threads == 3
 
 
@@ -59,7 +59,7 @@ def test_any_value_is_either_taken_or_refused_in_a_sentence(changes: dict[str, s
     loaded = load({"data_dir": "/nowhere"}, {}, None)
     new, refused = loaded, ""
     try:
-        new = changed(loaded, changes)
+        new = with_limits(loaded, changes)
     except ConfigError as error:
         refused = str(error)
     assert not refused or any(key in refused for key in changes)

@@ -15,7 +15,7 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidTransition, ModelTooLarge
 from atoll.node.config import NodeConfig, load
 from atoll.node.limits import enforcer
-from atoll.node.limits.enforcer import Manners, Subjects
+from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets
 
 MORNING = datetime(2026, 11, 21, 8, 0).timestamp()
 GB = 10**9
@@ -32,7 +32,7 @@ class Host:
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
         self.rates = (upload_bytes_per_second, download_bytes_per_second)
 
-    def allow(self, more_bytes: float) -> None:
+    def set_remaining_bytes(self, more_bytes: float) -> None:
         self.allowed = self.bytes_total + more_bytes
 
 
@@ -69,12 +69,12 @@ class Node:
     async def start(self, seed: bool = False) -> None:
         self.host, self.session = Host(), Session()
         loaded = load({"data_dir": self.directory}, self.environment | {"HOME": str(self.directory)}, None)
-        self.manners = Manners(loaded, self.clock)
+        self.limit_enforcer = LimitEnforcer(loaded, self.clock)
         session = None if seed else self.session
-        await self.manners.attach(Subjects(self.host, session, self.session.limit, lambda: None))
+        await self.limit_enforcer.attach(LimitTargets(self.host, session, self.session.limit, lambda: None))
 
     async def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self.manners.commands()[command]
+        handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self.limit_enforcer.commands()[command]
         return await handler({"command": command, **arguments})
 
     @property
@@ -110,7 +110,7 @@ async def test_a_pause_lasts_over_a_restart_until_its_time(node: Node) -> None:
 
 async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     await node.ask("pause", seconds=60)
-    running = asyncio.create_task(node.manners.run())
+    running = asyncio.create_task(node.limit_enforcer.run())
     node.clock.advance(59.99)
     await node.ask("pause", seconds=0.01)
     async with asyncio.timeout(5):
@@ -124,7 +124,7 @@ async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch:
 async def test_finish_lets_the_round_end_and_a_restart_rest_until_resume(node: Node) -> None:
     await node.ask("pause", seconds=60)
     await node.ask("resume")
-    assert node.manners.finish() == ""
+    assert node.limit_enforcer.finish() == ""
     assert not node.resting  # or the round would be given up
     await node.ask("set", limits={"cpu_threads": 1})  # looks again
     assert not node.resting
@@ -137,7 +137,7 @@ async def test_finish_lets_the_round_end_and_a_restart_rest_until_resume(node: N
 
 async def test_a_pause_that_ends_meanwhile_does_not_undo_finish(node: Node) -> None:
     await node.ask("pause", seconds=60)
-    node.manners.finish()
+    node.limit_enforcer.finish()
     node.clock.advance(61)
     await node.ask("set", limits={"cpu_threads": 1})
     await node.start()
@@ -197,16 +197,16 @@ async def test_force_also_overrules_the_minute_for_which_mains_power_must_last(
     await node.ask("set", limits={"on_battery": "pause"})
     assert node.resting == "on battery"
     on_battery = False
-    await node.manners._look()
+    await node.limit_enforcer._observe_and_enforce()
     assert "mains power is back" in node.resting
     assert (await node.ask("resume", force=True))["paused"] is False
     assert not node.resting
-    await node.manners._look()
+    await node.limit_enforcer._observe_and_enforce()
     assert not node.resting
     node.clock.advance(61)
-    await node.manners._look()
+    await node.limit_enforcer._observe_and_enforce()
     on_battery = True
-    await node.manners._look()
+    await node.limit_enforcer._observe_and_enforce()
     assert node.resting == "on battery"
 
 
@@ -224,20 +224,20 @@ async def test_the_owner_is_told_first_of_his_own_pause(node: Node, monkeypatch:
 async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_rises(node: Node) -> None:
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.host.bytes_total = 600 * 10**6
-    await node.manners.close()
+    await node.limit_enforcer.close()
     await node.start()  # counts from nothing again; the file has the rest
     assert not node.resting
     node.host.bytes_total = 500 * 10**6
     await node.ask("set", limits={"cpu_threads": 1})
     assert "1 GB are spent; trains again on 2026-12-01" in node.resting
-    assert node.manners.describe("")["month_bytes"] == 1_100_000_000
+    assert node.limit_enforcer.describe("")["month_bytes"] == 1_100_000_000
     await node.ask("set", limits={"monthly_gigabytes": "1.5"})
     assert not node.resting
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.clock.advance(10 * 86400)
     await node.ask("set", limits={"cpu_threads": 2})
     assert not node.resting
-    assert node.manners.describe("")["month_bytes"] == 0
+    assert node.limit_enforcer.describe("")["month_bytes"] == 0
 
 
 async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node: Node) -> None:
@@ -247,7 +247,7 @@ async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node
     await node.ask("resume", force=True)  # of its hours
     assert not node.resting
     assert node.host.allowed == GB
-    await node.manners.close()
+    await node.limit_enforcer.close()
     await node.start()
     assert node.host.allowed == 400 * 10**6
     await node.ask("resume", force=True)
@@ -263,16 +263,16 @@ async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node
 async def test_a_start_with_a_wrong_clock_erases_no_month(node: Node) -> None:
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.host.bytes_total = 2 * GB
-    await node.manners.close()
+    await node.limit_enforcer.close()
     for year in range(1970, 2000):  # a battery on the board that died, again and again
         node.clock = ManualClock(datetime(year, 1, 1).timestamp())
         await node.start()
         assert not node.resting
-        await node.manners.close()
+        await node.limit_enforcer.close()
         node.clock = ManualClock(MORNING)
         await node.start()
         assert "GB are spent" in node.resting
-        await node.manners.close()
+        await node.limit_enforcer.close()
     assert len(json.loads((node.directory / "traffic.json").read_bytes())["bytes_by_month"]) < 30
 
 
@@ -294,8 +294,10 @@ async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_written_down_is_refused_or_told(node: Node, tmp_path: Path) -> None:
-    node.manners = Manners(load({"data_dir": tmp_path / "gone"}, {"HOME": str(tmp_path)}, None), node.clock)
-    await node.manners.attach(Subjects(node.host, node.session, node.session.limit, lambda: None))
+    node.limit_enforcer = LimitEnforcer(
+        load({"data_dir": tmp_path / "gone"}, {"HOME": str(tmp_path)}, None), node.clock
+    )
+    await node.limit_enforcer.attach(LimitTargets(node.host, node.session, node.session.limit, lambda: None))
     with pytest.raises(DataDirUnusable):
         await node.ask("set", limits={"upload_mbit_per_second": "8", "cpu_threads": 3})
     assert node.host.rates == (0.0, 0.0)
@@ -326,6 +328,6 @@ async def test_a_damaged_wish_means_rest_and_damaged_traffic_nothing(tmp_path: P
     node = Node(tmp_path)
     await node.start()
     assert node.resting
-    assert node.manners.month_bytes == 0
+    assert node.limit_enforcer.month_bytes == 0
     await node.ask("resume")
     assert json.loads((tmp_path / "owner.json").read_bytes())["paused"] is False

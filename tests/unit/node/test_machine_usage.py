@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.node.limits import machine_usage
-from atoll.node.limits.machine_usage import Usage, cpu_times, idle_since_of, on_battery, others_cores
+from atoll.node.limits.machine_usage import MachineUsage, cores_used_by_others, cpu_times, idle_since_of, on_battery
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -53,8 +53,8 @@ def test_our_own_family_does_not_count_as_others(tmp_path: Path) -> None:
     before = cpu_times(tmp_path)
     stat(tmp_path, 1010 * TICK, p10=(1, 6 * TICK), p11=(10, 3 * TICK), p12=(11, 4 * TICK), p20=(1, 2 * TICK))
     now = cpu_times(tmp_path)
-    assert others_cores(before, now, 10, seconds=10) == pytest.approx(0.2)
-    assert others_cores(before, now, 12, seconds=10) == pytest.approx(0.6)
+    assert cores_used_by_others(before, now, 10, seconds=10) == pytest.approx(0.2)
+    assert cores_used_by_others(before, now, 12, seconds=10) == pytest.approx(0.6)
 
 
 async def test_use_by_others_starts_the_clock_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,20 +64,20 @@ async def test_use_by_others_starts_the_clock_again(tmp_path: Path, monkeypatch:
         return said
 
     monkeypatch.setattr(machine_usage, "_loginctl", loginctl)
-    usage = Usage(100.0, tmp_path)
+    usage = MachineUsage(100.0, tmp_path)
     stat(tmp_path, 0)
-    assert await usage.unused_seconds(105.0, 1e9) == 5
+    assert await usage.seconds_since_use(105.0, 1e9) == 5
     stat(tmp_path, 1 * TICK)  # 0.2 cores: nobody
-    assert await usage.unused_seconds(110.0, 1e9) == 10
+    assert await usage.seconds_since_use(110.0, 1e9) == 10
     stat(tmp_path, 6 * TICK)  # a whole core
-    assert await usage.unused_seconds(115.0, 1e9) == 0
-    assert await usage.unused_seconds(120.0, 1e9) == 5
+    assert await usage.seconds_since_use(115.0, 1e9) == 0
+    assert await usage.seconds_since_use(120.0, 1e9) == 5
     said = "IdleHint=no\nIdleSinceHint=0\n"
-    assert await usage.unused_seconds(125.0, 1e9) == 0
+    assert await usage.seconds_since_use(125.0, 1e9) == 0
     said = f"IdleHint=yes\nIdleSinceHint={int(1e9 + 3) * 10**6}\n"  # since 2 s ago
-    assert await usage.unused_seconds(130.0, 1e9 + 5) == 2
+    assert await usage.seconds_since_use(130.0, 1e9 + 5) == 2
     (tmp_path / "stat").unlink()  # no Linux: only logind speaks
-    assert await usage.unused_seconds(140.0, 1e9 + 15) == 12
+    assert await usage.seconds_since_use(140.0, 1e9 + 15) == 12
 
 
 @pytest.mark.parametrize("answer", ["", "nonsense", "IdleHint=", "IdleHint=yes\nIdleSinceHint=soon"])
@@ -95,7 +95,7 @@ def test_this_machine_can_be_observed() -> None:
         child.stdout.readline()
         now = cpu_times()
         assert now.processes[child.pid] == (os.getpid(), pytest.approx(0.6, abs=0.2))
-        family = others_cores(before, now, os.getpid(), 1.0)
-        strangers = others_cores(before, now, 2**30, 1.0)
+        family = cores_used_by_others(before, now, os.getpid(), 1.0)
+        strangers = cores_used_by_others(before, now, 2**30, 1.0)
         assert strangers - family >= 0.5
         child.communicate(b"\n")

@@ -16,10 +16,10 @@ def told(status: TrainerStatus, span: tuple[int, int] | None) -> LiveStatus:
 
 
 def test_layers_that_find_no_room_are_told_until_something_else_is_wanted() -> None:
-    status, preparing = told(TrainerStatus(), None), SimpleNamespace(span=range(0), round=0, refused=range(4, 8))
-    status.holdings = SimpleNamespace(preparing=preparing, lost=())  # type: ignore[assignment]
+    status, prefetcher = told(TrainerStatus(), None), SimpleNamespace(span=range(0), round=0, refused=range(4, 8))
+    status.holdings = SimpleNamespace(prefetcher=prefetcher, lost=())  # type: ignore[assignment]
     assert status.to_proto(0, 0).refused == Span(first=4, last=7)
-    preparing.refused = range(0)
+    prefetcher.refused = range(0)
     assert not status.to_proto(0, 0).HasField("refused")
 
 

@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.node.training_policy import SETTLE, Cause, Hours, Policy, Seen, Verdict, decide, next_month, parse_hours
+from atoll.node.training_policy import (
+    MAINS_POWER_SETTLE_TIME,
+    Hours,
+    MachineObservation,
+    PauseCause,
+    TrainingDecision,
+    TrainingPolicy,
+    decide,
+    next_month,
+    parse_hours,
+)
 
 NOON = datetime(2026, 11, 21, 12, 0)
 times = st.times().map(lambda at: at.replace(second=0, microsecond=0))
 moments = st.datetimes(datetime(2024, 1, 1), datetime(2030, 1, 1))
 windows = st.lists(st.builds(Hours, times, times), max_size=3).map(tuple)
 policies = st.builds(
-    Policy,
+    TrainingPolicy,
     hours=windows,
     monthly_bytes=st.sampled_from([0.0, 1e9]),
     pause_on_battery=st.booleans(),
@@ -35,12 +45,12 @@ def days(draw):
         unused = 0.0 if draw(st.integers(0, 9)) == 0 else unused + 5
         month += draw(st.integers(0, 10**8))
         battery = draw(st.integers(0, 9)) == 0
-        seen.append(Seen(at + timedelta(seconds=second), float(second), month, battery, unused))
+        seen.append(MachineObservation(at + timedelta(seconds=second), float(second), month, battery, unused))
     return seen
 
 
 def judge(policy, day):
-    verdict, verdicts = Verdict(), []
+    verdict, verdicts = TrainingDecision(), []
     for seen in day:
         verdict = decide(policy, seen, verdict)
         verdicts.append(verdict)
@@ -55,7 +65,7 @@ def test_it_trains_only_while_every_limit_allows_it(policy, day):
             assert not policy.hours or any(window.contains(seen.local.time()) for window in policy.hours)
             assert not policy.monthly_bytes or seen.month_bytes < policy.monthly_bytes
             assert not (policy.pause_on_battery and seen.on_battery)
-            assert seen.unused_seconds >= policy.idle_seconds
+            assert seen.seconds_since_use >= policy.idle_seconds
         if verdict.until is not None:
             assert verdict.until > seen.local
 
@@ -65,37 +75,41 @@ def test_it_does_not_flap(policy, day):
     """From one start to the next at least the settling time passes."""
     verdicts = judge(policy, day)
     starts = [now.monotonic for now, a, b in zip(day[1:], verdicts, verdicts[1:], strict=False) if b.train > a.train]
-    assert all(later - earlier >= SETTLE.total_seconds() for earlier, later in pairwise(starts))
+    assert all(later - earlier >= MAINS_POWER_SETTLE_TIME.total_seconds() for earlier, later in pairwise(starts))
 
 
 @given(policies, moments)
 def test_what_it_promises_comes_true(policy, at):
     """At the time that a verdict names, with nothing else against it, the node trains."""
     quiet = replace(policy, pause_on_battery=False, idle_seconds=0.0)
-    verdict = decide(quiet, Seen(at, 0.0, month_bytes=2 * 10**9), Verdict())
+    verdict = decide(quiet, MachineObservation(at, 0.0, month_bytes=2 * 10**9), TrainingDecision())
     for _ in range(3):  # the month may turn outside the hours
         if verdict.until is None:
             break
-        then = Seen(verdict.until, 10.0, month_bytes=0)
+        then = MachineObservation(verdict.until, 10.0, month_bytes=0)
         verdict = decide(quiet, then, verdict)
     assert verdict.train
 
 
 def test_the_battery_stops_at_once_and_mains_power_must_last():
-    unplugged = decide(Policy(), Seen(NOON, 100.0, on_battery=True), Verdict())
-    assert (unplugged.train, unplugged.cause) == (False, Cause.BATTERY)
-    back = decide(Policy(), Seen(NOON, 105.0), unplugged)
-    assert (back.train, back.cause) == (False, Cause.BATTERY)
-    assert decide(Policy(), Seen(NOON, 100.0 + SETTLE.total_seconds()), back).train
-    assert decide(Policy(pause_on_battery=False), Seen(NOON, 100.0, on_battery=True), Verdict()).train
+    unplugged = decide(TrainingPolicy(), MachineObservation(NOON, 100.0, on_battery=True), TrainingDecision())
+    assert (unplugged.train, unplugged.cause) == (False, PauseCause.BATTERY)
+    back = decide(TrainingPolicy(), MachineObservation(NOON, 105.0), unplugged)
+    assert (back.train, back.cause) == (False, PauseCause.BATTERY)
+    assert decide(
+        TrainingPolicy(), MachineObservation(NOON, 100.0 + MAINS_POWER_SETTLE_TIME.total_seconds()), back
+    ).train
+    assert decide(
+        TrainingPolicy(pause_on_battery=False), MachineObservation(NOON, 100.0, on_battery=True), TrainingDecision()
+    ).train
 
 
 def test_a_window_over_midnight():
     night = parse_hours("22:00-07:00")
     allowed = [hour for hour in range(24) if night[0].contains(time(hour, 30))]
     assert allowed == [0, 1, 2, 3, 4, 5, 6, 22, 23]
-    verdict = decide(Policy(hours=night), Seen(NOON, 0.0), Verdict())
-    assert (verdict.cause, verdict.until) == (Cause.HOURS, NOON.replace(hour=22))
+    verdict = decide(TrainingPolicy(hours=night), MachineObservation(NOON, 0.0), TrainingDecision())
+    assert (verdict.cause, verdict.until) == (PauseCause.HOURS, NOON.replace(hour=22))
     assert "22:00" in verdict.reason
 
 

@@ -15,7 +15,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, code_of
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import Cable, Word
-from atoll.node.route_membership import OnRoute
+from atoll.node.route_membership import RouteMembership
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
@@ -104,7 +104,7 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     status = TrainerStatus(busy_seconds_per_token=0.001)
     trainer = SimpleNamespace(facts=SimpleNamespace(layers=table), status=status)
     network = SimpleNamespace(handle=lambda protocol, handler: None, rate_to=lambda peer: rates[peer])
-    on_route = OnRoute(cast("Network", network), spec, "ann", SystemClock())
+    on_route = RouteMembership(cast("Network", network), spec, "ann", SystemClock())
     told = Told()
     codes = on_route._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("Cable", told), cast("Trainer", trainer))
     assert codes is not None
@@ -115,7 +115,7 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     rates["bob"] = 1.01 * wanted / ROOM
     codes.look()
     assert told.words == [(Word.CODE, 1, b"bf16")]
-    fixed = OnRoute(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
+    fixed = RouteMembership(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
     assert fixed._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("Cable", told), cast("Trainer", trainer)) is None
 
 

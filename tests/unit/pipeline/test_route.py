@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.machine_plans import make_plan
-from support.memory_network import MemoryHub, Passage
+from support.memory_network import FrameInTransit, MemoryHub
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
 from atoll.core.clock import SystemClock
@@ -144,7 +144,7 @@ async def route_on(hub: MemoryHub, corpus: str, model: str = "") -> AsyncIterato
     await until(lambda: not any(network.tasks for network in route.networks))  # streams end with their members
 
 
-def kind_of(passage: Passage) -> str | None:
+def kind_of(passage: FrameInTransit) -> str | None:
     """What a message's header announces; None for a body."""
     if passage.protocol != PROTOCOL or passage.frame.kind is not FrameKind.MESSAGE:
         return None
@@ -172,7 +172,7 @@ async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
     monkeypatch.setattr(route_connection, "_LONGEST_PAUSE", route_connection._FIRST_PAUSE)
     sent = 0
 
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         nonlocal sent
         sent += passage.sender == "lagoon" and passage.protocol == PROTOCOL
         broken = passage.sender == "lagoon" and sent in moments
@@ -192,7 +192,7 @@ async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
 async def test_a_neighbour_that_goes_silent_costs_patience_and_not_the_route(corpus: str) -> None:
     silent = False
 
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         return None if silent and passage.sender == "atoll" else passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route:
@@ -223,7 +223,7 @@ def impatient(driver: StageThread) -> Iterator[None]:
 async def test_a_stage_that_missed_a_verdict_steps_when_the_route_begins_anew(corpus: str) -> None:
     deaf = True
 
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         return None if deaf and kind_of(passage) == "verdict" else passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route:
@@ -318,7 +318,7 @@ async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every
     held, let_go = asyncio.Event(), asyncio.Event()
     let_go.set()
 
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         if kind_of(passage) == "gradient" and passage.sender == "atoll" and not let_go.is_set():
             held.set()
             await let_go.wait()
@@ -341,7 +341,7 @@ async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every
 
 
 async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_others_hold_up(corpus: str) -> None:
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         return None if kind_of(passage) == "report" else passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
@@ -355,7 +355,7 @@ async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_oth
 async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has_orders(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         return None if kind_of(passage) == "report" else passage.frame
 
     monkeypatch.setattr(stage_loop, "STALE_SECONDS", 0.5)
@@ -400,7 +400,7 @@ async def test_a_route_evaluates_its_anchor_between_flushes_and_leaves_no_trace(
 async def test_an_evaluation_ends_with_an_error_when_a_stage_is_elsewhere_or_the_route_breaks(corpus: str) -> None:
     cut = False
 
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         report = kind_of(passage) == "report" and pb.StageMessage.FromString(passage.frame.header).report
         return Unreachable("the cable is cut") if cut and report and not report.norms else passage.frame
 
@@ -579,7 +579,7 @@ async def test_a_member_s_stream_of_an_incarnation_that_it_may_not_say_breaks_it
 async def test_a_body_of_another_length_and_a_header_of_another_incarnation_break_the_route(corpus: str) -> None:
     spoilt = ""
 
-    async def fault(passage: Passage) -> Frame | AtollError | None:
+    async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         nonlocal spoilt
         frame = passage.frame
         if passage.sender != "lagoon" or passage.protocol != PROTOCOL or not spoilt:

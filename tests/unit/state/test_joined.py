@@ -97,7 +97,7 @@ def test_a_part_of_a_layer_is_read_and_nothing_beyond_it():
 
 def test_what_is_cut_short_after_it_was_checked_is_not_read():
     with on_disk(held(0, 4)) as (whole,):
-        os.truncate(whole.places[0].file.name, whole.places[4].offset)
+        os.truncate(whole.layer_locations[0].file.name, whole.layer_locations[4].offset)
         assert torch.equal(whole.read(4, 9), ANCHOR[4:9])
         with pytest.raises(CheckpointCorrupt, match="cut short"):
             whole.read(9, 12)
@@ -105,5 +105,5 @@ def test_what_is_cut_short_after_it_was_checked_is_not_read():
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_still_there():
     with on_disk(held(0, 4)) as (whole,):
-        Path(whole.places[0].file.name).unlink()
+        Path(whole.layer_locations[0].file.name).unlink()
         assert torch.equal(anchor_of(whole), ANCHOR)

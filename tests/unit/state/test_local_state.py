@@ -14,7 +14,7 @@ from atoll.core.errors import Unreachable
 from atoll.core.membership import MembershipVerifier
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.control.directives import Directives
-from atoll.node.local_state import Holdings, Rooms
+from atoll.node.local_state import LocalState, StateSources
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -67,8 +67,8 @@ class Node:
             it = part(number, OURS)
             self.store.write(CheckpointState(HEADS[number], Layers.of(TABLE, OURS), it.anchor_E, it.momentum_E))
         self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
-        self.holdings = Holdings(
-            Rooms(
+        self.holdings = LocalState(
+            StateSources(
                 self.reef.network,
                 "r",
                 folder,
@@ -149,7 +149,7 @@ async def test_without_a_checkpoint_of_that_round_it_is_fetched(make):
 
 
 def follow(node: Node) -> asyncio.Task[None]:
-    return asyncio.create_task(node.holdings.preparing.run())
+    return asyncio.create_task(node.holdings.prefetcher.run())
 
 
 async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what_is_true_now(make):
@@ -159,13 +159,13 @@ async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what
         node.reef.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3])
     await node.load()
     node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
-    preparing, running = node.holdings.preparing, follow(node)
+    prefetcher, running = node.holdings.prefetcher, follow(node)
     node.directives.prepare = OURS
     node.directives.wake()
     async with asyncio.timeout(10):
-        await node.directives.until(lambda: preparing.span == OURS)
-    assert preparing.round == 3
-    assert preparing.held
+        await node.directives.until(lambda: prefetcher.span == OURS)
+    assert prefetcher.round == 3
+    assert prefetcher.held
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -176,11 +176,11 @@ async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
     holdings = [node.reef.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3]) for donor in (ANN, BOB)]
     await node.load()
     node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
-    preparing, running = node.holdings.preparing, follow(node)
+    prefetcher, running = node.holdings.prefetcher, follow(node)
     node.directives.prepare = OURS
     node.directives.wake()
     async with asyncio.timeout(10):
-        await node.directives.until(lambda: preparing.span == OURS)
+        await node.directives.until(lambda: prefetcher.span == OURS)
     for holding in holdings:
         holding.state = part(3, THEIRS)
     node.directives.plan = replace(plan_of(ANN, BOB, CLEO, version=2, voters=VOTERS), base=PLAN.base)
@@ -226,8 +226,8 @@ async def test_a_copy_is_given_out_for_as_long_as_it_is_true(make):
     assert holdings.head is not None
     assert holdings.head.round == 2
     for where in ("held", "aside"):
-        setattr(holdings.preparing, where, ((HEADS[1], part(1, THEIRS)),))
-        assert THEIRS not in [state.layers for _, state in holdings._beside()]
-        setattr(holdings.preparing, where, ((HEADS[2], part(2, THEIRS)),))
-        assert THEIRS in [state.layers for _, state in holdings._beside()]
-        setattr(holdings.preparing, where, ())
+        setattr(holdings.prefetcher, where, ((HEADS[1], part(1, THEIRS)),))
+        assert THEIRS not in [state.layers for _, state in holdings._idle_states()]
+        setattr(holdings.prefetcher, where, ((HEADS[2], part(2, THEIRS)),))
+        assert THEIRS in [state.layers for _, state in holdings._idle_states()]
+        setattr(holdings.prefetcher, where, ())

@@ -40,7 +40,7 @@ class Node:
         self.directives.plan = PLAN
         self.present = Present(OFFSETS, held, HEAD if held else None)
         self.told = 0
-        self.preparing = Preparing(
+        self.prefetcher = Preparing(
             self.reef.network, self.directives, OPERATOR.public_key, self.folder, lambda: self.present, self.ready
         )
         self.holdings = [self.reef.serve(member, history(HEAD), STATE) for member in DONORS]
@@ -61,7 +61,7 @@ class Node:
 @pytest.fixture
 async def node(tmp_path):
     node = Node(tmp_path)
-    running = asyncio.create_task(node.preparing.run())
+    running = asyncio.create_task(node.prefetcher.run())
     yield node
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -75,8 +75,8 @@ def holds(held, state, layers) -> bool:
 
 async def test_a_spare_fetches_the_span_and_says_so_once(node):
     node.wants(range(1, 4))
-    await node.until(lambda: node.preparing.span == range(1, 4))
-    ((head, state),) = node.preparing.held
+    await node.until(lambda: node.prefetcher.span == range(1, 4))
+    ((head, state),) = node.prefetcher.held
     assert head.hash == HEAD.hash
     assert holds(state, STATE, range(1, 4))
     assert node.told == 1
@@ -84,32 +84,32 @@ async def test_a_spare_fetches_the_span_and_says_so_once(node):
 
 async def test_what_finds_no_room_is_not_fetched_and_said_for_as_long_as_it_is_wanted(node):
     node.wants(range(1, 4))
-    await node.until(lambda: node.preparing.span == range(1, 4))
-    node.preparing.refuse()
-    assert node.preparing.refused == range(1, 4)
-    assert node.preparing.span == range(0)
+    await node.until(lambda: node.prefetcher.span == range(1, 4))
+    node.prefetcher.refuse()
+    assert node.prefetcher.refused == range(1, 4)
+    assert node.prefetcher.span == range(0)
     node.wants(range(2))
-    assert node.preparing.refused == range(0)
-    await node.until(lambda: node.preparing.span == range(2))
+    assert node.prefetcher.refused == range(0)
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.wants(range(1, 4))
-    assert node.preparing.refused == range(1, 4)
-    assert node.preparing.span == range(0)
+    assert node.prefetcher.refused == range(1, 4)
+    assert node.prefetcher.span == range(0)
 
 
 async def test_a_member_fetches_only_what_it_lacks(node):
     node.present = Present(OFFSETS, range(1, 2), HEAD)
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
-    assert [state.layers for _, state in node.preparing.held] == [range(1), range(2, 4)]
-    assert all(holds(state, STATE, state.layers) for _, state in node.preparing.held)
+    await node.until(lambda: node.prefetcher.span == range(4))
+    assert [state.layers for _, state in node.prefetcher.held] == [range(1), range(2, 4)]
+    assert all(holds(state, STATE, state.layers) for _, state in node.prefetcher.held)
     assert sum(node.reef.bodies.values()) == 4  # an anchor and a momentum of two layers that have parameters
 
 
 async def test_what_is_held_already_needs_nothing(node):
     node.present = Present(OFFSETS, range(4), HEAD)
     node.wants(range(1, 3))
-    await node.until(lambda: node.preparing.span == range(1, 3))
-    assert node.preparing.held == ()
+    await node.until(lambda: node.prefetcher.span == range(1, 3))
+    assert node.prefetcher.held == ()
     assert not node.reef.bodies
 
 
@@ -117,7 +117,7 @@ async def test_it_follows_the_rounds_until_the_plan_is_there(node):
     node.directives.plan = plan_with(range(3, 4), version=1)
     node.present = Present(OFFSETS, range(3, 4), HEAD)
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
     for holding in node.holdings:
@@ -125,47 +125,47 @@ async def test_it_follows_the_rounds_until_the_plan_is_there(node):
     node.present = Present(OFFSETS, range(3, 4), head)
     node.directives.wake()
     async with asyncio.timeout(10):
-        while node.preparing.held[0][0].hash != head.hash:
+        while node.prefetcher.held[0][0].hash != head.hash:
             await asyncio.sleep(0.01)
-    assert holds(node.preparing.held[0][1], later, range(3))
+    assert holds(node.prefetcher.held[0][1], later, range(3))
     node.directives.plan = plan_of(*DONORS, CLEO, version=2)
     node.wants(range(0))
     await asyncio.sleep(0.05)
-    ((taken, _),) = node.preparing.take()  # whoever loads the trainer
+    ((taken, _),) = node.prefetcher.take()  # whoever loads the trainer
     assert taken.hash == head.hash
-    assert node.preparing.held == ()
+    assert node.prefetcher.held == ()
 
 
 async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
     for holding in node.holdings:
         holding.hold(head, later)
     async with asyncio.timeout(10):
-        while node.preparing.held[0][0].hash != head.hash:
+        while node.prefetcher.held[0][0].hash != head.hash:
             await asyncio.sleep(0.01)
 
 
 async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
     monkeypatch.setattr(prefetch, "_ASIDE", prefetch._ASIDE / 3000)
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while list(node.folder.iterdir()) or node.preparing.held or node.preparing.aside:
+        while list(node.folder.iterdir()) or node.prefetcher.held or node.prefetcher.aside:
             await asyncio.sleep(0.01)
-    assert not node.preparing.span
+    assert not node.prefetcher.span
 
 
 async def test_another_span_takes_the_place_of_the_first(node):
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.wants(range(2, 4))
-    await node.until(lambda: node.preparing.span == range(2, 4))
-    assert [state.layers for _, state in node.preparing.held] == [range(2, 4)]
+    await node.until(lambda: node.prefetcher.span == range(2, 4))
+    assert [state.layers for _, state in node.prefetcher.held] == [range(2, 4)]
 
 
 async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_is_wanted(node):
@@ -173,13 +173,13 @@ async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_
     node.directives.plan = plan_with(range(1), version=1)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.directives.plan = plan_with(range(3), version=2)
     node.wants(range(4))
     await asyncio.sleep(0.05)
-    ((_, state),) = node.preparing.take()
+    ((_, state),) = node.prefetcher.take()
     assert state.layers == range(1, 2)
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
 
 
 async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, monkeypatch):
@@ -188,26 +188,26 @@ async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, mon
     node.directives.plan = plan_with(range(1), version=1)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.directives.plan = plan_with(range(4), version=2)
     node.wants(range(2, 4))
     await asyncio.sleep(0.3)  # three times as long as it waits at once
-    assert [state.layers for _, state in node.preparing.held] == [range(1, 2)]
+    assert [state.layers for _, state in node.prefetcher.held] == [range(1, 2)]
     node.directives.plan = plan_with(range(1), version=3)
     node.directives.wake()
-    await node.until(lambda: node.preparing.span == range(2, 4))
+    await node.until(lambda: node.prefetcher.span == range(2, 4))
 
 
 async def test_while_a_trainer_loads_its_layers_are_not_fetched_beside_it(node):
     """Nothing here follows the rounds then."""
     node.directives.plan = plan_with(range(1), version=1)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
-    assert [state.layers for _, state in node.preparing.held] == [range(1, 2)]
+    await node.until(lambda: node.prefetcher.span == range(2))
+    assert [state.layers for _, state in node.prefetcher.held] == [range(1, 2)]
     node.directives.plan = plan_with(range(1), version=2)
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while node.preparing.held:
+        while node.prefetcher.held:
             await asyncio.sleep(0.01)
 
 
@@ -215,48 +215,48 @@ async def test_what_the_plan_gives_anyway_is_nothing_to_prepare(node):
     """As when the plan comes from a member, before the coordinator's word that this is not wanted any more."""
     node.directives.plan = plan_with(range(1), version=1)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.directives.plan = plan_with(range(2), version=2)
     node.directives.wake()
     await asyncio.sleep(0.05)
-    assert [state.layers for _, state in node.preparing.take()] == [range(1, 2)]
+    assert [state.layers for _, state in node.prefetcher.take()] == [range(1, 2)]
     await asyncio.sleep(0.05)
-    assert node.preparing.held == ()
+    assert node.prefetcher.held == ()
     node.directives.plan = plan_with(range(2), version=3)
     node.wants(range(3))
-    await node.until(lambda: node.preparing.span == range(3))
-    assert [state.layers for _, state in node.preparing.held] == [range(2, 3)]
+    await node.until(lambda: node.prefetcher.span == range(3))
+    assert [state.layers for _, state in node.prefetcher.held] == [range(2, 3)]
 
 
 async def test_another_plan_that_is_prepared_in_between_makes_nobody_fetch_twice(node):
     node.directives.plan = plan_with(range(1), version=1)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.wants(range(3, 4))
-    await node.until(lambda: node.preparing.span == range(3, 4))
+    await node.until(lambda: node.prefetcher.span == range(3, 4))
     fetched = sum(node.reef.bodies.values())
-    assert [state.layers for _, state in node.preparing.aside] == [range(1, 2)]
+    assert [state.layers for _, state in node.prefetcher.aside] == [range(1, 2)]
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     assert sum(node.reef.bodies.values()) == fetched
 
 
 async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
     """A pause, another plan that is prepared and given up, a coordinator that was started again."""
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     fetched = sum(node.reef.bodies.values())
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while node.preparing.held:
+        while node.prefetcher.held:
             await asyncio.sleep(0.01)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     assert sum(node.reef.bodies.values()) == fetched
     node.wants(range(3))
-    await node.until(lambda: node.preparing.span == range(3))
-    assert [state.layers for _, state in node.preparing.held] == [range(3)]
+    await node.until(lambda: node.prefetcher.span == range(3))
+    assert [state.layers for _, state in node.prefetcher.held] == [range(3)]
     assert sum(node.reef.bodies.values()) == fetched  # the third has no parameters
 
 
@@ -264,17 +264,17 @@ async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(n
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
     node.present = Present(OFFSETS, range(1), head)
     node.directives.wake()
     await asyncio.sleep(0.1)
-    assert node.preparing.round == 1
+    assert node.prefetcher.round == 1
     for holding in node.holdings:
         holding.hold(head, later)
     async with asyncio.timeout(10):
-        while node.preparing.round < 2:
+        while node.prefetcher.round < 2:
             await asyncio.sleep(0.01)
 
 
@@ -282,11 +282,11 @@ async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_we
     node.present = Present(OFFSETS, range(1), HEAD)
     node.directives.plan = plan_with(range(1), version=1)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
+    await node.until(lambda: node.prefetcher.span == range(2))
     node.directives.plan = plan_with(range(1), version=2)
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while node.preparing.held:
+        while node.prefetcher.held:
             await asyncio.sleep(0.01)
 
 
@@ -294,8 +294,8 @@ async def test_rounds_of_other_layers_copy_nothing(node):
     """A second copy is followed for as long as a run: only what was averaged is written anew."""
     node.present = Present(OFFSETS, range(1), HEAD)
     node.wants(range(2))
-    await node.until(lambda: node.preparing.span == range(2))
-    ((_, before),) = node.preparing.held
+    await node.until(lambda: node.prefetcher.span == range(2))
+    ((_, before),) = node.prefetcher.held
     fetched = dict(node.reef.bodies)
     later = commit(STATE, 2, list(DONORS), after=HEAD, layers=HEAD.manifest.layers)
     for holding in node.holdings:
@@ -303,9 +303,9 @@ async def test_rounds_of_other_layers_copy_nothing(node):
     node.present = Present(OFFSETS, range(1), later)
     node.directives.wake()
     async with asyncio.timeout(10):
-        while node.preparing.round < 2:
+        while node.prefetcher.round < 2:
             await asyncio.sleep(0.01)
-    ((head, state),) = node.preparing.held
+    ((head, state),) = node.prefetcher.held
     assert head.hash == later.hash
     assert state is before
     assert node.reef.bodies == fetched
@@ -314,9 +314,9 @@ async def test_rounds_of_other_layers_copy_nothing(node):
 async def test_layers_that_the_model_has_not_are_ignored(node):
     node.wants(range(2, 9))
     await asyncio.sleep(0.05)
-    assert not node.preparing.span
+    assert not node.prefetcher.span
     node.wants(range(2, 4))
-    await node.until(lambda: node.preparing.span == range(2, 4))
+    await node.until(lambda: node.prefetcher.span == range(2, 4))
 
 
 async def test_when_nobody_can_be_reached_it_tries_again(node, monkeypatch):
@@ -326,10 +326,10 @@ async def test_when_nobody_can_be_reached_it_tries_again(node, monkeypatch):
         holding.state = None
     node.wants(range(4))
     await asyncio.sleep(0.1)
-    assert not node.preparing.span
+    assert not node.prefetcher.span
     for holding, state in states:
         holding.state = state
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
 
 async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
     node = Node(tmp_path)
-    node.preparing = Preparing(
+    node.prefetcher = Preparing(
         node.reef.network,
         node.directives,
         OPERATOR.public_key,
@@ -363,9 +363,9 @@ async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
         node.ready,
         others=lambda: ((HEAD, STATE),),
     )
-    running = asyncio.create_task(node.preparing.run())
+    running = asyncio.create_task(node.prefetcher.run())
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
     assert not node.reef.bodies
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -376,7 +376,7 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 50)
     monkeypatch.setattr(prefetch, "_RETRY", prefetch.POLL / 50)
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
+    await node.until(lambda: node.prefetcher.span == range(4))
     catch_up = prefetch.catch_up
     failed = asyncio.Event()
 
@@ -386,8 +386,8 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
 
     monkeypatch.setattr(prefetch, "catch_up", fail)
     await asyncio.wait_for(failed.wait(), 10)
-    assert node.preparing.span == range(4)
-    assert holds(node.preparing.held[0][1], STATE, range(4))
+    assert node.prefetcher.span == range(4)
+    assert holds(node.prefetcher.held[0][1], STATE, range(4))
     bodies = sum(node.reef.bodies.values())
     again = asyncio.Event()
 
@@ -397,7 +397,7 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
 
     monkeypatch.setattr(prefetch, "catch_up", succeed)
     await asyncio.wait_for(again.wait(), 10)
-    assert node.preparing.span == range(4)
+    assert node.prefetcher.span == range(4)
     assert sum(node.reef.bodies.values()) == bodies  # nothing is fetched again
 
 
@@ -408,20 +408,20 @@ async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
     await asyncio.sleep(0.05)
     node.directives.plan = replace(PLAN, version=2)
     node.wants(range(0))
-    assert node.preparing.take() == ()
+    assert node.prefetcher.take() == ()
     for holding in node.holdings:
         holding.moving = False
     await asyncio.sleep(0.5)
-    assert node.preparing.held == ()
-    assert not node.preparing.span
+    assert node.prefetcher.held == ()
+    assert not node.prefetcher.span
     assert list(node.folder.iterdir()) == []
 
 
 async def test_what_has_no_room_is_not_fetched(node):
     node.wants(range(4))
-    node.preparing.refuse()
+    node.prefetcher.refuse()
     await asyncio.sleep(0.05)
-    assert not node.preparing.span
+    assert not node.prefetcher.span
     assert not node.reef.bodies
 
 
@@ -429,10 +429,10 @@ async def test_what_turns_out_to_have_no_room_is_dropped_and_not_called_prepared
     """A trainer with these layers is loaded meanwhile, and cannot hold them."""
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 100)
     node.wants(range(4))
-    await node.until(lambda: node.preparing.span == range(4))
-    node.preparing.refuse()
+    await node.until(lambda: node.prefetcher.span == range(4))
+    node.prefetcher.refuse()
     node.directives.wake()
-    assert not node.preparing.span
+    assert not node.prefetcher.span
     async with asyncio.timeout(10):
-        while node.preparing.held:
+        while node.prefetcher.held:
             await asyncio.sleep(0.01)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
-from support.memory_network import MemoryHub, Passage
+from support.memory_network import FrameInTransit, MemoryHub
 
 from atoll.core.errors import DeadlineExceeded, FrameInvalid, InvalidRequest, Unreachable
 from atoll.core.frames import Frame, FrameKind
@@ -99,7 +99,7 @@ async def test_a_cut_peer_ends_streams_even_of_a_blocked_sender(hub: MemoryHub) 
 
 
 async def test_faults_drop_replace_and_damage() -> None:
-    async def fault(passage: Passage) -> Frame | FrameInvalid | None:
+    async def fault(passage: FrameInTransit) -> Frame | FrameInvalid | None:
         verdicts = {b"drop": None, b"lie": Frame(FrameKind.PART, b"", b"!"), b"rot": FrameInvalid("damaged")}
         return verdicts.get(bytes(passage.frame.body), passage.frame)
 

@@ -129,7 +129,7 @@ async def test_a_vote_does_not_wait_behind_bulk(tmp_path: Path) -> None:
 async def test_a_spent_allowance_stops_bodies_both_ways_and_nothing_else(tmp_path: Path) -> None:
     sender, receiver = Traffic(SystemClock()), Traffic(SystemClock())
     async with pair(tmp_path / "a", sender, receiver) as (one, two):
-        receiver.allow(100)
+        receiver.set_remaining_bytes(100)
         await one.send(FrameKind.PART, b"", bytes(200))  # begun within the allowance
         await two.receive(timedelta(seconds=1))
         await one.send(FrameKind.MESSAGE, b"vote")
@@ -141,7 +141,7 @@ async def test_a_spent_allowance_stops_bodies_both_ways_and_nothing_else(tmp_pat
         for _ in range(2):  # also when asked again
             with pytest.raises(Busy, match="month"):
                 await two.receive(timedelta(seconds=1))
-        receiver.allow(float("inf"))
+        receiver.set_remaining_bytes(float("inf"))
         assert bytes((await two.receive(timedelta(seconds=1))).body) == b"1"
 
 

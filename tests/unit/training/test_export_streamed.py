@@ -126,13 +126,13 @@ def test_files_are_those_that_the_format_s_library_writes(tmp_path: Path) -> Non
         "c": torch.randn(6, 4, generator=generator).T,
     }
     parts = [
-        safetensors_writer.Part({name: tuple(each.shape)}, partial(dict, {name: each}))
+        safetensors_writer.TensorGroup({name: tuple(each.shape)}, partial(dict, {name: each}))
         for name, each in tensors.items()
     ]
     for dtype in (torch.float32, torch.bfloat16):
         directory = tmp_path / str(dtype)
         directory.mkdir()
-        safetensors_writer.write(safetensors_writer.Form(directory, dtype), parts)
+        safetensors_writer.write(safetensors_writer.OutputFormat(directory, dtype), parts)
         save_file(
             {name: each.to(dtype).contiguous() for name, each in tensors.items()}, tmp_path / "theirs", {"format": "pt"}
         )
@@ -143,8 +143,8 @@ def test_a_part_that_makes_other_tensors_than_it_announced_is_an_error(tmp_path:
     for number, made in enumerate(({"a": torch.zeros(3, 2)}, {"b": torch.zeros(2, 3)}, {})):
         (tmp_path / str(number)).mkdir()
         form, part = (
-            safetensors_writer.Form(tmp_path / str(number), torch.float32),
-            safetensors_writer.Part({"a": (2, 3)}, partial(dict, made)),
+            safetensors_writer.OutputFormat(tmp_path / str(number), torch.float32),
+            safetensors_writer.TensorGroup({"a": (2, 3)}, partial(dict, made)),
         )
         with pytest.raises(AtollError, match="announced"):
             safetensors_writer.write(form, [part])

@@ -89,7 +89,7 @@ class Conversation:
         run = self._controller.state.runs[node.run_id]
         if "node" not in node.roles or run.plan_version <= self._plan_version:
             return False
-        sealed = self._controller.sealed_plan(run.run_id)
+        sealed = self._controller.signed_plan(run.run_id)
         if sealed is None:
             return False
         response.plan.CopyFrom(sealed)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from atoll.lab.demo import DemoResult
     from atoll.lab.demo_pipeline import PipelineResult
 
-_NOT_OF_PIPELINES = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
+_OPTIONS_UNUSED_BY_PIPELINE = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
 DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
 
 
@@ -68,8 +68,8 @@ def demo(
     from atoll.lab.faults import TroublePlan
 
     if pipeline:
-        _check_given(context)
-        _pipeline(tokens, seed, data, timedelta(minutes=minutes), keep, output)
+        _refuse_unused_options(context)
+        _run_pipeline_demo(tokens, seed, data, timedelta(minutes=minutes), keep, output)
         return
     check_codec(codec)
     slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
@@ -79,24 +79,24 @@ def demo(
     )
     if kill + freeze > nodes:
         raise UsageError(f"{kill} nodes to kill and {freeze} to freeze are more than {nodes}", "start more --nodes")
-    with _place(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+    with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
         result = asyncio.run(run_demo(options, root, show))
     if output is Output.JSON:
         print_json({"demo": result.to_json()})
     else:
-        _tell(result, keep)
+        _print_result(result, keep)
 
 
-def _check_given(context: typer.Context) -> None:
+def _refuse_unused_options(context: typer.Context) -> None:
     """Raise `UsageError` for what `--pipeline` would leave unheard."""
-    sources = {name: context.get_parameter_source(name) for name in _NOT_OF_PIPELINES}
+    sources = {name: context.get_parameter_source(name) for name in _OPTIONS_UNUSED_BY_PIPELINE}
     given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if given:
         words = ", ".join("--" + name.replace("_", "-") for name in given)
         raise UsageError(f"--pipeline does not go with {words}", "it has five nodes of its own, and kills one of them")
 
 
-def _pipeline(
+def _run_pipeline_demo(
     tokens: int | None, seed: int, data: Path | None, timeout: timedelta, keep: Path | None, output: Output
 ) -> None:
     import asyncio
@@ -105,16 +105,16 @@ def _pipeline(
     from atoll.lab.demo_view import live_view
 
     options = PipelineOptions(tokens or TOKENS, seed, data, timeout)
-    with _place(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+    with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
         result = asyncio.run(run_pipeline_demo(options, root, show))
     if output is Output.JSON:
         print_json({"demo": result.to_json()})
     else:
-        _tell_pipeline(result, keep)
+        _print_pipeline_result(result, keep)
 
 
 @contextmanager
-def _place(keep: Path | None) -> Iterator[Path]:
+def _work_directory(keep: Path | None) -> Iterator[Path]:
     """Where the demo's programs live: removed afterwards, unless it is to be kept; of a failure the logs stay."""
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
@@ -132,26 +132,28 @@ def _place(keep: Path | None) -> Iterator[Path]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _tell_pipeline(it: PipelineResult, keep: Path | None) -> None:
+def _print_pipeline_result(result: PipelineResult, keep: Path | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    equal = "[green]equal bit for bit[/]" if it.layers_equal and it.chains_equal else "[red]DIFFER[/]"
-    console.print(f"\n[bold]{it.nodes} nodes trained {count_text(it.tokens)} tokens in {it.seconds:.0f} s[/]")
-    console.print(f"  validation loss   {it.val_loss_first:.3f} → [bold]{it.val_loss_last:.3f}[/] nats/byte")
+    equal = "[green]equal bit for bit[/]" if result.layers_equal and result.chains_equal else "[red]DIFFER[/]"
     console.print(
-        f"  memory            training the model takes {bytes_text(it.training_state_bytes)}, "
-        f"the largest node has {bytes_text(it.largest_node_cap_bytes)}"
+        f"\n[bold]{result.nodes} nodes trained {count_text(result.tokens)} tokens in {result.seconds:.0f} s[/]"
     )
-    for number, route in enumerate(it.routes, 1):
+    console.print(f"  validation loss   {result.val_loss_first:.3f} → [bold]{result.val_loss_last:.3f}[/] nats/byte")
+    console.print(
+        f"  memory            training the model takes {bytes_text(result.training_state_bytes)}, "
+        f"the largest node has {bytes_text(result.largest_node_cap_bytes)}"
+    )
+    for number, route in enumerate(result.routes, 1):
         stages = " → ".join(f"{stage['name']} ({stage['first_layer']}–{stage['last_layer']})" for stage in route)
         console.print(f"  route {number}           {stages}")
-    console.print(f"  layers            {equal} on all that hold them, after {it.rounds_committed} rounds")
+    console.print(f"  layers            {equal} on all that hold them, after {result.rounds_committed} rounds")
     console.print(
-        f"  trouble           {it.kills} stage killed; {it.flushes_aborted} flushes aborted, "
-        f"{it.micro_batches_counted_twice} samples counted twice"
+        f"  trouble           {result.kills} stage killed; {result.flushes_aborted} flushes aborted, "
+        f"{result.micro_batches_counted_twice} samples counted twice"
     )
-    console.print(f"\nThe model: {it.export if keep else 'nowhere: run with --keep DIR to keep it'}")
+    console.print(f"\nThe model: {result.export if keep else 'nowhere: run with --keep DIR to keep result'}")
 
 
 def _keep_logs(root: Path, kept: Path) -> None:
@@ -159,32 +161,34 @@ def _keep_logs(root: Path, kept: Path) -> None:
         shutil.copy(log, kept / "-".join(log.relative_to(root).parts))
 
 
-def _tell(it: DemoResult, keep: Path | None) -> None:
+def _print_result(result: DemoResult, keep: Path | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    saved = it.averaging_bytes_fp32 / max(1, it.averaging_bytes_sent)
-    steps = ", ".join(f"{name} {count}" for name, count in it.steps_per_node.items())
-    equal = "[green]equal bit for bit[/]" if it.anchors_equal else "[red]DIFFER[/]"
-    console.print(f"\n[bold]{it.nodes} nodes trained {count_text(it.tokens)} tokens in {it.seconds:.0f} s[/]")
-    console.print(f"  validation loss   {it.val_loss_first:.3f} → [bold]{it.val_loss_last:.3f}[/] nats/byte")
-    console.print(f"  rounds            {it.rounds_committed} committed of {it.rounds_opened} opened")
-    console.print(f"  anchors           {equal} on all nodes ({next(iter(it.anchor_digests.values()))[:16]}…)")
-    if it.kills or it.freezes or it.coordinator_restarts:
+    saved = result.averaging_bytes_fp32 / max(1, result.averaging_bytes_sent)
+    steps = ", ".join(f"{name} {count}" for name, count in result.steps_per_node.items())
+    equal = "[green]equal bit for bit[/]" if result.anchors_equal else "[red]DIFFER[/]"
+    console.print(
+        f"\n[bold]{result.nodes} nodes trained {count_text(result.tokens)} tokens in {result.seconds:.0f} s[/]"
+    )
+    console.print(f"  validation loss   {result.val_loss_first:.3f} → [bold]{result.val_loss_last:.3f}[/] nats/byte")
+    console.print(f"  rounds            {result.rounds_committed} committed of {result.rounds_opened} opened")
+    console.print(f"  anchors           {equal} on all nodes ({next(iter(result.anchor_digests.values()))[:16]}…)")
+    if result.kills or result.freezes or result.coordinator_restarts:
         console.print(
-            f"  trouble           {it.kills} killed, {it.freezes} frozen, coordinator restarted "
-            f"{it.coordinator_restarts}×; {it.rejoined} of {it.kills + it.freezes} back in the last round; "
-            f"{it.rounds_tie_broken} ties broken; chains {'[green]equal[/]' if it.chains_equal else '[red]DIFFER[/]'}"
+            f"  trouble           {result.kills} killed, {result.freezes} frozen, coordinator restarted "
+            f"{result.coordinator_restarts}×; {result.rejoined} of {result.kills + result.freezes} back in the last round; "
+            f"{result.rounds_tie_broken} ties broken; chains {'[green]equal[/]' if result.chains_equal else '[red]DIFFER[/]'}"
         )
     console.print(f"  steps             {steps}")
     console.print(
-        f"  averaging         {bytes_text(it.averaging_bytes_sent)} sent, {saved:.1f}× less than fp32"
-        f" ({bytes_text(it.averaging_bytes_fp32)}); everything else {bytes_text(it.other_bytes_sent)}"
+        f"  averaging         {bytes_text(result.averaging_bytes_sent)} sent, {saved:.1f}× less than fp32"
+        f" ({bytes_text(result.averaging_bytes_fp32)}); everything else {bytes_text(result.other_bytes_sent)}"
     )
     console.print(
-        f"\n[bold]What it writes[/] [dim](a million parameters, minutes old)[/]\n[cyan]{_indent(it.sample)}[/]"
+        f"\n[bold]What it writes[/] [dim](a million parameters, minutes old)[/]\n[cyan]{_indent(result.sample)}[/]"
     )
-    where = it.checkpoint if keep else "nowhere: run with --keep DIR to keep it"
+    where = result.checkpoint if keep else "nowhere: run with --keep DIR to keep it"
     console.print(f"\nThe model: {where}")
 
 

@@ -57,12 +57,12 @@ def check(
     from atoll.node.system import child_processes
 
     wanted = load_topology(topology)
-    child_processes.end_alike()
+    child_processes.treat_sigterm_as_sigint()
     result = asyncio.run(check_topology(wanted, seconds, print_to_stderr))
     if output is Output.JSON:
         print_json({"lab_check": result.to_json()})
     else:
-        _print(result)
+        _print_check(result)
     if not result.ok:
         raise typer.Exit(ExitCode.FAILURE)
 
@@ -101,7 +101,7 @@ def run(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-lab-"))
-    child_processes.end_alike()
+    child_processes.treat_sigterm_as_sigint()
     try:
         with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
             result = asyncio.run(run_lab(options, root, show))
@@ -154,7 +154,7 @@ def _warn(console: Console, late: int) -> None:
         console.print(f"This machine was too busy {times} to carry packets in time.", soft_wrap=True)
 
 
-def _print(result: CheckResult) -> None:
+def _print_check(result: CheckResult) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -26,7 +26,7 @@ from atoll.lab.demo import READY_TIMEOUT, DemoView, spec_toml
 from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, SEED, Host, Topology
-from atoll.node.config import has_text
+from atoll.node.config import has_corpus_files
 
 _LEAST_STEP_SECONDS = 0.2
 _STEP_CORE_SECONDS = 0.1  # of a node's full pace, so that a machine with so many cores is not the limit
@@ -142,7 +142,7 @@ def check_fits(spec: RunSpec, topology: Topology) -> None:
             "lower min_nodes in [run], or take a larger topology: atoll lab list",
         )
     text = spec.data.path
-    if spec.data.source != "huggingface" and not has_text(text):
+    if spec.data.source != "huggingface" and not has_corpus_files(text):
         raise ConfigError(f"there is no training text at {text}", "change path in [data] of the run spec")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from atoll.core.output import print_to_stderr
-from atoll.node.cli.scratch import torch_cache
+from atoll.node.cli.scratch import temporary_torch_cache
 
 
 def base(
@@ -18,7 +18,7 @@ def base(
     r"""Print the \[model] section of a run that starts from a directory's weights, every file pinned by its digest."""
     from atoll.node.model.describe_base import describe  # takes seconds: torch, transformers
 
-    with torch_cache():
+    with temporary_torch_cache():
         text, notes = describe(directory, name)
     for note in notes:
         print_to_stderr(note)

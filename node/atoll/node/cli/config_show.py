@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from atoll.core.output import Output, OutputOption, print_json
-from atoll.node.cli.options import ConfigFile, DataDir, settings
+from atoll.node.cli.options import ConfigFile, DataDir, load_settings
 
 app = typer.Typer(help="Look at this node's settings.", no_args_is_help=True)
 
@@ -26,7 +26,7 @@ def show(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print the settings that `atoll join` and `atoll up` would use."""
-    loaded = settings(data_dir, config)
+    loaded = load_settings(data_dir, config)
     values = {key: str(value) if key == "data_dir" else value for key, value in asdict(loaded.config).items()}
     if output is Output.JSON:
         rows = {

@@ -17,10 +17,10 @@ import typer
 from atoll.core.errors import AtollError, ExitCode
 from atoll.core.output import Output, OutputOption, print_json
 from atoll.core.units import bytes_text
-from atoll.node.cli.options import ConfigFile, DataDir, settings
+from atoll.node.cli.options import ConfigFile, DataDir, load_settings
 from atoll.node.config import NodeConfig
 
-_FREE_BYTES_WANTED = 5 * 2**30
+_MIN_FREE_BYTES = 5 * 2**30
 _DEVICE_TIMEOUT_SECONDS = 120
 _CONNECT_TIMEOUT_SECONDS = 5
 _DEVICE_PROGRAM = """
@@ -49,7 +49,7 @@ class Finding:
 
 def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
     """Check Python, packages, device, disk, port, keys, certificate and the way to the coordinator."""
-    loaded = settings(data_dir, config).config
+    loaded = load_settings(data_dir, config).config
     findings = []
     for check in _CHECKS:
         for finding in check(loaded):
@@ -118,7 +118,7 @@ def _disk(config: NodeConfig) -> Iterator[Finding]:
     place = next(path for path in (config.data_dir, *config.data_dir.parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Finding(
-        "disk", free >= _FREE_BYTES_WANTED, f"{bytes_text(free)} free at {place}", "free some space, or set --data-dir"
+        "disk", free >= _MIN_FREE_BYTES, f"{bytes_text(free)} free at {place}", "free some space, or set --data-dir"
     )
 
 
@@ -145,14 +145,14 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
         try:
             probe.bind((config.listen, config.port))
         except OSError as error:
-            ours = error.errno == errno.EADDRINUSE and _runs(config)
+            ours = error.errno == errno.EADDRINUSE and _daemon_answers(config)
             told = f"{config.port} is in use by this node" if ours else f"{config.port}: {error.strerror}"
             yield Finding("port", ours, told, "" if ours else "stop what uses it, or set --port")
         else:
             yield Finding("port", True, f"{config.port} is free")
 
 
-def _runs(config: NodeConfig) -> bool:
+def _daemon_answers(config: NodeConfig) -> bool:
     """Whether the daemon of this data directory answers."""
     from atoll.node.control.local_client import call
 
@@ -174,7 +174,7 @@ def _membership(config: NodeConfig) -> Iterator[Finding]:
         if credentials is None:
             yield Finding("membership", True, "not joined yet: get a token from your operator, then `atoll join`")
             return
-        member = credentials.authority.verify_membership(credentials.sealed_membership(), time.time())
+        member = credentials.authority.verify_membership(credentials.signed_membership(), time.time())
         hours = (member.not_after - time.time()) / 3600
         yield Finding("membership", True, f"run {credentials.run_id}, certificate good for {hours:.0f} h")
         yield from _coordinator(credentials.coordinator)

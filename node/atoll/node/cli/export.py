@@ -11,8 +11,8 @@ import typer
 
 from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
-from atoll.node.cli.options import DataDir, directory
-from atoll.node.cli.scratch import torch_cache
+from atoll.node.cli.options import DataDir, data_directory
+from atoll.node.cli.scratch import temporary_torch_cache
 from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
@@ -61,14 +61,16 @@ def export(
     """Write a checkpoint as a directory that other programs load. The node may be training meanwhile."""
     if checkpoint and (round_number is not None or run is not None):
         raise UsageError("--checkpoint names a checkpoint; --round and --run choose among this node's")
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         if checkpoint:
-            found = _join(checkpoint, held)
+            found = _open_and_join(checkpoint, exit_stack)
         else:
-            found = _choose(_directory_of(directory(data_dir), run), round_number, held)
+            found = _open_own_checkpoint(
+                _checkpoints_directory(data_directory(data_dir), run), round_number, exit_stack
+            )
         from atoll.node.export.huggingface_export import export_huggingface  # takes seconds: torch
 
-        with torch_cache():
+        with temporary_torch_cache():
             export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
@@ -77,10 +79,10 @@ def export(
     print_to_stderr(f"round {found.head.round} of run {found.spec.run.name!r}, {dtype.value}:")
     typer.echo(str(to))
     if not checkpoint and round_number is None:
-        _say_how_old(directory(data_dir), found.spec.run.name, found.head.round)
+        _report_newer_round(data_directory(data_dir), found.spec.run.name, found.head.round)
 
 
-def _say_how_old(data_dir: Path, run: str, round_number: int) -> None:
+def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:
     """Beside the round at which the node is, if one runs."""
     try:
         status = call(data_dir, "status")
@@ -92,7 +94,7 @@ def _say_how_old(data_dir: Path, run: str, round_number: int) -> None:
         )
 
 
-def _directory_of(data_dir: Path, run: str | None) -> Path:
+def _checkpoints_directory(data_dir: Path, run: str | None) -> Path:
     """Where the checkpoints of the run lie."""
     found = sorted(path for path in data_dir.glob("runs/*/checkpoints") if run in (None, path.parent.name))
     if not found:
@@ -105,7 +107,7 @@ def _directory_of(data_dir: Path, run: str | None) -> Path:
     return found[0]
 
 
-def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> StoredModel:
+def _open_own_checkpoint(checkpoints: Path, round_number: int | None, exit_stack: ExitStack) -> StoredModel:
     """That of the round, or the newest that is whole. Nothing is set aside: that is for the daemon."""
     from atoll.node.export.stored_model import open_checkpoint
 
@@ -114,17 +116,17 @@ def _choose(checkpoints: Path, round_number: int | None, held: ExitStack) -> Sto
         if f"{round_number:09d}" not in names:
             present = ", ".join(str(int(name)) for name in names) or "none"
             raise NotFound(f"no checkpoint of round {round_number} is held here", f"held: {present}")
-        return open_checkpoint(checkpoints / f"{round_number:09d}", held)
+        return open_checkpoint(checkpoints / f"{round_number:09d}", exit_stack)
     for name in names:
         try:
-            return open_checkpoint(checkpoints / name, held)
+            return open_checkpoint(checkpoints / name, exit_stack)
         except CheckpointCorrupt as error:
             print_to_stderr(f"warning: {error}")
     raise NotFound(f"no whole checkpoint in {checkpoints}", "the node writes one soon after its next round")
 
 
-def _join(paths: list[Path], held: ExitStack) -> StoredModel:
+def _open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
     from atoll.node.export.joined_checkpoint import join
     from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 
-    return join([open_checkpoint(found, held) for path in paths for found in checkpoints_in(path)])
+    return join([open_checkpoint(found, exit_stack) for path in paths for found in checkpoints_in(path)])

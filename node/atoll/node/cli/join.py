@@ -12,16 +12,16 @@ import typer
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import ask_interactively, print_to_stderr
-from atoll.node.cli.options import ConfigFile, DataDir, settings
+from atoll.node.cli.options import ConfigFile, DataDir, load_settings
 from atoll.node.cli.set_limits import limits_text
-from atoll.node.config import Loaded, NodeConfig, has_text, remember
+from atoll.node.config import LoadedConfig, NodeConfig, has_corpus_files, save_overrides
 from atoll.node.training.device_names import names_of
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
 
 _SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
-_EVERYWHERE = "0.0.0.0"  # noqa: S104 - to be told in words
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - to be told in words
 _EXAMPLES = """
 Examples:
 
@@ -102,7 +102,7 @@ def join(
     yes: Yes = False,
 ) -> None:
     """Join a run with a token, train until it is finished, and serve its anchor until you stop it (Ctrl-C drains)."""
-    loaded = settings(
+    loaded = load_settings(
         data_dir,
         config,
         name=name,
@@ -130,10 +130,10 @@ def join(
     from atoll.core.tokens import parse_join_token  # cryptography: not for the commands that only look
 
     parsed = parse_join_token(_token_text(token))
-    _check_here(loaded.config)
+    _check_machine(loaded.config)
     _show_limits(loaded.config, yes)
     make_private_dir(loaded.config.data_dir)
-    remember(loaded)
+    save_overrides(loaded)
     _run(loaded, parsed)
 
 
@@ -142,11 +142,11 @@ join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 def up(data_dir: DataDir = None, config: ConfigFile = None, data: Data = None, log_format: LogFormat = None) -> None:
     """Start again as the member that an earlier `join` made; needs no token. For systemd and after a reboot."""
-    loaded = settings(data_dir, config, data=_absolute(data), log_format=log_format)
+    loaded = load_settings(data_dir, config, data=_absolute(data), log_format=log_format)
     if data:
-        _check_here(loaded.config)
+        _check_machine(loaded.config)
         if loaded.config.data_dir.is_dir():  # else nobody joined from it, which is said next
-            remember(loaded)
+            save_overrides(loaded)
     _run(loaded, None)
 
 
@@ -155,7 +155,7 @@ def _absolute(data: str | None) -> str | None:
     return str(Path(data).absolute()) if data and Path(data).exists() else data
 
 
-def _run(loaded: Loaded, token: JoinToken | None) -> None:
+def _run(loaded: LoadedConfig, token: JoinToken | None) -> None:
     import asyncio
 
     from atoll.core.clock import SystemClock
@@ -193,9 +193,9 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read the token from {path}: {reason}") from error
 
 
-def _check_here(config: NodeConfig) -> None:
+def _check_machine(config: NodeConfig) -> None:
     """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
-    if config.data and not has_text(config.data):
+    if config.data and not has_corpus_files(config.data):
         raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
     if any(name not in ("auto", "cpu") for name in names_of(config.device)):
         from atoll.node.training.device_group import devices_of  # torch: seconds, which the daemon needs anyway
@@ -208,7 +208,7 @@ def _show_limits(config: NodeConfig, yes: bool) -> None:
     print_to_stderr(f"This node will use: {limits_text(config)}.")
     if config.data:
         print_to_stderr(f"It trains on the text at {config.data}, wherever the run's is.")
-    listen = "every address" if config.listen == _EVERYWHERE else config.listen
+    listen = "every address" if config.listen == _ALL_ADDRESSES else config.listen
     port = f"port {config.port}" if config.port else "a free port"
     print_to_stderr(f"Peers reach it on {listen}, {port}. Its state lies in {config.data_dir}.")
     print_to_stderr(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.node.config import Loaded, Value, load
+from atoll.node.config import LoadedConfig, Value, load
 
 DataDir = Annotated[
     Path | None,
@@ -19,11 +19,11 @@ ConfigFile = Annotated[
 ]
 
 
-def settings(data_dir: Path | None, config_file: Path | None, **flags: Value | None) -> Loaded:
+def load_settings(data_dir: Path | None, config_file: Path | None, **flags: Value | None) -> LoadedConfig:
     """Merge defaults, files, environment and flags."""
     return load({"data_dir": data_dir, **flags}, os.environ, config_file)
 
 
-def directory(data_dir: Path | None) -> Path:
+def data_directory(data_dir: Path | None) -> Path:
     """Only the data directory, as commands that talk to a daemon need it."""
-    return settings(data_dir, None).config.data_dir
+    return load_settings(data_dir, None).config.data_dir

@@ -8,7 +8,7 @@ import typer
 
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import duration_text, parse_duration
-from atoll.node.cli.options import DataDir, directory
+from atoll.node.cli.options import DataDir, data_directory
 from atoll.node.control.local_client import call
 
 
@@ -21,7 +21,7 @@ def pause(
 ) -> None:
     """Stop training for now; the node stays a member and goes on later from where the others are."""
     seconds = parse_duration(duration).total_seconds() if duration else 0.0
-    answer = call(directory(data_dir), "pause", seconds=seconds)
+    answer = call(data_directory(data_dir), "pause", seconds=seconds)
     if output is Output.JSON:
         print_json({"pause": answer})
     else:
@@ -37,7 +37,7 @@ def resume(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Train again after `pause` or `finish`, if the limits allow it."""
-    answer = call(directory(data_dir), "resume", force=force)
+    answer = call(data_directory(data_dir), "resume", force=force)
     if output is Output.JSON:
         print_json({"resume": answer})
     else:
@@ -48,7 +48,7 @@ def resume(
 
 def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
     """Finish the current round, so that nothing trained is lost, then leave; rests after a restart until `resume`."""
-    answer = call(directory(data_dir), "finish")
+    answer = call(data_directory(data_dir), "finish")
     if output is Output.JSON:
         print_json({"finish": answer})
     else:
@@ -58,7 +58,7 @@ def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
 
 def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
     """Say goodbye and stop the daemon at once; progress since the last round is given up."""
-    answer = call(directory(data_dir), "leave")
+    answer = call(data_directory(data_dir), "leave")
     if output is Output.JSON:
         print_json({"leave": answer})
     else:

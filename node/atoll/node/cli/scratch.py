@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def torch_cache() -> Iterator[None]:
+def temporary_torch_cache() -> Iterator[None]:
     """torch would make a folder in the system's temporary directory, and leave it there."""
     with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)

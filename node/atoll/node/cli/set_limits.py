@@ -10,8 +10,8 @@ import typer
 
 from atoll.core.errors import NotRunning, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
-from atoll.node.cli.options import DataDir, settings
-from atoll.node.config import NodeConfig, changed, limits_of, remember
+from atoll.node.cli.options import DataDir, load_settings
+from atoll.node.config import NodeConfig, limits_of, save_overrides, with_limits
 from atoll.node.control.local_client import call
 
 _TIMEOUT = timedelta(seconds=60)  # a trainer obeys between two steps
@@ -32,13 +32,13 @@ def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = O
       atoll set hours 22:00-07:00,12:30-13:30 on_battery train
     """
     changes = _pairs(words or [])
-    loaded = settings(data_dir, None)
+    loaded = load_settings(data_dir, None)
     try:
         answer = call(loaded.config.data_dir, "set", _TIMEOUT, limits=changes)
     except NotRunning:
-        answer = {"limits": limits_of(changed(loaded, changes)), "warnings": []}
+        answer = {"limits": limits_of(with_limits(loaded, changes)), "warnings": []}
         if changes:
-            remember(changed(loaded, changes))
+            save_overrides(with_limits(loaded, changes))
             print_to_stderr("No daemon runs here; this holds from its next start.")
     if output is Output.JSON:
         print_json({"set": answer})
@@ -59,7 +59,7 @@ def limits_text(config: NodeConfig) -> str:
         parts.append(f"{config.memory_megabytes:g} MB of main memory")
     if config.power_watts:
         parts.append(f"{config.power_watts:g} W")
-    up, down = (f"{rate:g} Mbit/s" if rate else "no limit" for rate in _rates(config))
+    up, down = (f"{rate:g} Mbit/s" if rate else "no limit" for rate in _rate_limits_mbit_per_second(config))
     parts.append(f"upload {up}, download {down}")
     parts.append(f"{config.monthly_gigabytes:g} GB a month" if config.monthly_gigabytes else "no monthly limit")
     parts.append(f"at {config.hours}" if config.hours else "at all hours")
@@ -69,7 +69,7 @@ def limits_text(config: NodeConfig) -> str:
     return ", ".join(parts)
 
 
-def _rates(config: NodeConfig) -> tuple[float, float]:
+def _rate_limits_mbit_per_second(config: NodeConfig) -> tuple[float, float]:
     return config.upload_mbit_per_second, config.download_mbit_per_second
 
 

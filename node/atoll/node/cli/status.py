@@ -9,7 +9,7 @@ import typer
 
 from atoll.core.output import Output, OutputOption, print_json
 from atoll.core.units import bytes_text, count_text
-from atoll.node.cli.options import DataDir, directory
+from atoll.node.cli.options import DataDir, data_directory
 from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def status(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show what this node is doing: state, pace, losses, rounds, bytes."""
-    where = directory(data_dir)
+    where = data_directory(data_dir)
     if output is Output.JSON:
         print_json({"status": call(where, "status")})
     elif watch:

@@ -27,9 +27,9 @@ from atoll.node.state.checkpoint import MANIFEST, SUMMED, SUMS, read_sums
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 MESSAGE_TIMEOUT = timedelta(seconds=90)  # the coordinator gives up after 60
-AT_ONCE = 2
+MAX_CONCURRENT_UPLOADS = 2
 _REMEMBERED = 256  # tickets
 
 if TYPE_CHECKING:  # exist, or are generic, only in stubs
@@ -40,21 +40,21 @@ if TYPE_CHECKING:  # exist, or are generic, only in stubs
 _log = log.get("upload")
 
 
-class Uploads:
+class CheckpointUploads:
     """Answers each order once. `send` carries one out; it logs its own failures."""
 
     def __init__(self, send: Callable[[mb.UploadOrder], Coroutine[Any, Any, None]]) -> None:
         self._send = send
         self._seen: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_UPLOADS)
 
     def take(self, orders: Iterable[mb.UploadOrder]) -> None:
         """Orders from a heartbeat's answer."""
         for order in orders:
             if order.ticket not in self._seen:
                 self._seen.append(order.ticket)
-                task = asyncio.create_task(self._in_turn(order))
+                task = asyncio.create_task(self._send_when_free(order))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -64,8 +64,8 @@ class Uploads:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _in_turn(self, order: mb.UploadOrder) -> None:
-        async with self._turns:
+    async def _send_when_free(self, order: mb.UploadOrder) -> None:
+        async with self._slots:
             await self._send(order)
 
 
@@ -92,9 +92,9 @@ async def upload(stub: MembershipServiceAsyncStub, order: mb.UploadOrder, direct
 
 async def _answer(call: Call, order: mb.UploadOrder, directory: Path) -> None:
     opening = mb.CheckpointOpening(ticket=order.ticket, round=order.round)
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         try:
-            manifest, files = await asyncio.to_thread(_open, directory, held)
+            manifest, files = await asyncio.to_thread(_open, directory, exit_stack)
         except (AtollError, OSError, DecodeError) as error:
             _log.warning("checkpoint refused", round=order.round, reason=str(error))
             opening.refusal = f"the checkpoint of round {order.round} is not held here, or not whole"
@@ -107,7 +107,7 @@ async def _answer(call: Call, order: mb.UploadOrder, directory: Path) -> None:
         for file in files:
             left = file.size
             while left:
-                piece = await asyncio.to_thread(file.source.read, min(left, PIECE_BYTES))
+                piece = await asyncio.to_thread(file.source.read, min(left, CHUNK_BYTES))
                 if not piece:
                     raise OSError(f"{file.name} ended too early")
                 left -= len(piece)
@@ -131,12 +131,14 @@ class _File:
     source: BinaryIO
 
 
-def _open(directory: Path, held: ExitStack) -> tuple[manifest_pb2.CommittedManifest, list[_File]]:
+def _open(directory: Path, exit_stack: ExitStack) -> tuple[manifest_pb2.CommittedManifest, list[_File]]:
     """The manifest and all files, open. Raises `CheckpointCorrupt`, `OSError`, `DecodeError`."""
     sums = {name: bytes.fromhex(digest) for name, digest in read_sums(directory).items()}
     sums[SUMS] = hashlib.sha256((directory / SUMS).read_bytes()).digest()
     files = [
-        _File(name, (directory / name).stat().st_size, sums[name], held.enter_context((directory / name).open("rb")))
+        _File(
+            name, (directory / name).stat().st_size, sums[name], exit_stack.enter_context((directory / name).open("rb"))
+        )
         for name in (*SUMMED, SUMS)
     ]
     return manifest_pb2.CommittedManifest.FromString((directory / MANIFEST).read_bytes()), files

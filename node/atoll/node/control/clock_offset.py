@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-_REMEMBERED = 8
-_MOST_WAITING = 64  # heartbeats without an answer
+_SAMPLES_KEPT = 8
+_MAX_UNANSWERED_HEARTBEATS = 64  # heartbeats without an answer
 
 
 class ClockOffset:
@@ -17,12 +17,12 @@ class ClockOffset:
 
     def __init__(self) -> None:
         self._sent: dict[int, float] = {}  # by sequence: unix seconds
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # round trip, offset; seconds
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES_KEPT)  # round trip, offset; seconds
 
     def sent(self, sequence: int, now: float) -> None:
         """A heartbeat is on its way, at `now` by this machine's clock (unix seconds)."""
         self._sent[sequence] = now
-        while len(self._sent) > _MOST_WAITING:
+        while len(self._sent) > _MAX_UNANSWERED_HEARTBEATS:
             del self._sent[next(iter(self._sent))]
 
     def answered(self, sequence: int, coordinator: float, now: float) -> None:

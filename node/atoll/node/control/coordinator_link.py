@@ -30,16 +30,16 @@ from atoll.node.control.credentials import Credentials
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
-BEAT = timedelta(seconds=1)
+HEARTBEAT_INTERVAL = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
 VOTE_TIMEOUT = timedelta(seconds=8)
 MAX_REPORTS = 200  # in one heartbeat, and bytes: the rest goes with the next one
 MAX_REPORT_BYTES = 1 << 20
-_SILENCE = timedelta(seconds=30)  # the coordinator answers every heartbeat
-_CLOCK_OFF_SECONDS = 5.0  # people should know; nothing stops
+_ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
+_CLOCK_WARNING_SECONDS = 5.0  # people should know; nothing stops
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
-_FINAL = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
+_NOT_RETRIED = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
 
 if TYPE_CHECKING:  # generic only in its stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -48,7 +48,7 @@ _log = log.get("coordinator")
 
 
 @dataclass
-class Outgoing:
+class ReportQueue:
     """Reports on their way: `pending` not sent yet, `sent` by the sequence of the heartbeat that carried them."""
 
     pending: list[mb.RoundReport | mb.EvaluationReport] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Outgoing:
         for number in [number for number in self.sent if number <= sequence]:
             del self.sent[number]
 
-    def again(self) -> None:
+    def requeue_unacknowledged(self) -> None:
         """The line broke: what was not acknowledged travels again."""
         self.pending = [report for number in sorted(self.sent) for report in self.sent[number]] + self.pending
         self.sent = {}
@@ -88,31 +88,31 @@ class CoordinatorLink:
         clock: Clock,
         *,
         describe: Callable[[bool], mb.HeartbeatRequest],
-        received: Callable[[mb.HeartbeatResponse], None],
+        on_response: Callable[[mb.HeartbeatResponse], None],
         renewed: Callable[[Credentials], None],
     ) -> None:
         self.credentials = credentials
         self.connected = False
-        self._missed = False  # it was said that it does not answer
+        self._unreachable_logged = False  # it was said that it does not answer
         self.clock_offset = ClockOffset()
-        self._told_clock = False  # that it is far off
+        self._clock_warning_logged = False  # that it is far off
         self._identity = identity
         self._clock = clock
-        self._describe = describe  # True: with the static facts
-        self._received = received
-        self._renewed = renewed
-        self._outgoing = Outgoing()
+        self._build_heartbeat = describe  # True: with the static facts
+        self._on_response = on_response
+        self._on_renewed = renewed
+        self._reports = ReportQueue()
         self._sequence = 0
-        self._hurry = asyncio.Event()
+        self._heartbeat_due = asyncio.Event()
 
     def report(self, report: mb.RoundReport | mb.EvaluationReport) -> None:
         """Tell the coordinator, now or when it is back."""
-        self._outgoing.pending.append(report)
-        self._hurry.set()
+        self._reports.pending.append(report)
+        self._heartbeat_due.set()
 
-    def hurry(self) -> None:
+    def send_heartbeat_now(self) -> None:
         """Send a heartbeat now: something changed that others wait for."""
-        self._hurry.set()
+        self._heartbeat_due.set()
 
     async def run(self) -> None:
         """Keep the line up until cancelled. Raises `Banned` and its like: there trying again is no use."""
@@ -120,24 +120,24 @@ class CoordinatorLink:
         while True:
             try:
                 await self._renew_if_due()
-                await self._converse()
+                await self._run_heartbeat_stream()
             except grpc.aio.AioRpcError as error:
                 problem = from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}")
-                if isinstance(problem, _FINAL):
+                if isinstance(problem, _NOT_RETRIED):
                     raise problem from error
-                self._miss(str(problem), backoff)
+                self._log_unreachable(str(problem), backoff)
             except Unreachable as problem:
-                self._miss(str(problem), backoff)
+                self._log_unreachable(str(problem), backoff)
             except TimeoutError:
-                self._miss("it fell silent", backoff)
+                self._log_unreachable("it fell silent", backoff)
             backoff = _BACKOFF[0] if self.connected else backoff
             self.connected = False
-            self._outgoing.again()
+            self._reports.requeue_unacknowledged()
             await asyncio.sleep(backoff.total_seconds())
             backoff = min(backoff * 2, _BACKOFF[1])
 
-    def _miss(self, reason: str, backoff: timedelta) -> None:
-        self._missed = True
+    def _log_unreachable(self, reason: str, backoff: timedelta) -> None:
+        self._unreachable_logged = True
         _log.warning("coordinator out of reach", reason=reason, retry_seconds=backoff.total_seconds())
 
     async def leave(self, reason: str) -> None:
@@ -169,8 +169,8 @@ class CoordinatorLink:
         """Wait until every report is durable; False when the time is over."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                while self._outgoing.pending or self._outgoing.sent:
-                    self._hurry.set()
+                while self._reports.pending or self._reports.sent:
+                    self._heartbeat_due.set()
                     await asyncio.sleep(0.05)
         except TimeoutError:
             return False
@@ -178,49 +178,49 @@ class CoordinatorLink:
 
     # --- one connection ------------------------------------------------------------------------------
 
-    async def _converse(self) -> None:
+    async def _run_heartbeat_stream(self) -> None:
         async with self._channel() as channel:
             call = membership_pb2_grpc.MembershipServiceStub(channel).Heartbeat()  # type: ignore[call-arg]  # written to below
             sending = asyncio.create_task(self._send(call))
             try:
-                while await self._take_answer(call) and not self._renewal_due():
+                while await self._read_response(call) and not self._renewal_due():
                     pass
             finally:
                 call.cancel()
                 sending.cancel()  # before what was under way is queued again: nobody else may take it
                 await asyncio.gather(sending, return_exceptions=True)
 
-    async def _take_answer(self, call: Call) -> bool:
+    async def _read_response(self, call: Call) -> bool:
         """Act on one answer; False when the coordinator has ended the stream."""
-        async with asyncio.timeout(_SILENCE.total_seconds()):
+        async with asyncio.timeout(_ANSWER_TIMEOUT.total_seconds()):
             response = await call.read()
         if not isinstance(response, mb.HeartbeatResponse):
             return False
-        if self._missed:
+        if self._unreachable_logged:
             _log.info("the coordinator answers again")
-        self.connected, self._missed = True, False
-        self._outgoing.acknowledged(response.acknowledged_sequence)
+        self.connected, self._unreachable_logged = True, False
+        self._reports.acknowledged(response.acknowledged_sequence)
         self._compare_clocks(response)
-        self._received(response)
+        self._on_response(response)
         return True
 
     def _compare_clocks(self, answer: mb.HeartbeatResponse) -> None:
         self.clock_offset.answered(answer.acknowledged_sequence, answer.unix_ms / 1000, self._clock.unix())
         ahead = self.clock_offset.seconds or 0.0
-        off = abs(ahead) >= _CLOCK_OFF_SECONDS
-        if off and not self._told_clock:
+        off = abs(ahead) >= _CLOCK_WARNING_SECONDS
+        if off and not self._clock_warning_logged:
             _log.warning("this machine's clock is not the coordinator's", ahead_seconds=round(ahead, 1))
-        self._told_clock = off
+        self._clock_warning_logged = off
 
     async def _send(self, call: Call) -> None:
         """Heartbeats, one a beat and whenever there is a hurry, until cancelled or the call is over."""
         first = True
         while not call.done():
-            self._hurry.clear()
+            self._heartbeat_due.clear()
             self._sequence += 1
-            request = self._describe(first)
+            request = self._build_heartbeat(first)
             request.sequence = self._sequence
-            for report in self._outgoing.take(self._sequence):
+            for report in self._reports.take(self._sequence):
                 if isinstance(report, mb.RoundReport):
                     request.rounds.append(report)
                 else:
@@ -231,11 +231,11 @@ class CoordinatorLink:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reading side says why
             first = False
-            if self._outgoing.pending:
+            if self._reports.pending:
                 continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT.total_seconds()):
-                    await self._hurry.wait()
+                async with asyncio.timeout(HEARTBEAT_INTERVAL.total_seconds()):
+                    await self._heartbeat_due.wait()
 
     # --- certificates ----------------------------------------------------------------------------------
 
@@ -262,12 +262,12 @@ class CoordinatorLink:
             membership=response.membership,
             deny_list=response.deny_list,
         )
-        self._renewed(self.credentials)
+        self._on_renewed(self.credentials)
         _log.info("certificate renewed")
 
     def _channel(self) -> grpc.aio.Channel:
         """Raises `Unreachable` when there are no descriptors for one: gRPC would end the process."""
-        if not _are_free(_SPARE_DESCRIPTORS):
+        if not _descriptors_available(_SPARE_DESCRIPTORS):
             raise Unreachable("the coordinator cannot be dialled: this node has no file descriptors left")
         return self._dial()
 
@@ -282,7 +282,7 @@ class CoordinatorLink:
         return grpc.aio.secure_channel(self.credentials.coordinator, channel_credentials, options)
 
 
-def _are_free(descriptors: int) -> bool:
+def _descriptors_available(descriptors: int) -> bool:
     """Whether this process may open so many more files."""
     taken: list[int] = []
     try:

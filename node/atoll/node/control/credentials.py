@@ -41,7 +41,7 @@ class Credentials:
         """For checking other members."""
         return MembershipVerifier(self.operator_key, self.run_id)
 
-    def sealed_membership(self) -> pb.Signed:
+    def signed_membership(self) -> pb.Signed:
         """Our certificate, as peers see it."""
         return pb.Signed.FromString(self.membership)
 

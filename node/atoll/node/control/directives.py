@@ -29,33 +29,33 @@ class Directives:
     def __init__(
         self,
         authority: MembershipVerifier,
-        deny_listed: Callable[[DenyList, pb.Signed], None],
-        seeds_moved: Callable[[tuple[str, ...]], None],
+        on_deny_list: Callable[[DenyList, pb.Signed], None],
+        on_seeds_changed: Callable[[tuple[str, ...]], None],
         plan_path: Path,
     ) -> None:
         self.plan: Plan | None = None
-        self.sealed_plan: pb.Signed | None = None
+        self.signed_plan: pb.Signed | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self.prepare = range(0)  # layers that a plan to come may give this node
         self.notice = ""  # why this node does not count at present, for people; empty: it does
         self._authority = authority
-        self._deny_listed = deny_listed
-        self._seeds_moved = seeds_moved
+        self._on_deny_list = on_deny_list
+        self._on_seeds_changed = on_seeds_changed
         self._changed = asyncio.Condition()
         self._wakers: set[asyncio.Task[None]] = set()
         self._plan_path = plan_path
-        self._recall_plan()
+        self._load_saved_plan()
 
     def take(self, response: mb.HeartbeatResponse) -> None:
         """Believe what is signed; a plan or list that does not verify is logged and ignored."""
         if response.HasField("plan"):
-            self._verified(lambda: self._take_plan(response.plan))
+            self._log_if_unverified(lambda: self._adopt_if_newer(response.plan))
         if response.HasField("deny_list"):
             sealed = response.deny_list
-            self._verified(lambda: self._deny_listed(self._authority.verify_deny_list(sealed), sealed))
+            self._log_if_unverified(lambda: self._on_deny_list(self._authority.verify_deny_list(sealed), sealed))
         if response.seeds:
-            self._verified(lambda: self._seeds_moved(tuple(response.seeds)))
+            self._log_if_unverified(lambda: self._on_seeds_changed(tuple(response.seeds)))
         if response.notice and response.notice != self.notice:
             _log.warning("this node does not count yet", reason=response.notice)
         self.notice = response.notice
@@ -65,33 +65,33 @@ class Directives:
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()
 
-    def take_plan(self, sealed: pb.Signed) -> None:
+    def accept_plan(self, sealed: pb.Signed) -> None:
         """A plan that a member passed on; one that does not verify, or is not newer, changes nothing."""
-        self._verified(lambda: self._take_plan(sealed))
+        self._log_if_unverified(lambda: self._adopt_if_newer(sealed))
         self.wake()
 
-    def plan_for(self, version: int) -> pb.Signed | None:
+    def plan_newer_than(self, version: int) -> pb.Signed | None:
         """Our plan as the operator signed it, if it is newer than `version`."""
-        return self.sealed_plan if self.plan is not None and self.plan.version > version else None
+        return self.signed_plan if self.plan is not None and self.plan.version > version else None
 
-    def _take_plan(self, sealed: pb.Signed) -> None:
+    def _adopt_if_newer(self, sealed: pb.Signed) -> None:
         plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
         if self.plan is None or plan.version > self.plan.version:
-            self.plan, self.sealed_plan = plan, sealed
+            self.plan, self.signed_plan = plan, sealed
             _log.info("plan received", version=plan.version, members=len(plan.members), reason=plan.reason)
             write_atomic(self._plan_path, sealed.SerializeToString())
 
-    def _recall_plan(self) -> None:
+    def _load_saved_plan(self) -> None:
         try:
             sealed = pb.Signed.FromString(self._plan_path.read_bytes())
             self.plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
-            self.sealed_plan = sealed
+            self.signed_plan = sealed
         except FileNotFoundError:
             return
         except (OSError, DecodeError, AtollError) as error:
             _log.warning("the last plan cannot be read; the coordinator will tell it again", reason=str(error))
 
-    def _verified(self, take: Callable[[], None]) -> None:
+    def _log_if_unverified(self, take: Callable[[], None]) -> None:
         try:
             take()
         except AtollError as error:

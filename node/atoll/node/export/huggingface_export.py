@@ -21,7 +21,7 @@ import torch
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable, UsageError
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
-from atoll.node.export.safetensors_writer import Form, Part, stored_part, write
+from atoll.node.export.safetensors_writer import OutputFormat, TensorGroup, stored_tensor_group, write
 from atoll.node.export.stored_model import StoredModel
 from atoll.node.model.built_in_shape import ModelShape, layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
@@ -65,19 +65,19 @@ def export_huggingface(
     _check_whole(model)
     tokenizer = load_tokenizer(model.spec.data.tokenizer)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
-    form = Form(temporary, DTYPES[dtype], shard_bytes)
+    output_format = OutputFormat(temporary, DTYPES[dtype], shard_bytes)
     try:
         temporary.mkdir(parents=True)
         section = model.spec.model
         if isinstance(section, HuggingFaceModel):
-            from atoll.node.export.transformers_model import write_run  # transformers: seconds
+            from atoll.node.export.transformers_model import write_huggingface_model  # transformers: seconds
 
-            write_run(model, section, form, tokenizer, _origin(model), base)
+            write_huggingface_model(model, section, output_format, tokenizer, _provenance(model), base)
         elif base is not None:
             raise UsageError("--base merges adapters into their base; this run trained the whole model")
         else:
             shape = shape_of(model, section)
-            write(form, _parts(model, shape))
+            write(output_format, _tensor_groups(model, shape))
             _write_json(temporary / "config.json", _config(model, shape, tokenizer, dtype))
             _write_json(temporary / "generation_config.json", _generation(tokenizer))
         tokenizer.save(temporary)
@@ -125,11 +125,11 @@ def shape_of(model: StoredModel, section: ModelSection) -> ModelShape:
     return shape
 
 
-def _parts(model: StoredModel, shape: ModelShape) -> list[Part]:
+def _tensor_groups(model: StoredModel, shape: ModelShape) -> list[TensorGroup]:
     """Every parameter under Llama's name."""
     with torch.device("meta"):
         layout = FlatLayout.of(Decoder(shape))
-    return [stored_part(model, slot, _llama_name(slot.name, shape.layers)) for slot in layout.slots]
+    return [stored_tensor_group(model, slot, _llama_name(slot.name, shape.layers)) for slot in layout.slots]
 
 
 def _llama_name(name: str, blocks: int) -> str:
@@ -163,11 +163,11 @@ def _config(model: StoredModel, shape: ModelShape, tokenizer: Tokenizer, dtype: 
         "max_position_embeddings": model.spec.data.sequence_length,
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
         **_generation(tokenizer),
-        "atoll": _origin(model),
+        "atoll": _provenance(model),
     }
 
 
-def _origin(model: StoredModel) -> dict[str, object]:
+def _provenance(model: StoredModel) -> dict[str, object]:
     """Where a model comes from."""
     head = model.head
     return {

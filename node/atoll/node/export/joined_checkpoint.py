@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from atoll.core.errors import CheckpointCorrupt, NotFound
 from atoll.core.units import layers_text
-from atoll.node.export.stored_model import Place, StoredModel
+from atoll.node.export.stored_model import LayerLocation, StoredModel
 from atoll.node.state.tensor_file import Layers
 
 
@@ -19,11 +19,11 @@ def join(models: Sequence[StoredModel]) -> StoredModel:
     if any(item.head.hash != one.head.hash for item in models):
         rounds = ", ".join(str(item.head.round) for item in models)
         raise CheckpointCorrupt(f"these checkpoints are not of one round: {rounds}", "choose one with --round")
-    known: dict[int, tuple[str, int, Place]] = {}
+    known: dict[int, tuple[str, int, LayerLocation]] = {}
     for model in models:
         for place, layer in enumerate(range(model.layers.numbers.start, model.layers.numbers.stop)):
             start, end = model.layers.offsets[place : place + 2]
-            known.setdefault(layer, (model.layers.names[place], end - start, model.places[place]))
+            known.setdefault(layer, (model.layers.names[place], end - start, model.layer_locations[place]))
     count = len(one.head.manifest.layers)
     if missing := set(range(count)) - known.keys():
         raise NotFound(
@@ -33,5 +33,8 @@ def join(models: Sequence[StoredModel]) -> StoredModel:
     offsets = [0]
     for layer in range(count):
         offsets.append(offsets[-1] + known[layer][1])
-    names, places = tuple(known[layer][0] for layer in range(count)), tuple(known[layer][2] for layer in range(count))
-    return StoredModel(one.spec, one.head, Layers(names, tuple(offsets)), places)
+    names, layer_locations = (
+        tuple(known[layer][0] for layer in range(count)),
+        tuple(known[layer][2] for layer in range(count)),
+    )
+    return StoredModel(one.spec, one.head, Layers(names, tuple(offsets)), layer_locations)

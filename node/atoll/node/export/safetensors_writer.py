@@ -22,15 +22,15 @@ from atoll.core.errors import AtollError
 from atoll.node.export.stored_model import StoredModel
 from atoll.node.model.flat_layout import Slot
 
-_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8
-_PIECE_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorGroup:
     """Tensors that are made together, fp32 on the host."""
 
     shapes: Mapping[str, Shape]
@@ -38,13 +38,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorLocation:
     descriptor: int
     offset: int  # bytes
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputFormat:
     """Where files go, and how."""
 
     directory: Path
@@ -52,39 +52,39 @@ class Form:
     shard_bytes: float = math.inf
 
 
-def stored_part(model: StoredModel, slot: Slot, name: str) -> Part:
+def stored_tensor_group(model: StoredModel, slot: Slot, name: str) -> TensorGroup:
     """A parameter as it was trained, under another name."""
 
     def make() -> dict[str, Tensor]:
         return {name: model.read(slot.offset, slot.offset + slot.elements).view(slot.shape)}
 
-    return Part({name: slot.shape}, make)
+    return TensorGroup({name: slot.shape}, make)
 
 
-def write(form: Form, parts: Sequence[Part], stem: str = "model") -> None:
+def write(output_format: OutputFormat, tensor_groups: Sequence[TensorGroup], stem: str = "model") -> None:
     """`stem.safetensors`, or shards of at most `shard_bytes` (or one tensor) and their index.
 
     Nothing is synced. Raises `OSError`, before anything is made when there is no room, `AtollError` when a part makes
     other tensors than it announced, and what making raises.
     """
-    shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
-    directory, dtype = form.directory, form.dtype
+    shapes = {name: shape for part in tensor_groups for name, shape in part.shapes.items()}
+    directory, dtype = output_format.directory, output_format.dtype
     sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
-    shards = _split(sizes, form.shard_bytes)
+    shards = _split(sizes, output_format.shard_bytes)
     with ExitStack() as held:
-        places: dict[str, _Place] = {}
+        places: dict[str, _TensorLocation] = {}
         for number, names in enumerate(shards, 1):
             path = directory / _file_name(stem, number, len(shards))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             held.callback(os.close, descriptor)
-            places |= _begin(descriptor, names, shapes, sizes, dtype)
-        for part in parts:
+            places |= _write_header(descriptor, names, shapes, sizes, dtype)
+        for part in tensor_groups:
             made = part.make()
             if {name: tuple(each.shape) for name, each in made.items()} != dict(part.shapes):
                 raise AtollError(f"the model's tensors are not as announced: {', '.join(sorted(part.shapes))[:200]}")
             while made:
                 name, tensor = made.popitem()
-                _put(places.pop(name), tensor, dtype)
+                _write_tensor(places.pop(name), tensor, dtype)
     if places:
         raise AtollError(f"tensors were announced and never made: {', '.join(sorted(places))[:200]}")
     if len(shards) > 1:
@@ -108,15 +108,15 @@ def _file_name(stem: str, number: int, count: int) -> str:
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _begin(
+def _write_header(
     descriptor: int, names: Iterable[str], shapes: Mapping[str, Shape], sizes: Mapping[str, int], dtype: torch.dtype
-) -> dict[str, _Place]:
+) -> dict[str, _TensorLocation]:
     """Header and room; where each tensor goes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name in sorted(names):
         where = [end, end + sizes[name]]
-        entries[name] = {"dtype": _KINDS[dtype], "shape": list(shapes[name]), "data_offsets": where}
+        entries[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shapes[name]), "data_offsets": where}
         offsets[name], end = where
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -124,14 +124,14 @@ def _begin(
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, len(header) + end)
     _write_at(descriptor, header, 0)
-    return {name: _Place(descriptor, len(header) + offset) for name, offset in offsets.items()}
+    return {name: _TensorLocation(descriptor, len(header) + offset) for name, offset in offsets.items()}
 
 
-def _put(place: _Place, tensor: Tensor, dtype: torch.dtype) -> None:
+def _write_tensor(place: _TensorLocation, tensor: Tensor, dtype: torch.dtype) -> None:
     offset = place.offset
     flat_E = tensor.contiguous().view(-1)
-    for start in range(0, len(flat_E), _PIECE_ELEMENTS):
-        data = flat_E[start : start + _PIECE_ELEMENTS].to(dtype).view(torch.uint8).numpy().data
+    for start in range(0, len(flat_E), _CHUNK_ELEMENTS):
+        data = flat_E[start : start + _CHUNK_ELEMENTS].to(dtype).view(torch.uint8).numpy().data
         _write_at(place.descriptor, data, offset)
         offset += len(data)
 

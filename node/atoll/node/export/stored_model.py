@@ -31,7 +31,7 @@ _FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerLocation:
     """Where a layer's anchor begins."""
 
     file: BinaryIO
@@ -45,7 +45,7 @@ class StoredModel:
     spec: RunSpec
     head: Head
     layers: Layers
-    places: tuple[Place, ...]  # by layer
+    layer_locations: tuple[LayerLocation, ...]  # by layer
 
     def read(self, start: int, end: int) -> Tensor:
         """Elements `start … end - 1` of the flat vector, within one layer, as fp32 [E] of their own.
@@ -58,7 +58,7 @@ class StoredModel:
             return vector_E
         if end > self.layers.offsets[layer + 1]:
             raise ValueError(f"elements {start} to {end} are not of one layer")
-        place, left = self.places[layer], bytes_of(vector_E)
+        place, left = self.layer_locations[layer], bytes_of(vector_E)
         offset = place.offset + _FP32_BYTES * (start - self.layers.offsets[layer])
         while left:
             try:
@@ -71,11 +71,11 @@ class StoredModel:
         return vector_E
 
 
-def open_checkpoint(directory: Path, held: ExitStack) -> StoredModel:
-    """A checkpoint, every byte of it checked; `held` closes it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
+    """A checkpoint, every byte of it checked; `exit_stack` closes it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
     with damage_told(directory):
         frame = read_frame(directory)
-        file = held.enter_context((directory / ANCHOR).open("rb", buffering=0))
+        file = exit_stack.enter_context((directory / ANCHOR).open("rb", buffering=0))
         anchor = tensor_file.scan(file, directory / ANCHOR)
         with (directory / MOMENTUM).open("rb", buffering=0) as other:
             momentum = tensor_file.scan(other, directory / MOMENTUM)
@@ -88,8 +88,8 @@ def open_checkpoint(directory: Path, held: ExitStack) -> StoredModel:
     ]
     if found != list(states) or len(found) != len(layers.names):
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
-    places = [Place(file, anchor.data_offset + _FP32_BYTES * offset) for offset in layers.offsets[:-1]]
-    return StoredModel(frame.spec, frame.head, layers, tuple(places))
+    layer_locations = [LayerLocation(file, anchor.data_offset + _FP32_BYTES * offset) for offset in layers.offsets[:-1]]
+    return StoredModel(frame.spec, frame.head, layers, tuple(layer_locations))
 
 
 def checkpoints_in(directory: Path) -> Sequence[Path]:

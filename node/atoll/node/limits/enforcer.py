@@ -19,66 +19,66 @@ from typing import Any, Protocol
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, InvalidTransition, UsageError
-from atoll.node.config import Loaded, NodeConfig, changed, limits_of, remember
+from atoll.node.config import LoadedConfig, NodeConfig, limits_of, save_overrides, with_limits
 from atoll.node.control.local_api import Command
-from atoll.node.limits.machine_usage import Usage, on_battery
-from atoll.node.limits.owner_files import MonthlyTraffic, Wish, load_wish, save_wish
+from atoll.node.limits.machine_usage import MachineUsage, on_battery
+from atoll.node.limits.owner_files import MonthlyTraffic, OwnerIntent, load_owner_intent, save_owner_intent
 from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
 from atoll.node.trainer.trainer import TrainerFacts
-from atoll.node.training_policy import Cause, Seen, Verdict, decide, objecting
+from atoll.node.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 
-LOOK = timedelta(seconds=5)
-SAVE = timedelta(seconds=60)  # a crash forgets so much traffic at most
+OBSERVE_INTERVAL = timedelta(seconds=5)
+TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # a crash forgets so much traffic at most
 _BYTES_PER_MBIT = 1e6 / 8
 
 _log = log.get("limits")
 
 
-class Session(Protocol):
+class Pausable(Protocol):
     """What can be told to rest."""
 
     def pause(self, reason: str) -> None: ...
     def resume(self) -> None: ...
 
 
-class Traffic(Protocol):
+class TrafficLimiter(Protocol):
     """What counts and slows the bytes to and from peers."""
 
     @property
     def bytes_total(self) -> int: ...
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None: ...
-    def allow(self, more_bytes: float) -> None: ...
+    def set_remaining_bytes(self, more_bytes: float) -> None: ...
 
 
 @dataclass(frozen=True)
-class Subjects:
+class LimitTargets:
     """What the limits hold for; a seed has no session."""
 
-    traffic: Traffic
-    session: Session | None
+    traffic: TrafficLimiter
+    session: Pausable | None
     limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` when they cannot hold
     facts: Callable[[], TrainerFacts | None]
 
 
-class Manners:
+class LimitEnforcer:
     """The limits of one node and its owner's standing wish."""
 
-    def __init__(self, loaded: Loaded, clock: Clock) -> None:
-        self.wish: Wish = load_wish(loaded.config.data_dir)
-        self.verdict = Verdict()
+    def __init__(self, loaded: LoadedConfig, clock: Clock) -> None:
+        self.intent: OwnerIntent = load_owner_intent(loaded.config.data_dir)
+        self.verdict = TrainingDecision()
         self.month_bytes = 0
         self._loaded = loaded
         self._clock = clock
-        self._subjects: Subjects | None = None
-        self._forced: frozenset[Cause] = frozenset()  # limits that the owner overruled
+        self._targets: LimitTargets | None = None
+        self._overruled_causes: frozenset[PauseCause] = frozenset()  # limits that the owner overruled
         self._finishing = False  # what is written down is for the next start
         self._changed = asyncio.Event()
-        self._setting = asyncio.Lock()
-        self._usage = Usage(clock.monotonic())
+        self._change_lock = asyncio.Lock()
+        self._machine_usage = MachineUsage(clock.monotonic())
         self._month = MonthlyTraffic(loaded.config.data_dir)
-        self._saved = clock.monotonic()
+        self._saved_at_monotonic = clock.monotonic()
         self._power = PowerCap(loaded.config.data_dir)
-        self._power_asked: tuple[float, tuple[str, ...]] | None = None
+        self._requested_power_cap: tuple[float, tuple[str, ...]] | None = None
         self._warnings: dict[str, str] = {}
 
     @property
@@ -86,26 +86,26 @@ class Manners:
         """As it stands now."""
         return self._loaded.config
 
-    async def attach(self, subjects: Subjects) -> None:
+    async def attach(self, targets: LimitTargets) -> None:
         """From here on the limits hold; the first verdict is in force when this returns."""
-        self._subjects = subjects
+        self._targets = targets
         await asyncio.to_thread(self._power.restore)  # of a daemon that was killed
         self._limit_rates()
-        await self._look()
+        await self._observe_and_enforce()
 
     async def run(self) -> None:
         """Look again and again."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._patience()):
+                async with asyncio.timeout(self._seconds_to_next_look()):
                     await self._changed.wait()
             self._changed.clear()
-            await self._look()
+            await self._observe_and_enforce()
 
     async def close(self) -> None:
         """Write the month's traffic, put the power cap back."""
-        if self._subjects is not None:
-            self._count(self._subjects.traffic)
+        if self._targets is not None:
+            self._count_traffic(self._targets.traffic)
             self._save_month()
             await asyncio.to_thread(self._power.restore)
 
@@ -115,7 +115,7 @@ class Manners:
         Not in force here, because whoever rests gets no round to leave with. Returns a warning for people, or nothing.
         """
         self._finishing = True
-        self._write_down(Wish(paused=True, finished=True))
+        self._save_intent(OwnerIntent(paused=True, finished=True))
         return self._warnings.get("wish", "")
 
     def describe(self, problem: str) -> dict[str, Any]:
@@ -132,32 +132,43 @@ class Manners:
 
     # --- looking ---------------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        subjects = self._subjects
-        assert subjects is not None
-        self._count(subjects.traffic)
-        if self._warnings.get("traffic") or self._clock.monotonic() - self._saved >= SAVE.total_seconds():
+    async def _observe_and_enforce(self) -> None:
+        targets = self._targets
+        assert targets is not None
+        self._count_traffic(targets.traffic)
+        if (
+            self._warnings.get("traffic")
+            or self._clock.monotonic() - self._saved_at_monotonic >= TRAFFIC_SAVE_INTERVAL.total_seconds()
+        ):
             self._save_month()
-        if self.wish.paused and not self.wish.holds(self._clock.unix()):
-            self._lapse()
-        await self._cap_power(subjects)
-        before, seen = self.verdict, await self._seen()
+        if self.intent.paused and not self.intent.is_paused_at(self._clock.unix()):
+            self._end_expired_pause()
+        await self._apply_power_cap(targets)
+        before, seen = self.verdict, await self._observe()
         told = {before.cause} if not before.train else set()  # also while mains power has to last
-        self._forced &= objecting(self.config.policy, seen) | told  # who allows it again is asked anew the next time
-        self.verdict = decide(self.config.policy, seen, before, self._forced)
+        self._overruled_causes &= (
+            active_causes(self.config.policy, seen) | told
+        )  # who allows it again is asked anew the next time
+        self.verdict = decide(self.config.policy, seen, before, self._overruled_causes)
         if self.verdict.cause is not before.cause:
             _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
-        self._allow(subjects.traffic)
+        self._set_remaining_traffic(targets.traffic)
         self._apply()
 
-    async def _seen(self) -> Seen:
+    async def _observe(self) -> MachineObservation:
         policy, now = self.config.policy, self._clock.monotonic()
-        unused = await self._usage.unused_seconds(now, self._clock.unix()) if policy.idle_seconds else float("inf")
-        return Seen(self._local(), now, self.month_bytes, policy.pause_on_battery and on_battery(), unused)
+        unused = (
+            await self._machine_usage.seconds_since_use(now, self._clock.unix())
+            if policy.idle_seconds
+            else float("inf")
+        )
+        return MachineObservation(
+            self._local_time(), now, self.month_bytes, policy.pause_on_battery and on_battery(), unused
+        )
 
     def _apply(self) -> None:
         """Tell the session what holds now; saying it twice is fine."""
-        session = self._subjects.session if self._subjects is not None else None
+        session = self._targets.session if self._targets is not None else None
         if session is None:
             return
         reason = self.reason
@@ -170,38 +181,40 @@ class Manners:
     def reason(self) -> str:
         """Why the node does not train, for people; empty when it may."""
         unix = self._clock.unix()
-        if self.wish.holds(unix):
-            return self.wish.reason(unix)
+        if self.intent.is_paused_at(unix):
+            return self.intent.reason(unix)
         if not self.verdict.train:
             return self.verdict.reason
         return ""
 
-    def _patience(self) -> float:
+    def _seconds_to_next_look(self) -> float:
         """Until the next look, or the end of a pause if that is sooner."""
-        left = float("inf") if self.wish.until_unix is None else self.wish.until_unix - self._clock.unix()
-        return max(0.0, min(LOOK.total_seconds(), left))
+        left = float("inf") if self.intent.until_unix is None else self.intent.until_unix - self._clock.unix()
+        return max(0.0, min(OBSERVE_INTERVAL.total_seconds(), left))
 
-    def _local(self) -> datetime:
+    def _local_time(self) -> datetime:
         return datetime.fromtimestamp(self._clock.unix()).astimezone()
 
     # --- traffic and power -----------------------------------------------------------------------------
 
     def _limit_rates(self) -> None:
-        assert self._subjects is not None
+        assert self._targets is not None
         up, down = self.config.upload_mbit_per_second, self.config.download_mbit_per_second
-        self._subjects.traffic.limit(up * _BYTES_PER_MBIT, down * _BYTES_PER_MBIT)
+        self._targets.traffic.limit(up * _BYTES_PER_MBIT, down * _BYTES_PER_MBIT)
 
-    def _count(self, traffic: Traffic) -> None:
-        self.month_bytes = self._month.count(traffic.bytes_total, self._local())
+    def _count_traffic(self, traffic: TrafficLimiter) -> None:
+        self.month_bytes = self._month.count(traffic.bytes_total, self._local_time())
 
-    def _allow(self, traffic: Traffic) -> None:
+    def _set_remaining_traffic(self, traffic: TrafficLimiter) -> None:
         """The rest of the month, so that not even one look's worth goes over it; `resume --force` lifts the limit."""
-        self._count(traffic)
+        self._count_traffic(traffic)
         allowed = self.config.policy.monthly_bytes
-        traffic.allow(allowed - self.month_bytes if allowed and Cause.MONTH not in self._forced else math.inf)
+        traffic.set_remaining_bytes(
+            allowed - self.month_bytes if allowed and PauseCause.MONTH not in self._overruled_causes else math.inf
+        )
 
     def _save_month(self) -> None:
-        self._saved = self._clock.monotonic()
+        self._saved_at_monotonic = self._clock.monotonic()
         try:
             self._month.save()
         except AtollError as error:
@@ -209,15 +222,15 @@ class Manners:
         else:
             self._warn("traffic", "")
 
-    async def _cap_power(self, subjects: Subjects) -> None:
+    async def _apply_power_cap(self, targets: LimitTargets) -> None:
         """Once the device is known, and again whenever the cap changes."""
-        facts = subjects.facts()
+        facts = targets.facts()
         if facts is None:
             return
         asked = (self.config.power_watts, tuple(filter(None, facts.device_uuid.split(","))))
-        if asked == self._power_asked:
+        if asked == self._requested_power_cap:
             return
-        self._power_asked = asked
+        self._requested_power_cap = asked
         try:
             await asyncio.to_thread(self._power.apply, *asked)
         except (PowerCapRefused, AtollError) as error:
@@ -238,37 +251,37 @@ class Manners:
     # --- the local API ---------------------------------------------------------------------------------
 
     async def _pause(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._training()
+        self._require_training()
         seconds = float(request.get("seconds") or 0)
-        self._remember(Wish(paused=True, until_unix=self._clock.unix() + seconds if seconds > 0 else None))
-        return {"paused": True, "until_unix": self.wish.until_unix, "warning": self._warnings.get("wish", "")}
+        self._set_intent(OwnerIntent(paused=True, until_unix=self._clock.unix() + seconds if seconds > 0 else None))
+        return {"paused": True, "until_unix": self.intent.until_unix, "warning": self._warnings.get("wish", "")}
 
     async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._training()
+        self._require_training()
         told = {self.verdict.cause} if self.verdict.cause is not None else set()
-        self._forced = self._forced | told if request.get("force") else frozenset()
-        self._remember(Wish())
-        if self._subjects is not None:
-            await self._look()  # with that limit overruled, another may hold
+        self._overruled_causes = self._overruled_causes | told if request.get("force") else frozenset()
+        self._set_intent(OwnerIntent())
+        if self._targets is not None:
+            await self._observe_and_enforce()  # with that limit overruled, another may hold
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("wish", "")}
 
-    def _remember(self, wish: Wish) -> None:
+    def _set_intent(self, intent: OwnerIntent) -> None:
         """In force at once, also when the disk is full."""
-        self.wish = wish
+        self.intent = intent
         self._apply()
         self._changed.set()
-        self._write_down(wish)
+        self._save_intent(intent)
 
-    def _lapse(self) -> None:
-        """The pause is over by itself; `_look` goes on."""
-        self.wish = Wish()
+    def _end_expired_pause(self) -> None:
+        """The pause is over by itself; `_observe_and_enforce` goes on."""
+        self.intent = OwnerIntent()
         if not self._finishing:
-            self._write_down(self.wish)
+            self._save_intent(self.intent)
 
-    def _write_down(self, wish: Wish) -> None:
+    def _save_intent(self, intent: OwnerIntent) -> None:
         """For the next start; told to people where it fails."""
         try:
-            save_wish(self.config.data_dir, wish)
+            save_owner_intent(self.config.data_dir, intent)
         except AtollError as error:
             self._warn("wish", f"a restart will not know of this: {error}")
         else:
@@ -279,31 +292,33 @@ class Manners:
         changes = request.get("limits") or {}
         if not isinstance(changes, Mapping):
             raise UsageError("limits are keys with values")
-        async with self._setting:
+        async with self._change_lock:
             if changes:
                 await self._change(changes)
         return {"limits": limits_of(self._loaded), "warnings": list(self._warnings.values())}
 
     async def _change(self, changes: Mapping[str, Any]) -> None:
-        old, new = self._loaded, changed(self._loaded, changes)
-        subjects = self._subjects
-        if subjects is None:
+        old, new = self._loaded, with_limits(self._loaded, changes)
+        targets = self._targets
+        if targets is None:
             raise InvalidTransition("this node is still starting", "try again in a few seconds")
-        await subjects.limit_training(new.config)
+        await targets.limit_training(new.config)
         try:
-            await asyncio.to_thread(remember, new)
+            await asyncio.to_thread(save_overrides, new)
         except AtollError:
-            await subjects.limit_training(old.config)
+            await targets.limit_training(old.config)
             raise
         overruled = [key for key in changes if old.origin[key] == "environment" or f"ATOLL_{key.upper()}" in os.environ]
         names = ", ".join(f"ATOLL_{key.upper()}" for key in overruled)
         self._warn("environment", f"{names} in the environment wins at the next start" if overruled else "")
         self._loaded = new
-        self.verdict = Verdict(True, self.verdict.cause)  # the new limits are judged afresh, without settling first
+        self.verdict = TrainingDecision(
+            True, self.verdict.cause
+        )  # the new limits are judged afresh, without settling first
         self._limit_rates()
-        self._power_asked = None
-        await self._look()
+        self._requested_power_cap = None
+        await self._observe_and_enforce()
 
-    def _training(self) -> None:
-        if self._subjects is None or self._subjects.session is None:
+    def _require_training(self) -> None:
+        if self._targets is None or self._targets.session is None:
             raise InvalidTransition("this member is a seed or still starting; it does not train")

@@ -1,7 +1,7 @@
 """What a machine says about itself: battery or mains, who else uses it. What is absent objects to nothing.
 
 "In use" means one of two things. Others' programs took the processor: /proc/stat, less the daemon and its descendants,
-above `OTHERS_CORES` over the time since the last look. Or somebody sits at it: logind's IdleHint, which desktops
+above `IN_USE_CORES` over the time since the last look. Or somebody sits at it: logind's IdleHint, which desktops
 keep and which counts terminals, asked through `loginctl` where there is one.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 POWER_SUPPLIES = Path("/sys/class/power_supply")
 PROC = Path("/proc")
-OTHERS_CORES = 0.5  # of processor time a second: more than a desktop at rest, less than anything that computes
+IN_USE_CORES = 0.5  # of processor time a second: more than a desktop at rest, less than anything that computes
 _LOGINCTL_TIMEOUT = timedelta(seconds=3)
 _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
@@ -25,13 +25,13 @@ _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 def on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     """Whether the machine runs on its own battery now; a mouse's battery does not count."""
     try:
-        kinds = {path: _word(path / "type") for path in supplies.iterdir()}
+        kinds = {path: _read_word(path / "type") for path in supplies.iterdir()}
     except OSError:
         return False
-    if any(_word(path / "online") == "1" for path, kind in kinds.items() if kind in ("Mains", "USB", "Wireless")):
+    if any(_read_word(path / "online") == "1" for path, kind in kinds.items() if kind in ("Mains", "USB", "Wireless")):
         return False
     return any(
-        _word(path / "status") == "Discharging" and _word(path / "scope") != "Device"
+        _read_word(path / "status") == "Discharging" and _read_word(path / "scope") != "Device"
         for path, kind in kinds.items()
         if kind in ("Battery", "UPS")
     )
@@ -52,7 +52,7 @@ def cpu_times(proc: Path = PROC) -> CpuTimes:
     return CpuTimes(sum(int(columns[i]) for i in _BUSY_COLUMNS) * tick, dict(_processes(proc, tick)))
 
 
-def others_cores(before: CpuTimes, now: CpuTimes, ours: int, seconds: float) -> float:
+def cores_used_by_others(before: CpuTimes, now: CpuTimes, ours: int, seconds: float) -> float:
     """How many cores all but the process `ours` and its descendants kept busy."""
     family = _descendants(now, ours)
     own = sum(
@@ -63,27 +63,27 @@ def others_cores(before: CpuTimes, now: CpuTimes, ours: int, seconds: float) -> 
     return max(0.0, now.busy - before.busy - own) / max(seconds, 1e-6)
 
 
-class Usage:
+class MachineUsage:
     """Remembers when the machine was last used by others."""
 
     def __init__(self, now: float, proc: Path = PROC) -> None:
         self._proc = proc
-        self._used = now  # a machine that has just started may be in use
-        self._looked = now
-        self._before: CpuTimes | None = None
+        self._last_used_monotonic = now  # a machine that has just started may be in use
+        self._last_sample_monotonic = now
+        self._last_cpu_times: CpuTimes | None = None
 
-    async def unused_seconds(self, now: float, unix: float) -> float:
+    async def seconds_since_use(self, now: float, unix: float) -> float:
         """Since the last use by others; `now` is monotonic. Look every few seconds: a look covers the time between."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             times = await asyncio.to_thread(cpu_times, self._proc)
-            before, seconds = self._before, now - self._looked
-            if before is not None and others_cores(before, times, os.getpid(), seconds) > OTHERS_CORES:
-                self._used = now
-            self._before, self._looked = times, now
+            before, seconds = self._last_cpu_times, now - self._last_sample_monotonic
+            if before is not None and cores_used_by_others(before, times, os.getpid(), seconds) > IN_USE_CORES:
+                self._last_used_monotonic = now
+            self._last_cpu_times, self._last_sample_monotonic = times, now
         idle_since = idle_since_of(await _loginctl())
         if idle_since is not None:
-            self._used = max(self._used, now - max(0.0, unix - idle_since))
-        return now - self._used
+            self._last_used_monotonic = max(self._last_used_monotonic, now - max(0.0, unix - idle_since))
+        return now - self._last_used_monotonic
 
 
 def idle_since_of(answer: str) -> float | None:
@@ -135,7 +135,7 @@ def _descendants(times: CpuTimes, root: int) -> set[int]:
     return family
 
 
-def _word(path: Path) -> str:
+def _read_word(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

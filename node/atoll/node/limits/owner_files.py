@@ -18,20 +18,20 @@ from atoll.core.files import write_atomic
 from atoll.node.training_policy import month_of
 
 MONTHS_KEPT = 24  # the last that were counted into
-_WISH, _TRAFFIC = "owner.json", "traffic.json"
+_INTENT_FILE, _TRAFFIC_FILE = "owner.json", "traffic.json"
 
 _log = log.get("owner")
 
 
 @dataclass(frozen=True)
-class Wish:
+class OwnerIntent:
     """What the owner last said."""
 
     paused: bool = False
     until_unix: float | None = None  # of a pause; None: until `atoll resume`
     finished: bool = False  # paused by `atoll finish`
 
-    def holds(self, unix: float) -> bool:
+    def is_paused_at(self, unix: float) -> bool:
         """Whether the node must rest at that time."""
         return self.paused and (self.until_unix is None or unix < self.until_unix)
 
@@ -44,29 +44,29 @@ class Wish:
         return f"paused by its owner until {datetime.fromtimestamp(self.until_unix).astimezone():%Y-%m-%d %H:%M}"
 
 
-def load_wish(data_dir: Path) -> Wish:
+def load_owner_intent(data_dir: Path) -> OwnerIntent:
     """The owner's last word; rest, if it cannot be read."""
     try:
-        plain = json.loads((data_dir / _WISH).read_bytes())
+        plain = json.loads((data_dir / _INTENT_FILE).read_bytes())
         until = plain["until_unix"]
-        return Wish(bool(plain["paused"]), None if until is None else float(until), bool(plain["finished"]))
+        return OwnerIntent(bool(plain["paused"]), None if until is None else float(until), bool(plain["finished"]))
     except FileNotFoundError:
-        return Wish()
+        return OwnerIntent()
     except (OSError, ValueError, TypeError, KeyError) as error:
         _log.warning("what the owner said last cannot be read: resting until `atoll resume`", reason=str(error))
-        return Wish(paused=True)
+        return OwnerIntent(paused=True)
 
 
-def save_wish(data_dir: Path, wish: Wish) -> None:
+def save_owner_intent(data_dir: Path, intent: OwnerIntent) -> None:
     """Make it durable. Raises `DataDirUnusable`."""
-    write_atomic(data_dir / _WISH, json.dumps({"version": 1, **asdict(wish)}).encode())
+    write_atomic(data_dir / _INTENT_FILE, json.dumps({"version": 1, **asdict(intent)}).encode())
 
 
 class MonthlyTraffic:
     """Bytes to and from peers by calendar month, over all starts of the daemon."""
 
     def __init__(self, data_dir: Path) -> None:
-        self._path = data_dir / _TRAFFIC
+        self._path = data_dir / _TRAFFIC_FILE
         self._bytes = _read(self._path)  # by month, the one that was counted into last at the end
         self._counted = 0  # of the process's own total
 

@@ -80,7 +80,7 @@ class Listener:
     report: Callable[[mb.RoundReport], None]
     evaluated: Callable[[mb.EvaluationReport], None]
     ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.TieBreak]]
-    plan_for: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
+    plan_newer_than: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
     plan_shared: Callable[[pb.Signed], None]  # by a member: verify and take it
 
 
@@ -302,7 +302,7 @@ class AveragingEngine:
 
     def _share_plan(self, peer: str) -> None:
         now = self._clock.monotonic()
-        sealed = self._listener.plan_for(self._machine.plan.version - 1)
+        sealed = self._listener.plan_newer_than(self._machine.plan.version - 1)
         if sealed is not None and now - self._plans_sent.get(peer, float("-inf")) >= _PLAN_AGAIN_SECONDS:
             self._plans_sent[peer] = now
             self._links.send(peer, dp.RoundMessage(plan=sealed))

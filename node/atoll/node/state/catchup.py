@@ -66,14 +66,14 @@ async def catch_up(
     believed: Callable[[Head], None] = lambda head: None,
     allocate: Allocate = torch.empty,
     others: Callable[[], Sequence[tuple[Head, AnchorState]]] = tuple,
-    unheld: Callable[[frozenset[int]], None] = lambda layers: None,
+    on_lost_layers: Callable[[frozenset[int]], None] = lambda layers: None,
 ) -> Fetched | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
     None when `held` is that head, or is newer and part of the history that counts, unless `state` is `lacking` some of
     its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
     nothing is fetched; nor of what `others` hold, states that are whole for their layers, each with its head.
-    `believed` hears of the head that counts, and `unheld` which layers nobody who answered holds as they are there, nor
+    `believed` hears of the head that counts, and `on_lost_layers` which layers nobody who answered holds as they are there, nor
     we. `allocate` makes the vectors that are returned.
 
     Raises `Unreachable` when no head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head
@@ -91,7 +91,7 @@ async def catch_up(
         try:
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
                 if not lacking:
-                    unheld(frozenset())
+                    on_lost_layers(frozenset())
                     return None
                 if head.round < held.round:
                     raise Unreachable(f"the others are at round {head.round}, before ours")
@@ -106,7 +106,7 @@ async def catch_up(
             for then, other in others():
                 same = [piece for piece in wanted.pieces if _holds(then, other, head, piece)]
                 await asyncio.to_thread(workspace.take_over, other.start, other.anchor_E, other.momentum_E, same)
-            unheld(_unheld(best, workspace, wanted.pieces))
+            on_lost_layers(_unheld(best, workspace, wanted.pieces))
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations, best.held)
         except StateMoved as error:
             _log.info("the head moved on while it was fetched", round=head.round, reason=str(error))

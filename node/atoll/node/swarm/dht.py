@@ -64,11 +64,11 @@ class Directory:
         for peer_id, addresses in self._seeds.items():
             self._p2p.book.learn(peer_id, addresses)
 
-    async def join(self, *, alone_is_fine: bool, timeout: timedelta) -> None:
+    async def join(self, *, seeds_optional: bool, timeout: timedelta) -> None:
         """Meet the seeds and fill the routing table. Raises `Unreachable` naming the seeds, `Rejected`."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                answering = await self._greet_seeds(alone_is_fine)
+                answering = await self._greet_seeds(seeds_optional)
                 self._node = await _apart(self._create(answering))
         except TimeoutError as error:
             raise Unreachable(*self._nobody_answers()) from error
@@ -109,7 +109,7 @@ class Directory:
                 async with asyncio.timeout(timeout.total_seconds()):
                     await _apart(self._node.shutdown())
 
-    async def _greet_seeds(self, alone_is_fine: bool) -> list[str]:
+    async def _greet_seeds(self, seeds_optional: bool) -> list[str]:
         """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
         greetings = [self._p2p.introductions.say(seed) for seed in self._seeds]
         outcomes = await asyncio.gather(*greetings, return_exceptions=True)
@@ -118,7 +118,7 @@ class Directory:
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, Unreachable | Rejected):
                 raise outcome
-        if self._seeds and not answering and not alone_is_fine:
+        if self._seeds and not answering and not seeds_optional:
             rejections = [outcome for outcome in outcomes if isinstance(outcome, Rejected)]
             raise rejections[0] if rejections else Unreachable(*self._nobody_answers())
         return answering

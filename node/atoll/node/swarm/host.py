@@ -60,7 +60,7 @@ class SwarmConfig:
     announce: tuple[str, ...]  # what others should dial, where it differs from `listen`
     seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
     relay_service: bool
-    alone_is_fine: bool = False  # seeds that do not answer yet are met later
+    seeds_optional: bool = False  # seeds that do not answer yet are met later
     direct: DirectConfig | None = None  # TCP and TLS without libp2p, for bulk
 
 
@@ -281,7 +281,7 @@ class SwarmHost:
         if config.direct is not None:
             await self._listen_directly(config.direct, config.runtime_dir)
         self._directory = Directory(self._p2p, authority, self._clock, config.seeds)
-        await self._directory.join(alone_is_fine=config.relay_service or config.alone_is_fine, timeout=timeout)
+        await self._directory.join(seeds_optional=config.relay_service or config.seeds_optional, timeout=timeout)
 
     async def _listen_directly(self, config: DirectConfig, directory: Path) -> None:
         self._direct = DirectPath(

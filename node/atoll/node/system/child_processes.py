@@ -32,12 +32,12 @@ KILL_TIMEOUT = timedelta(seconds=5)  # from SIGKILL until the kernel reports the
 Output = int | IO[bytes] | None  # as `subprocess` takes it: PIPE, DEVNULL, STDOUT, a file, or None to inherit
 
 
-def tied_command(command: Sequence[str | Path], parent_pid: int) -> list[str]:
+def command_killed_with_parent(command: Sequence[str | Path], parent_pid: int) -> list[str]:
     """`command` (an absolute path and arguments) so wrapped that it dies with the process `parent_pid`."""
     return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(parent_pid), *map(str, command)]
 
 
-def end_alike() -> None:
+def treat_sigterm_as_sigint() -> None:
     """SIGTERM ends this process like Ctrl-C: what it holds is let go, also where a shell ignores that for it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -55,7 +55,7 @@ async def start(
 ) -> asyncio.subprocess.Process:
     """Start `command` as a child that dies with us, in its own process group. Raises `OSError`."""
     return await asyncio.create_subprocess_exec(
-        *tied_command(command, os.getpid()),
+        *command_killed_with_parent(command, os.getpid()),
         env=dict(environment),
         stdin=stdin,
         stdout=stdout,

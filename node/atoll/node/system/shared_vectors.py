@@ -19,7 +19,7 @@ from atoll.core.units import bytes_text
 FP32_BYTES = 4
 
 
-def size_for(descriptor: int, elements: int) -> None:
+def allocate_vector(descriptor: int, elements: int) -> None:
     """Give the file room for `elements`. Raises `ModelTooLarge`."""
     try:
         os.ftruncate(descriptor, elements * FP32_BYTES)

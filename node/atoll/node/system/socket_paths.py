@@ -12,8 +12,8 @@ from pathlib import Path
 
 from atoll.core.errors import ConfigError
 
-_LONGEST = 100
-_DESCRIPTORS = Path("/proc/self/fd")
+_MAX_SOCKET_PATH_BYTES = 100
+_PROC_DESCRIPTORS = Path("/proc/self/fd")
 
 
 @dataclass
@@ -26,15 +26,15 @@ class SocketDirectory:
     @classmethod
     def open(cls, directory: Path, longest_name: str) -> SocketDirectory:
         """A way to the sockets in `directory`. Raises `OSError`, and `ConfigError` where there is no `/proc`."""
-        if len(os.fsencode(directory / longest_name)) <= _LONGEST:
+        if len(os.fsencode(directory / longest_name)) <= _MAX_SOCKET_PATH_BYTES:
             return cls(directory)
-        if not _DESCRIPTORS.is_dir():
+        if not _PROC_DESCRIPTORS.is_dir():
             raise ConfigError(
                 f"the path {directory / longest_name} is too long for a socket",
                 "choose a data directory with a shorter path",
             )
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        return cls(_DESCRIPTORS / str(descriptor), (descriptor,))
+        return cls(_PROC_DESCRIPTORS / str(descriptor), (descriptor,))
 
     def close(self) -> None:
         """Let go of the descriptor. Calling twice is fine."""

@@ -7,7 +7,7 @@ import torch
 from atoll.core.errors import InvalidTransition, ModelTooLarge
 from atoll.node.pipeline.rank_stage import FollowingStage
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.system.shared_vectors import map_vector, size_for
+from atoll.node.system.shared_vectors import allocate_vector, map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import Loaded
 from atoll.node.training.device import limit_memory
@@ -36,7 +36,7 @@ class ModelOrders:
         self.loaded = False  # an anchor was
         self._snapped, self._memory_bytes = False, config.memory_bytes
         for descriptor in (anchor_fd, gradient_fd):
-            size_for(descriptor, here.elements)
+            allocate_vector(descriptor, here.elements)
         self.anchor_E, self.gradient_E = (map_vector(fd, here.elements) for fd in (anchor_fd, gradient_fd))
 
     def carry_out(self, order: ms.Message) -> ms.Answer:

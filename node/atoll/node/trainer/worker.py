@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from atoll.core import log
 from atoll.core.errors import AtollError
-from atoll.node.system.malloc_arenas import give_back_large_blocks
+from atoll.node.system.malloc_arenas import return_freed_memory_to_os
 from atoll.node.trainer.messages import Answer, Envelope, Pushed, Refused, TrainerConfig
 
 PR_SET_PDEATHSIG = 1
@@ -89,7 +89,7 @@ def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[
 
     def begin(config: TrainerConfig) -> Serving:
         if config.memory_bytes:
-            give_back_large_blocks()
+            return_freed_memory_to_os()
         if options.meeting_fd is not None:
             return Follower(config, channel, options.anchor_fd, options.gradient_fd, options.meeting_fd)
         cable = socket.socket(fileno=options.cable_fd) if config.span is not None else None

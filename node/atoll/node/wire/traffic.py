@@ -120,7 +120,7 @@ class Traffic:
         self.up.change(upload_bytes_per_second)
         self.down.change(download_bytes_per_second)
 
-    def allow(self, more_bytes: float) -> None:
+    def set_remaining_bytes(self, more_bytes: float) -> None:
         """Bodies may pass until that many bytes more were counted, both ways."""
         self._allowed_total = self.bytes_total + more_bytes
 
