@@ -5,7 +5,7 @@
 No machine here has GPUs, so devices are processes with one core each, over gloo. Each case trains the whole model for
 some steps, evaluates the anchor, takes a snapshot and goes on. `largest_mb` is the peak of the largest process's own
 resident memory, less the same of a model of next to nothing; `planned_mb` a device's part of what the trainer counts
-before it takes the model (`loading.whole_bytes` and `usable`). `speed_up` is against one process with one core.
+before it takes the model (`loading.whole_model_bytes` and `usable_facts`). `speed_up` is against one process with one core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model
-from atoll.node.trainer.loading import usable, whole_bytes
+from atoll.node.trainer.loading import usable_facts, whole_model_bytes
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.training.device import DeviceFacts
 from benchmarks.common import Report
@@ -91,11 +91,11 @@ def planned(model: Model, devices: int) -> float:
     """Bytes of each, with which the trainer would take the model."""
     spec = parse_run_spec(model.toml)
     run = run_model(spec, 256)
-    return _least(lambda memory: whole_bytes(spec, run, devices) <= _usable(spec, run, devices, memory)) / devices
+    return _least(lambda memory: whole_model_bytes(spec, run, devices) <= _usable(spec, run, devices, memory)) / devices
 
 
 def _usable(spec: RunSpec, run: RunModel, devices: int, memory: int) -> int:
-    return usable(DeviceFacts("cpu", "", memory), spec, run, devices).memory_bytes
+    return usable_facts(DeviceFacts("cpu", "", memory), spec, run, devices).memory_bytes
 
 
 def _least(enough: Callable[[int], bool]) -> int:

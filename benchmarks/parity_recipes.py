@@ -130,16 +130,16 @@ class RecipeSwarm(VirtualSwarm):
         schedule = self._recipe.outer_at(self.committed_tokens / self._spec.run.stop_tokens)
         for peer, loop in self.loops.items():
             ahead_E, _ = self._stepped(works[peer].gradient_E, *schedule)
-            loop._frozen().copy_(ahead_E[part])
-            with loop.weights.changed(part) as weights:
+            loop._require_snapshot().copy_(ahead_E[part])
+            with loop.weights.modify(part) as weights:
                 weights.copy_(ahead_E[part])
 
     def _turn_back(self) -> None:
         if self._recipe.carried == 1:
             return
         for loop in self.loops.values():
-            with loop.weights.changed(self._part) as weights:
-                weights.sub_(loop._frozen()).mul_(self._recipe.carried).add_(loop._frozen())
+            with loop.weights.modify(self._part) as weights:
+                weights.sub_(loop._require_snapshot()).mul_(self._recipe.carried).add_(loop._require_snapshot())
 
     def _by_agreement(self, average_E: Tensor, works: Mapping[str, Work]) -> Tensor:
         """Each tensor of the average times the share of it that is not noise, relative to the whole vector's."""

@@ -20,7 +20,7 @@ from support.in_process_route import InProcessRoute
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.model.run_model import hold
+from atoll.node.model.run_model import allocate_span
 from atoll.node.model.span import equal_cuts
 from atoll.node.pipeline import message_codec
 from atoll.node.pipeline.flush_machine import Runner
@@ -81,7 +81,7 @@ class RouteLoop(InnerLoop):
         self._channel = message_codec.Channel.of(spec, self.run.table, plan_version=1, route=0)
         room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
         spans = equal_cuts(self.run.architecture.layers, stages)
-        self._stages = [Stage(hold(self.run, span, self.device), spec.optimizer, room) for span in spans]
+        self._stages = [Stage(allocate_span(self.run, span, self.device), spec.optimizer, room) for span in spans]
         runners = [Runner(Place(i, stages), stage, spec.optimizer.clip_norm) for i, stage in enumerate(self._stages)]
         self._route = InProcessRoute(runners, carry=self._carry)
 

@@ -66,8 +66,10 @@ class Pretended(Noted):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._forward_seconds, self._backward_seconds = map(float, os.environ["STAGE_SECONDS"].split())
-        size = self._room.samples, self._room.tokens, self.model.cut.dimension
-        self._passed_BTD = torch.randn(size, generator=torch.Generator().manual_seed(self.model.cut.span.first))
+        size = self._room.samples, self._room.tokens, self.model.span_definition.dimension
+        self._passed_BTD = torch.randn(
+            size, generator=torch.Generator().manual_seed(self.model.span_definition.span.first)
+        )
         self.optimizer.step = lambda: None  # type: ignore[method-assign]
 
     def _lose(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
@@ -82,10 +84,10 @@ class Pretended(Noted):
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         time.sleep(self._backward_seconds)
         x = self._inputs.pop(micro_batch)
-        return None if self.model.cut.first else self._passed_BTD[: len(x)]
+        return None if self.model.span_definition.first else self._passed_BTD[: len(x)]
 
     def norms(self) -> tuple[float, ...]:
-        return (1.0,) * len(self.model.cut.span)
+        return (1.0,) * len(self.model.span_definition.span)
 
 
 if __name__ == "__main__":

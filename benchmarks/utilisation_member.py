@@ -115,23 +115,28 @@ class Device:
         await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
         with self._lock:
             self._busy_until += self._copy_seconds * (end - start) / len(self.anchor)
-            return self._progress.freeze(start, end)
+            return self._progress.mark_snapshot(start, end)
 
     async def apply(
         self, *, ranges: Sequence[SampleRange], committed_tokens: int, moved: SampleRange | None = None
     ) -> None:
         """The device copies in what `moved` (all)."""
         with self._lock:
-            self._progress.commit()
+            self._progress.commit_snapshot()
             self._busy_until += self._share(moved) * self._copy_seconds
 
     async def rebase(
-        self, *, ranges: Sequence[SampleRange], committed_tokens: int, spent: int = 0, moved: SampleRange | None = None
+        self,
+        *,
+        ranges: Sequence[SampleRange],
+        committed_tokens: int,
+        consumed_samples: int = 0,
+        moved: SampleRange | None = None,
     ) -> None:
         """The device copies in what `moved` (all)."""
         with self._lock:
-            self._progress.thaw()
-            self._progress.spend(spent)
+            self._progress.discard_snapshot()
+            self._progress.subtract_consumed(consumed_samples)
             self._busy_until += self._share(moved) * self._copy_seconds
 
     async def load(self, *, ranges: Sequence[SampleRange], committed_tokens: int) -> None:
@@ -146,7 +151,7 @@ class Device:
     async def discard(self) -> None:
         """Nothing to copy."""
         with self._lock:
-            self._progress.thaw()
+            self._progress.discard_snapshot()
 
     async def evaluate(self) -> float:
         """Nothing is learnt here."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atoll.core.errors import ModelTooLarge
-from atoll.node.training.device import choose_device, device_facts, limit_memory
+from atoll.node.training.device import choose_device, device_facts, limit_device_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,13 +21,13 @@ def test_what_goes_beyond_the_share_fails_and_what_is_held_already_is_refused() 
     assert share.memory_bytes == int(whole.memory_bytes * 0.1)
     assert share.uuid.startswith("GPU-")
     try:
-        limit_memory(device, share, 0.1)
+        limit_device_memory(device, share, 0.1)
         held = torch.empty(int(whole.memory_bytes * 0.05), dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(int(whole.memory_bytes * 0.08), dtype=torch.uint8, device=device)
         with pytest.raises(ModelTooLarge, match="holds"):
-            limit_memory(device, share, 0.02)
+            limit_device_memory(device, share, 0.02)
         del held
-        limit_memory(device, share, 0.02)
+        limit_device_memory(device, share, 0.02)
     finally:
-        limit_memory(device, whole, 1.0)
+        limit_device_memory(device, whole, 1.0)

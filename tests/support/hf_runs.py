@@ -15,9 +15,9 @@ from atoll.core.clock import SystemClock
 from atoll.core.data_position import SampleRange
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.base_files import digest_of
-from atoll.node.model.hf_configuration import configuration, lora_configuration
-from atoll.node.model.run_model import hold, run_model
+from atoll.node.model.base_files import file_sha256
+from atoll.node.model.hf_configuration import build_configuration, lora_configuration
+from atoll.node.model.run_model import allocate_span, run_model
 from atoll.node.model.span import Span
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loader import Loader
@@ -66,7 +66,7 @@ def model_section(config: dict[str, Any], base: Path | None = None, targets: lis
     if base is not None:
         lines += ['[model.base]\nname = "tests/tiny"', "[model.base.files]"]
         files = sorted(path for path in base.iterdir() if "safetensors" in path.name)
-        lines += [f'"{path.name}" = "{digest_of(path)}"' for path in files]
+        lines += [f'"{path.name}" = "{file_sha256(path)}"' for path in files]
     if targets is not None:
         lines += ["[model.adapter]", "rank = 4", "alpha = 8", f"targets = {json.dumps(targets)}"]
     return "\n".join(lines)
@@ -109,7 +109,7 @@ def plain_loop(
     spec = parse_run_spec(spec_toml)
     section = spec.model
     assert isinstance(section, HuggingFaceModel)
-    config = configuration(section.config, 256, spec.data.sequence_length)
+    config = build_configuration(section.config, 256, spec.data.sequence_length)
     lora = lora_configuration(section.adapter) if section.adapter is not None else None
     loader = Loader(load_corpus(spec, str(text)), spec.run.seed, spec.optimizer.micro_batch_samples, SystemClock())
     loader.restart(SampleFeed(ranges))
@@ -122,14 +122,14 @@ def plain_loop(
 def named_of(spec_toml: str, genesis_E: torch.Tensor, base: Path | None = None) -> dict[str, torch.Tensor]:
     """The parameters of a genesis by the names of an unmodified model."""
     run = run_model(parse_run_spec(spec_toml), 256, base)
-    model = hold(run, Span(0, run.architecture.layers - 1), torch.device("cpu"))
+    model = allocate_span(run, Span(0, run.architecture.layers - 1), torch.device("cpu"))
     model.weights_E.copy_(genesis_E)
     named = {
         name: view.clone()
         for layout, flat_E in ((model.trained, model.weights_E), (model.frozen, model.frozen_E))
         for name, view in layout.views(flat_E)
     }
-    tied = model.cut.copy
+    tied = model.span_definition.copy
     if tied is not None:
         del named[tied.borrower]
     return named

@@ -31,9 +31,9 @@ class Reef:
         carry: Callable[[Message], Message] = as_it_is,
     ) -> None:
         spans = equal_cuts(architecture.layers, stages) if isinstance(stages, int) else tuple(stages)
-        self.models = [SpanModel(architecture.cut(span), torch.device("cpu")) for span in spans]
+        self.models = [SpanModel(architecture.span_definition(span), torch.device("cpu")) for span in spans]
         self.stages = [Stage(model, section, room) for model in self.models]
-        tied = self.models[0].cut.tie is not None
+        tied = self.models[0].span_definition.tie is not None
         places = [Place(index, len(spans), tied, ahead) for index in range(len(spans))]
         self.runners = [
             Runner(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
@@ -54,5 +54,5 @@ class Reef:
         return [
             model.layer(layer)
             for model in self.models
-            for layer in range(model.cut.span.first, model.cut.span.last + 1)
+            for layer in range(model.span_definition.span.first, model.span_definition.span.last + 1)
         ]

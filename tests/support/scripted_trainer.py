@@ -9,7 +9,7 @@ from atoll.core.data_position import SampleRange, drop_samples
 from atoll.core.errors import InvalidTransition
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.training.progress import Progress, Snapshot
-from atoll.node.training.sample_feed import Taken
+from atoll.node.training.sample_feed import SampleNumbers
 
 STEP_TOKENS, STEP_SAMPLES = 100, 2
 
@@ -56,26 +56,26 @@ class ScriptedTrainer:
             await asyncio.sleep(0.01)
             self.weights_E += 1e-3 * torch.randn(self.weights_E.shape, generator=self._random)
             fresh = STEP_SAMPLES if self.ranges else 0
-            self._progress.add(STEP_TOKENS, Taken((), fresh))
+            self._progress.add(STEP_TOKENS, SampleNumbers((), fresh))
 
     async def snapshot(self, start: int, end: int) -> Snapshot:
         self._part, self._snapped = slice(start, end), True
         self._snapshot_E = self.weights_E[self._part].clone()
         self.pseudo_gradient[self._part] = self._known_E[self._part] - self._snapshot_E
-        return self._progress.freeze(start, end)
+        return self._progress.mark_snapshot(start, end)
 
     async def apply(self, *, ranges, committed_tokens, moved=None) -> None:
         if not self._snapped:
             raise InvalidTransition("the trainer was told to apply an anchor without a snapshot")
         self._known_E[self._part] = self._snapshot_E
         self._move(moved)
-        self._progress.commit()
+        self._progress.commit_snapshot()
         self.ranges, self._snapped = ranges, False
 
-    async def rebase(self, *, ranges, committed_tokens, spent=0, moved=None) -> None:
+    async def rebase(self, *, ranges, committed_tokens, consumed_samples=0, moved=None) -> None:
         self._move(moved)
-        self._progress.thaw()
-        self._progress.spend(spent)
+        self._progress.discard_snapshot()
+        self._progress.subtract_consumed(consumed_samples)
         self.ranges, self._snapped = ranges, False
 
     def _move(self, moved) -> None:
@@ -88,7 +88,7 @@ class ScriptedTrainer:
 
     async def discard(self) -> None:
         self._snapped = False
-        self._progress.thaw()
+        self._progress.discard_snapshot()
 
     async def evaluate(self) -> float:
         return 0.0

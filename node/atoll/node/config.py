@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
-from atoll.node.training.device_names import names_of
+from atoll.node.training.device_names import parse_device_names
 from atoll.node.training_policy import TrainingPolicy, parse_hours
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
@@ -255,7 +255,7 @@ def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None
                 raise ConfigError(f"{item.name} = {value} in {origin[item.name]} is not between {low:g} and {high:g}")
         if one_of and value is not None and value not in one_of:
             raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} is none of {', '.join(one_of)}")
-    checks: tuple[tuple[str, Callable[[str], object]], ...] = (("hours", parse_hours), ("device", names_of))
+    checks: tuple[tuple[str, Callable[[str], object]], ...] = (("hours", parse_hours), ("device", parse_device_names))
     for key, check in checks:
         try:
             if key in typed:

@@ -42,9 +42,9 @@ from atoll.node.state.vote_store import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
-from atoll.node.trainer.preload import LoadingAhead, span_to_hold
+from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import TrainerConfig
-from atoll.node.trainer.trainer_process import Child
+from atoll.node.trainer.trainer_process import TrainerProcess
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
@@ -72,7 +72,7 @@ class Daemon:
         identity: Identity,
         credentials: Credentials,
         clock: Clock,
-        child: Child | None = None,
+        child: TrainerProcess | None = None,
     ) -> None:
         """`child` is for the trainer; who made it ends it if no trainer takes it."""
         self._config = config = loaded.config  # the limits among it may change; `_limit_enforcer` has them as they are
@@ -80,7 +80,7 @@ class Daemon:
         self._identity = identity
         self._credentials = credentials
         self._clock, self._child = clock, child
-        self._preload: LoadingAhead | None = None
+        self._preload: TrainerPreload | None = None
         self._membership: Member = credentials.authority.verify_membership(
             credentials.signed_membership(), clock.unix()
         )
@@ -160,13 +160,13 @@ class Daemon:
 
     # --- starting ------------------------------------------------------------------------------------
 
-    def _preload_trainer(self, limits: TrainerConfig) -> LoadingAhead | None:
+    def _preload_trainer(self, limits: TrainerConfig) -> TrainerPreload | None:
         """With the layers of the last plan that this node followed; the whole model where there was none."""
         if self._child is None:
             return None
         plan = self._directives.plan
         span = span_to_hold(plan, plan.span(self._identity.peer_id) if plan is not None else range(0))
-        return LoadingAhead(self._child, replace(limits, span=span), LOAD_TIMEOUT, self._status.show_loading_progress)
+        return TrainerPreload(self._child, replace(limits, span=span), LOAD_TIMEOUT, self._status.show_loading_progress)
 
     async def _join_unless_leaving(self) -> SwarmHost | None:
         """None when a signal came first: seeds that do not answer must not hold up the end."""
@@ -251,7 +251,7 @@ class Daemon:
             run_spec_toml=self._credentials.run_spec_toml,
             corpus_path=str(Path(config.data).resolve()) if config.data else None,
             base_path=str(Path(config.base).resolve()) if config.base else None,
-            times_path=str(config.path("layer-times.json").resolve()),
+            layer_times_path=str(config.path("layer-times.json").resolve()),
             device=config.device,
             cpu_threads=config.cpu_threads or os.cpu_count() or 1,
             minimum_step_seconds=config.minimum_step_seconds,

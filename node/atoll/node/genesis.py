@@ -41,7 +41,7 @@ async def _initial(trainer: Trainer, run_dir: Path) -> AnchorState:
         await trainer.initialise()
         return AnchorState(trainer.anchor, offsets)
     path = run_dir / "genesis.f32"
-    await trainer.write_initial(path)
+    await trainer.write_initial_weights(path)
     initial = torch.from_file(str(path), size=offsets[-1], dtype=torch.float32)
     path.unlink()  # its bytes stay for as long as they are mapped
     return AnchorState(initial, offsets)

@@ -44,9 +44,9 @@ from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.status import LiveStatus
-from atoll.node.trainer.preload import LoadingAhead, span_to_hold
+from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
-from atoll.node.trainer.trainer_process import LOG_NAME, Child
+from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
@@ -81,7 +81,7 @@ class NodeContext:
     operator_key: bytes
     status: LiveStatus
     run_dir: Path  # of the trainer's log
-    ahead: LoadingAhead | None  # the first trainer, begun with `trainer`
+    ahead: TrainerPreload | None  # the first trainer, begun with `trainer`
     clock: Clock
 
 
@@ -93,7 +93,7 @@ class TrainingSession:
         self.finished = asyncio.Event()
         self._context = context
         self._reloading = False  # the trainer, with other layers
-        self._preload: LoadingAhead | None = context.ahead
+        self._preload: TrainerPreload | None = context.ahead
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
         self._pause_reason = ""  # why this node does not train, for people; empty: it does
@@ -124,7 +124,7 @@ class TrainingSession:
     async def run(self) -> None:
         """Until the run is finished. Raises what makes this node useless: a corpus or model it cannot load."""
         restarts, last_round = 0, -1
-        preparing = asyncio.create_task(self._prepare())
+        prefetching = asyncio.create_task(self._prepare())
         try:
             while not self.finished.is_set():
                 if self._reloading:
@@ -139,7 +139,7 @@ class TrainingSession:
                     if self._in_plan() or not self._planned_layers():
                         raise
                     _log.error("the layers of the next plan do not fit here", reason=str(error))
-                    self._local_state.preparing.refuse()
+                    self._local_state.prefetcher.refuse()
                     self._context.link.send_heartbeat_now()
                 except ChildDied as error:
                     head_round = self._local_state.head.round if self._local_state.head else -1
@@ -151,8 +151,8 @@ class TrainingSession:
                         raise
                     await asyncio.sleep(_RETRY.total_seconds() * restarts)
         finally:
-            preparing.cancel()
-            await asyncio.gather(preparing, return_exceptions=True)
+            prefetching.cancel()
+            await asyncio.gather(prefetching, return_exceptions=True)
             await self._route.leave()
             await self._links.close()
             await self.stop_trainer()
@@ -160,7 +160,7 @@ class TrainingSession:
     async def _prepare(self) -> None:
         """The node trains without it: what it did not fetch before, it fetches when the plan is there."""
         try:
-            await self._local_state.preparing.run()
+            await self._local_state.prefetcher.run()
         except Exception as error:
             _log.error("layers of plans to come are not fetched any more", reason=repr(error))
 
@@ -175,9 +175,9 @@ class TrainingSession:
             limits = self._trainer_config
             known = context.status.facts.layer_times if context.status.facts is not None else ()
             config = replace(limits, span=span, layer_times=known)
-            child = await Child.start(context.run_dir / LOG_NAME)
+            child = await TrainerProcess.start(context.run_dir / LOG_NAME)
             trainer = await Trainer.take(
-                child, config, timeout=LOAD_TIMEOUT, got_on=context.status.show_loading_progress
+                child, config, timeout=LOAD_TIMEOUT, on_progress=context.status.show_loading_progress
             )
         self._trainer = trainer
         if self._trainer_config != limits:  # changed while it loaded
@@ -197,7 +197,7 @@ class TrainingSession:
         """The layers that the plan gives this node; where it gives none, those that the next one may."""
         plan, prepare = self._context.directives.plan, self._context.directives.prepare
         mine = plan.span(self._context.identity.peer_id) if plan is not None else range(0)
-        return mine or (range(0) if prepare == self._local_state.preparing.refused else prepare)
+        return mine or (range(0) if prepare == self._local_state.prefetcher.refused else prepare)
 
     def _needs_reload(self, trainer: Trainer) -> bool:
         """Whether the trainer has to be loaded anew."""

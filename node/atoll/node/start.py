@@ -24,7 +24,7 @@ from atoll.node.control.enrol import enrol
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.system.malloc_arenas import limit_malloc_arenas
-from atoll.node.trainer.trainer_process import LOG_NAME, Child
+from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 
 MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and four in p2pd
 
@@ -54,12 +54,12 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
             await Daemon(loaded, identity, credentials, clock, child).run()
 
 
-async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> Child | None:
+async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
     """The trainer's process, which imports torch while we do. None: seeds do not train."""
     member = credentials.authority.verify_membership(credentials.signed_membership(), clock.unix())
     if "seed" in member.roles:
         return None
-    return await Child.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
+    return await TrainerProcess.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
 
 
 def use_huge_pages() -> None:

@@ -34,7 +34,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.outer_step import holds, layer_states
 from atoll.node.state.state_server import StateServer
 from atoll.node.state.vote_store import VoteStore
-from atoll.node.training.sample_feed import Taken
+from atoll.node.training.sample_feed import SampleNumbers
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
@@ -242,7 +242,7 @@ class RouteMembership(ScriptedTrainer):
             if self.driver is None or not self.driver.ranges:
                 continue
             self.weights_E += 1e-3 * torch.randn(self.weights_E.shape, generator=self._random)
-            self._progress.add(STEP_TOKENS, Taken((), STEP_SAMPLES if self is self.driver else 0))
+            self._progress.add(STEP_TOKENS, SampleNumbers((), STEP_SAMPLES if self is self.driver else 0))
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
             await struck_in_a_flush(hosts[2].p2pd_pid)
             await until(lambda: stages[0].status.flushes_aborted == 1)
             taken = await stages[0].order(ms.TakeSnapshot(0, 9))
-            assert isinstance(taken, ms.Taken)
+            assert isinstance(taken, ms.SnapshotTaken)
             assert (taken.tokens, taken.samples) == (taken.steps * STEP_TOKENS, taken.steps * STEP_SAMPLES)
 
 

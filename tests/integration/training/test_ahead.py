@@ -10,9 +10,9 @@ import pytest
 from support.process_swarm import MODEL, SPEC
 
 from atoll.core.errors import CorpusError
-from atoll.node.trainer.preload import LoadingAhead
+from atoll.node.trainer.preload import TrainerPreload
 from atoll.node.trainer.trainer import TrainerConfig
-from atoll.node.trainer.trainer_process import Child
+from atoll.node.trainer.trainer_process import TrainerProcess
 
 DEADLINE = timedelta(seconds=60)
 
@@ -28,8 +28,8 @@ def config(tmp_path: Path) -> TrainerConfig:
 
 
 async def test_it_holds_what_it_was_told_and_lives_on_when_taken(tmp_path: Path, config: TrainerConfig) -> None:
-    child = await Child.start(tmp_path / "log")
-    ahead = LoadingAhead(child, replace(config, span=(0, 1)), DEADLINE)
+    child = await TrainerProcess.start(tmp_path / "log")
+    ahead = TrainerPreload(child, replace(config, span=(0, 1)), DEADLINE)
     trainer = await ahead.take((0, 1))
     assert trainer is not None
     try:
@@ -42,8 +42,8 @@ async def test_it_holds_what_it_was_told_and_lives_on_when_taken(tmp_path: Path,
 
 @pytest.mark.parametrize("loaded", [False, True])
 async def test_one_with_other_layers_ends(tmp_path: Path, config: TrainerConfig, loaded: bool) -> None:
-    child = await Child.start(tmp_path / "log")
-    ahead = LoadingAhead(child, replace(config, span=(0, 1)), DEADLINE)
+    child = await TrainerProcess.start(tmp_path / "log")
+    ahead = TrainerPreload(child, replace(config, span=(0, 1)), DEADLINE)
     if loaded:
         await asyncio.wait([ahead._taking], timeout=DEADLINE.total_seconds())
     assert await ahead.take((1, 2)) is None
@@ -52,8 +52,8 @@ async def test_one_with_other_layers_ends(tmp_path: Path, config: TrainerConfig,
 
 
 async def test_whoever_stops_waiting_for_it_can_still_end_it(tmp_path: Path, config: TrainerConfig) -> None:
-    child = await Child.start(tmp_path / "log")
-    ahead = LoadingAhead(child, config, DEADLINE)
+    child = await TrainerProcess.start(tmp_path / "log")
+    ahead = TrainerPreload(child, config, DEADLINE)
     taking = asyncio.create_task(ahead.take(None))
     await asyncio.sleep(0)
     taking.cancel()
@@ -65,9 +65,13 @@ async def test_whoever_stops_waiting_for_it_can_still_end_it(tmp_path: Path, con
 
 
 async def test_what_it_cannot_load_is_said_to_who_takes_it(tmp_path: Path, config: TrainerConfig) -> None:
-    ahead = LoadingAhead(await Child.start(tmp_path / "log"), replace(config, corpus_path="/nowhere"), DEADLINE)
+    ahead = TrainerPreload(
+        await TrainerProcess.start(tmp_path / "log"), replace(config, corpus_path="/nowhere"), DEADLINE
+    )
     with pytest.raises(CorpusError):
         await ahead.take(None)
     await ahead.abandon()
-    unasked = LoadingAhead(await Child.start(tmp_path / "log"), replace(config, corpus_path="/nowhere"), DEADLINE)
+    unasked = TrainerPreload(
+        await TrainerProcess.start(tmp_path / "log"), replace(config, corpus_path="/nowhere"), DEADLINE
+    )
     await unasked.abandon()  # its error is nobody's

@@ -16,7 +16,7 @@ from support.process_swarm import MODEL, SPEC
 
 from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, RunSpecError
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
-from atoll.node.trainer.trainer_process import Child
+from atoll.node.trainer.trainer_process import TrainerProcess
 
 DEADLINE = timedelta(seconds=60)
 SILENCE = timedelta(seconds=12)
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> TrainerConfig:
 
 
 async def test_it_imports_torch_before_it_is_told_anything_and_trains_what_it_is_told_then(tmp_path: Path) -> None:
-    child = await Child.start(tmp_path / "log")
+    child = await TrainerProcess.start(tmp_path / "log")
     await has_torch(child.process.pid)
     trainer = await Trainer.take(child, config(tmp_path), timeout=DEADLINE)
     try:
@@ -62,7 +62,7 @@ async def test_it_imports_torch_before_it_is_told_anything_and_trains_what_it_is
 
 async def test_one_that_nobody_took_ends_and_leaves_nothing(tmp_path: Path) -> None:
     before = open_files()
-    child = await Child.start(tmp_path / "log")
+    child = await TrainerProcess.start(tmp_path / "log")
     await child.end()
     await child.end()
     assert child.process.returncode == -signal.SIGKILL
@@ -72,7 +72,7 @@ async def test_one_that_nobody_took_ends_and_leaves_nothing(tmp_path: Path) -> N
 
 async def test_one_that_died_while_it_waited_is_a_trainer_that_died(tmp_path: Path) -> None:
     before = open_files()
-    child = await Child.start(tmp_path / "log")
+    child = await TrainerProcess.start(tmp_path / "log")
     await has_torch(child.process.pid)
     os.kill(child.process.pid, signal.SIGKILL)
     with pytest.raises(ChildDied, match="killed by signal 9"):
@@ -105,11 +105,11 @@ def slow_corpus(tmp_path: Path) -> tuple[TrainerConfig, list[Path]]:
 
 async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Path) -> None:
     slow, fifos = slow_corpus(tmp_path)
-    child = await Child.start(tmp_path / "log")
+    child = await TrainerProcess.start(tmp_path / "log")
     await has_torch(child.process.pid)
     heard: list[int] = []
     taking = asyncio.create_task(
-        Trainer.take(child, slow, timeout=SILENCE, got_on=lambda loading: heard.append(loading.tokens))
+        Trainer.take(child, slow, timeout=SILENCE, on_progress=lambda loading: heard.append(loading.tokens))
     )
     async with asyncio.timeout(DEADLINE.total_seconds()):
         for fifo in fifos:
@@ -124,7 +124,7 @@ async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Pat
 
 async def test_a_child_that_hangs_while_it_loads_is_given_up(tmp_path: Path) -> None:
     slow, _ = slow_corpus(tmp_path)
-    child = await Child.start(tmp_path / "log")
+    child = await TrainerProcess.start(tmp_path / "log")
     async with asyncio.timeout(DEADLINE.total_seconds()):
         with pytest.raises(DeadlineExceeded, match="did not get on"):
             await Trainer.take(child, slow, timeout=timedelta(seconds=2))
@@ -133,7 +133,7 @@ async def test_a_child_that_hangs_while_it_loads_is_given_up(tmp_path: Path) -> 
 
 async def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
     before = open_files()
-    child = await Child.start(tmp_path / "log")
+    child = await TrainerProcess.start(tmp_path / "log")
     with pytest.raises(RunSpecError):
         await Trainer.take(child, TrainerConfig("version = 7\n", device="cpu"), timeout=DEADLINE)
     assert not psutil.pid_exists(child.process.pid)
@@ -143,7 +143,7 @@ async def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
 async def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     before = open_files()
     with pytest.raises(DataDirUnusable, match="trainer's log"):
-        await Child.start(tmp_path / "nowhere" / "log")
+        await TrainerProcess.start(tmp_path / "nowhere" / "log")
     assert open_files() == before
 
 

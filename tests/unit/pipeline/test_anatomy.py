@@ -11,7 +11,7 @@ from support.routes import Reef
 
 from atoll.core.errors import ConfigError, InvalidRequest, UnsupportedModel
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
 from atoll.node.pipeline.stage import Room
@@ -51,7 +51,7 @@ def other(family: str) -> Any:
 )
 def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: str, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as caught:
-        HuggingFace(other(family))
+        HuggingFaceArchitecture(other(family))
     assert caught.value.remedy
 
 
@@ -70,7 +70,7 @@ def test_what_a_second_forward_or_another_span_would_change_is_refused(
     family: str, changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        HuggingFace(config_of(family, **changed))
+        HuggingFaceArchitecture(config_of(family, **changed))
 
 
 def test_adapters_alone_are_trained() -> None:
@@ -85,20 +85,22 @@ def test_adapters_alone_are_trained() -> None:
         peft.LoraConfig(target_modules=["embed_tokens"]),
     ):
         with pytest.raises(ConfigError, match=r"LoRA|adapters"):
-            HuggingFace(config_of("llama"), lora)
+            HuggingFaceArchitecture(config_of("llama"), lora)
     with pytest.raises(UnsupportedModel, match="twice"):
-        HuggingFace(config_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        HuggingFaceArchitecture(config_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
 
 
 def test_a_span_has_memory_for_its_own_layers_only() -> None:
-    architecture = HuggingFace(config_of("qwen3"))
-    held = SpanModel(architecture.cut(Span(1, 1)), torch.device("cpu"))
-    names = {name for name, _ in held.cut.module.named_parameters()}
+    architecture = HuggingFaceArchitecture(config_of("qwen3"))
+    held = SpanModel(architecture.span_definition(Span(1, 1)), torch.device("cpu"))
+    names = {name for name, _ in held.span_definition.module.named_parameters()}
     assert names == {slot.name for slot in held.trained.slots}
     assert all(name.startswith("model.layers.0.") for name in names)
-    assert not any(each.is_meta for each in [*held.cut.module.parameters(), *held.cut.module.buffers()])
+    assert not any(
+        each.is_meta for each in [*held.span_definition.module.parameters(), *held.span_definition.module.buffers()]
+    )
     with pytest.raises(InvalidRequest, match="layers 0 to 3"):
-        architecture.cut(Span(2, 4))
+        architecture.span_definition(Span(2, 4))
 
 
 def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
@@ -109,7 +111,7 @@ def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
     tokens = [torch.arange(2 * 13).view(2, 13) % 48]
     norms = []
     for stages in (1, 4):
-        reef = Reef(HuggingFace(config), stages, OptimizerSection(), Room(2, 12))
+        reef = Reef(HuggingFaceArchitecture(config), stages, OptimizerSection(), Room(2, 12))
         for model in reef.models:
             initialise_span(model, 1, 0.2)
         norms.append(reef.route.flush(tokens).norms)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from atoll.core.errors import CheckpointCorrupt
-from atoll.node.model.safetensors_reader import names_in, read_tensor
+from atoll.node.model.safetensors_reader import read_tensor, tensor_names
 
 TENSORS = {
     "matrix": torch.arange(12.0).view(3, 4),
@@ -38,7 +38,7 @@ def with_header(data: bytes, header: object) -> bytes:
 
 
 def test_what_the_format_s_library_wrote_is_read(path: Path) -> None:
-    assert sorted(names_in(path)) == sorted(TENSORS)
+    assert sorted(tensor_names(path)) == sorted(TENSORS)
     for name, values in TENSORS.items():
         found = read_tensor(path, name)
         assert found.dtype is values.dtype
@@ -76,13 +76,13 @@ def test_an_entry_that_cannot_be_is_refused(changed: dict[str, object], path: Pa
 def test_what_is_not_there_is_said(path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match="no tensor other"):
         read_tensor(path, "other")
-    for missing in (names_in, lambda path: read_tensor(path, "matrix")):
+    for missing in (tensor_names, lambda path: read_tensor(path, "matrix")):
         with pytest.raises(CheckpointCorrupt, match="cannot be read"):
             missing(path.with_name("nothing"))
     for header in ([], "text", 3):
         path.write_bytes(with_header(b"\0" * 8, header))
         with pytest.raises(CheckpointCorrupt, match="no safetensors"):
-            names_in(path)
+            tensor_names(path)
 
 
 @settings(max_examples=200)

@@ -10,7 +10,7 @@ from support.single_process_reference import OneProcess
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.pipeline.stage import Room
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -67,7 +67,7 @@ def test_all_are_equal_after_50_steps(family: str, tied: bool, adapted: bool) ->
 
 def check_equal(family: str, tied: bool, adapted: bool, steps: int) -> None:
     config, lora = config_of(family, tied), lora_of(family) if adapted else None
-    architecture = HuggingFace(config, lora)
+    architecture = HuggingFaceArchitecture(config, lora)
     plain: OneProcess | None = None
     losses: list[float] = []
     for stages in (4, 2, 1):

@@ -11,7 +11,7 @@ from support.memory_network import MemoryHub
 from support.stage_threads import StageThread, bridged, trainers_of, until
 
 from atoll.core.errors import PretrainedWeightsUnusable
-from atoll.node.model.run_model import hold, run_model
+from atoll.node.model.run_model import allocate_span, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.trainer import messages as ms
@@ -104,8 +104,8 @@ def test_a_span_reads_its_own_files_alone_and_none_that_is_not_the_run_s(tmp_pat
     held = damaged.read_bytes()
     damaged.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
     run = run_model(spec, 256, base)
-    assert hold(run, Span(3, 3), torch.device("cpu")).frozen_E.any()
-    for look in (lambda: hold(run, Span(0, 1), torch.device("cpu")), lambda: run.check(None)):
+    assert allocate_span(run, Span(3, 3), torch.device("cpu")).frozen_E.any()
+    for look in (lambda: allocate_span(run, Span(0, 1), torch.device("cpu")), lambda: run.check(None)):
         with pytest.raises(PretrainedWeightsUnusable, match=names[0]) as caught:
             look()
         assert "--base" in caught.value.remedy
@@ -119,4 +119,4 @@ def test_a_span_reads_its_own_files_alone_and_none_that_is_not_the_run_s(tmp_pat
     whole = spec_of(model_section(config_of("llama"), pretrained(tmp_path / "whole"), ["q_proj"]))
     (tmp_path / "whole" / index.name).write_bytes(index.read_bytes())  # an index that the run does not know
     with pytest.raises(PretrainedWeightsUnusable, match="none of the run's"):
-        hold(run_model(whole, 256, tmp_path / "whole"), Span(0, 0), torch.device("cpu"))
+        allocate_span(run_model(whole, 256, tmp_path / "whole"), Span(0, 0), torch.device("cpu"))

@@ -13,11 +13,11 @@ from support.live_bytes import LiveBytes
 
 from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
-from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape, layer_table
 from atoll.node.model.hf_layer_table import layer_table as table_of
-from atoll.node.model.huggingface import HuggingFace
-from atoll.node.model.memory_estimate import SpanMemory, Traffic, span_memory
+from atoll.node.model.huggingface import HuggingFaceArchitecture
+from atoll.node.model.memory_estimate import SpanMemory, StageTraffic, span_memory
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
@@ -29,7 +29,7 @@ from atoll.v1 import plan_pb2
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 SAMPLES, TOKENS, CREDITS = 2, 96, 3
-TRAFFIC = Traffic(SAMPLES * TOKENS, TOKENS, CREDITS)
+TRAFFIC = StageTraffic(SAMPLES * TOKENS, TOKENS, CREDITS)
 SHAPES = {
     "wide": ModelShape(256, 192, 3, 6, 2, 640),
     "large vocabulary": ModelShape(3000, 64, 3, 4, 4, 176),
@@ -41,7 +41,11 @@ SPANS = [Span(0, 0), Span(0, 2), Span(1, 1), Span(1, 3), Span(3, 4), Span(4, 4),
 def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:
     """Of weights and gradients, and of everything at worst in a flush that is not the first."""
     with LiveBytes() as live:
-        stage = Stage(SpanModel(architecture.cut(span), torch.device("cpu")), OptimizerSection(), Room(SAMPLES, TOKENS))
+        stage = Stage(
+            SpanModel(architecture.span_definition(span), torch.device("cpu")),
+            OptimizerSection(),
+            Room(SAMPLES, TOKENS),
+        )
         built = live.now
         flush(stage)
         live.peak = live.now
@@ -51,17 +55,21 @@ def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:
 
 def flush(stage: Stage) -> None:
     """With as many micro-batches at once as there are credits; the last stage has none waiting."""
-    cut = stage.model.cut
+    span_definition = stage.model.span_definition
     stage.begin(CREDITS)
     targets_BT = [torch.zeros(SAMPLES, TOKENS, dtype=torch.int64) for _ in range(CREDITS)]
-    waiting = targets_BT if cut.first else [torch.randn(SAMPLES, TOKENS, cut.dimension) for _ in range(CREDITS)]
+    waiting = (
+        targets_BT
+        if span_definition.first
+        else [torch.randn(SAMPLES, TOKENS, span_definition.dimension) for _ in range(CREDITS)]
+    )
     inputs = [x.clone() for x in waiting]
     del waiting
     for number in range(CREDITS):
         output = stage.forward(number, inputs.pop(0), targets_BT[number])
-        if cut.last:
+        if span_definition.last:
             stage.backward(number, None)
-    if not cut.last:
+    if not span_definition.last:
         gradient_BTD = torch.ones_like(output)
         del output
         for number in range(CREDITS):
@@ -80,7 +88,7 @@ def built_in_table(shape: ModelShape) -> plan_pb2.LayerTable:
 @pytest.mark.parametrize("span", SPANS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_built_in_decoder_takes_what_is_estimated(shape: ModelShape, span: Span) -> None:
-    built, peak = peak_bytes(BuiltIn(shape), span)
+    built, peak = peak_bytes(BuiltInArchitecture(shape), span)
     estimate = span_memory(built_in_table(shape), span, TRAFFIC)
     assert built == pytest.approx(estimate.weights + estimate.gradients, abs=64)
     assert peak == pytest.approx(estimate.total, rel=0.05)
@@ -90,7 +98,7 @@ def test_the_built_in_decoder_takes_what_is_estimated(shape: ModelShape, span: S
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
 def test_other_families_take_about_that(family: str, span: Span) -> None:
     config = config_of(family, hidden_size=128, intermediate_size=288, num_hidden_layers=3, max_position_embeddings=96)
-    architecture = HuggingFace(config)
+    architecture = HuggingFaceArchitecture(config)
     built, peak = peak_bytes(architecture, span)
     estimate = span_memory(table_of(architecture, TOKENS, ""), span, TRAFFIC)
     assert built == pytest.approx(estimate.weights + estimate.gradients, rel=0.001)
@@ -98,8 +106,8 @@ def test_other_families_take_about_that(family: str, span: Span) -> None:
 
 
 def test_adapters_need_no_gradients_or_moments_of_what_is_frozen() -> None:
-    architecture = HuggingFace(config_of("llama", hidden_size=128), lora_of("llama"))
-    rows = architecture.cut(Span(0, 3)).parameters
+    architecture = HuggingFaceArchitecture(config_of("llama", hidden_size=128), lora_of("llama"))
+    rows = architecture.span_definition(Span(0, 3)).parameters
     trained = [sum(each.numel() for each in row.values() if each.requires_grad) for row in rows]
     built, peak = peak_bytes(architecture, Span(1, 2))
     estimate = span_memory(table_of(architecture, TOKENS, ""), Span(1, 2), TRAFFIC)
@@ -113,7 +121,7 @@ def test_credits_cost_inputs_and_nothing_else() -> None:
     table = built_in_table(SHAPES["wide"])
 
     def of(credits: int) -> SpanMemory:
-        return span_memory(table, Span(1, 2), Traffic(SAMPLES * TOKENS, TOKENS, credits))
+        return span_memory(table, Span(1, 2), StageTraffic(SAMPLES * TOKENS, TOKENS, credits))
 
     assert of(9).total - of(1).total == 8 * SAMPLES * TOKENS * (4 * 192 + 8)
     with pytest.raises(InvalidRequest, match="layers 0 to 4"):
@@ -139,4 +147,4 @@ def test_a_whole_replica_takes_about_what_is_estimated(family: str, optimizer: s
             loop.step()
         finally:
             loop.close()
-    assert 0.8 * live.peak <= run.whole_bytes(spec.optimizer.micro_batch_samples) <= 1.2 * live.peak
+    assert 0.8 * live.peak <= run.whole_model_bytes(spec.optimizer.micro_batch_samples) <= 1.2 * live.peak

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder, initialise
@@ -59,7 +59,7 @@ def initial() -> Tensor:
 
 
 def route(stages: int | list[Span], ahead: int = 0, pick: Pick = oldest) -> Reef:
-    reef = Reef(BuiltIn(SHAPE), stages, SECTION, ROOM, ahead, pick)
+    reef = Reef(BuiltInArchitecture(SHAPE), stages, SECTION, ROOM, ahead, pick)
     reef.load(initial())
     return reef
 

@@ -16,7 +16,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.pipeline import messages as ms
 from atoll.node.pipeline.message_codec import FP32_BYTES, Channel, pack, read_header, unpack
@@ -102,10 +102,10 @@ def test_what_is_not_finite_arrives_as_that(value: float) -> None:
 def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weights(broken_layer: int) -> None:
     shape, room = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True), Room(samples=2, tokens=6)
     channel = Channel(plan_version=3, route=1, samples=2, tokens=6, dimension=16, vocabulary=48)
-    reef = Reef(BuiltIn(shape), 3, OptimizerSection(), room, carry=carried(channel, "int8"))
+    reef = Reef(BuiltInArchitecture(shape), 3, OptimizerSection(), room, carry=carried(channel, "int8"))
     reef.load(random(shape.parameters) * 0.1)
     before_E, tokens = reef.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
-    broken = next(each.layer(broken_layer)[:1] for each in reef.models if broken_layer in each.cut.span)
+    broken = next(each.layer(broken_layer)[:1] for each in reef.models if broken_layer in each.span_definition.span)
     whole = broken.clone()
     broken.fill_(torch.nan)
     assert reef.route.flush(tokens).verdict.factor is None

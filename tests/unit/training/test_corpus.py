@@ -110,7 +110,7 @@ def test_who_waits_hears_of_every_document_and_of_every_piece_that_is_hashed(
     heard: list[int] = []
     digest = load_corpus(spec_for(tmp_path)).digest
     monkeypatch.setattr("atoll.node.training.corpus._HASHED_TOKENS", len(TEXT))
-    assert load_corpus(spec_for(tmp_path), got_on=heard.append).digest == digest
+    assert load_corpus(spec_for(tmp_path), on_progress=heard.append).digest == digest
     assert heard == [len(TEXT) + 1, *4 * [2 * (len(TEXT) + 1)]]
 
 

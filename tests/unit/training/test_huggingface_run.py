@@ -24,12 +24,12 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ModelTooLarge, UsageError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.export.huggingface_export import export_huggingface
-from atoll.node.model.initial_weights_file import write_initial
+from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.state.tensor_file import Layers
 from atoll.node.trainer.loading import load as load_trainer
-from atoll.node.trainer.loading import single_layer_times
+from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.device import DeviceFacts, device_facts
@@ -136,7 +136,7 @@ def test_blocks_that_differ_are_of_kinds_of_their_own() -> None:
         spec = parse_run_spec(spec_text(model_section(config)))
         run = run_model(spec, 256)
         assert [row.kind for row in run.table.layers] == ["embedding", *kinds, "head"]
-        times = single_layer_times(spec, run, device_facts(torch.device("cpu")), SystemClock())
+        times = measure_layer_times(spec, run, device_facts(torch.device("cpu")), SystemClock())
         assert [kind for kind, _, _ in times] == ["embedding", "block", "block-2", "head"]
 
 
@@ -147,17 +147,17 @@ def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_ge
     toml = spec_text(model_section(config_of("llama", num_hidden_layers=6), base))
     config = TrainerConfig(toml, str(text), base_path=str(base))
     spec = parse_run_spec(toml)
-    needed = run_model(spec, 256, base).whole_bytes(spec.optimizer.micro_batch_samples)
+    needed = run_model(spec, 256, base).whole_model_bytes(spec.optimizer.micro_batch_samples)
     small = DeviceFacts("cpu", "a small machine", int(0.9 * needed))
     loaded = load_trainer(config, small, None, SystemClock())
     assert loaded.loop is None
     assert loaded.span is None
-    ready = loaded.introduction(0.0)
+    ready = loaded.ready_message(0.0)
     assert ready.whole_model_bytes > small.memory_bytes
     assert [kind for kind, forward, backward in ready.layer_times if forward > 0 <= backward] == [
         *("embedding", "block", "head")
     ]
-    write_initial(loaded.run, tmp_path / "genesis")
+    write_initial_weights(loaded.run, tmp_path / "genesis")
     genesis_E = torch.from_file(str(tmp_path / "genesis"), size=Layers.of(loaded.run.table).elements)
     theirs = load(base)
     assert torch.equal(genesis_E, torch.cat([values.detach().flatten() for values in theirs.parameters()]))

@@ -14,8 +14,8 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied, WeightsNotFinite
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.local_weights import Pieces, SpreadWeights, WholeWeights
-from atoll.node.trainer.loading import single_layer_times
+from atoll.node.model.local_weights import ShardedWeights, ShardSlices, WholeWeights
+from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.training import replica
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.device import device_facts
@@ -109,7 +109,7 @@ def test_the_same_orders_give_the_same_bits(make_loop: LoopMaker) -> None:
         for _ in range(4):
             loop.step()
     assert torch.equal(first.weights_E, second.weights_E)
-    assert first.progress.freeze() == second.progress.freeze()
+    assert first.progress.mark_snapshot() == second.progress.mark_snapshot()
     assert second.progress.steps_total == 4
 
 
@@ -149,8 +149,8 @@ def test_a_device_has_room_for_a_piece_of_a_pseudo_gradient_and_no_more(
     anchor_E, weights_E = (torch.randn(layout.elements, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     out_E, part = torch.zeros(layout.elements), slice(start, end)
     for rank in range(devices):
-        pieces = Pieces.of(layout, rank, devices)
-        spread = SpreadWeights(pieces, [torch.zeros(it.stop - it.start) for it in pieces.slices], torch.device("cpu"))
+        pieces = ShardSlices.of(layout, rank, devices)
+        spread = ShardedWeights(pieces, [torch.zeros(it.stop - it.start) for it in pieces.slices], torch.device("cpu"))
         weights = spread if devices > 1 else WholeWeights(torch.zeros(layout.elements))
         one = Replica(tiny_spec(), weights, Loader(corpus, 1, 1, SystemClock()))
         one.load(anchor_E)
@@ -229,15 +229,15 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
 
 @pytest.mark.parametrize(("spent", "first"), [(40, 40), (8, 12), (0, 12)])
 def test_samples_that_an_earlier_life_brought_to_a_round_are_not_skipped_once_more(
-    make_loop: LoopMaker, spent: int, first: int
+    make_loop: LoopMaker, consumed_samples: int, first: int
 ) -> None:
     loop = make_loop()
     anchor_E = started(loop)
     for _ in range(3):
         loop.step()
-    loop.rebase(anchor_E, ranges=((spent, 10_000),), committed_tokens=0, spent=spent)
+    loop.rebase(anchor_E, ranges=((consumed_samples, 10_000),), committed_tokens=0, consumed_samples=consumed_samples)
     assert loop._loader.next().taken.samples[0] == first
-    assert loop.snapshot().samples == max(0, 12 - spent)
+    assert loop.snapshot().samples == max(0, 12 - consumed_samples)
 
 
 def test_new_samples_at_the_same_anchor_leave_the_snapshot_and_all_progress(make_loop: LoopMaker) -> None:
@@ -348,6 +348,6 @@ def test_a_gradient_that_is_not_finite_skips_its_step(make_loop: LoopMaker) -> N
 def test_layers_of_every_kind_are_timed(make_loop: LoopMaker) -> None:
     loop = make_loop()
     facts = device_facts(loop.device)
-    times = single_layer_times(loop.spec, loop.run, facts, SystemClock())
+    times = measure_layer_times(loop.spec, loop.run, facts, SystemClock())
     assert [kind for kind, _, _ in times] == ["embedding", "block", "head"]
     assert all(forward > 0 and backward > 0 for _, forward, backward in times)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import initial_parameters
 from atoll.node.model.span import Span
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[SpanModel, Stepper]:
-    model = SpanModel(BuiltIn(shape).cut(Span(0, shape.layers + 1)), CPU)
+    model = SpanModel(BuiltInArchitecture(shape).span_definition(Span(0, shape.layers + 1)), CPU)
     for parameter, (_, values) in zip(model.parameters(), initial_parameters(shape, 3), strict=True):
         parameter.data.copy_(values)
     section = OptimizerSection.model_validate({"name": name, "weight_decay": 0.0, "clip_norm": 1e9})
@@ -28,17 +28,17 @@ def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[SpanModel, Stepper]:
 def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
     """Its updates are orthogonal, with 0.2 of the learning rate as root mean square (Liu et al. 2025, section 2.2)."""
     model, muon = stepper("muon")
-    gradients_E, module, hidden = model.gradients_E, model.cut.module, model.hidden
+    gradients_E, module, muon_matrices = model.gradients_E, model.span_definition.module, model.muon_matrices
     matrices = [
         parameter for block in list(module.layers)[1:-1] for parameter in block.parameters() if parameter.dim() == 2
     ]
-    assert [id(matrix) for matrix in hidden] == [id(matrix) for matrix in matrices]
-    assert len(hidden) == 7 * SHAPE.layers
-    before = [parameter.detach().clone() for parameter in hidden]
+    assert [id(matrix) for matrix in muon_matrices] == [id(matrix) for matrix in matrices]
+    assert len(muon_matrices) == 7 * SHAPE.layers
+    before = [parameter.detach().clone() for parameter in muon_matrices]
     gradients_E.copy_(torch.randn(len(gradients_E), generator=torch.Generator().manual_seed(0)))
     muon.set_learning_rate(0.01)
     muon.step()
-    for old, new in zip(before, hidden, strict=True):
+    for old, new in zip(before, muon_matrices, strict=True):
         change = (old - new.detach()) / 0.01
         assert 0.1 < float(change.square().mean().sqrt()) < 0.3
         values = torch.linalg.svdvals(change)
@@ -46,9 +46,9 @@ def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
 
 
 def test_adamw_takes_everything_when_it_is_alone_and_state_comes_back():
-    for name, parts in (("adamw", 1), ("muon", 2)):
+    for name, optimizers in (("adamw", 1), ("muon", 2)):
         model, first = stepper(name)
-        assert len(first.optimizer.parts) == parts
+        assert len(first.optimizer.optimizers) == optimizers
         noise = torch.randn(len(model.gradients_E), generator=torch.Generator().manual_seed(1))
         model.gradients_E.copy_(noise)
         first.step()
@@ -75,7 +75,7 @@ def test_a_tied_model_is_one_graph_for_the_compiler_and_learns_the_same():
     losses = {}
     for compiled in (False, True):
         model, steps = stepper("adamw", replace(SHAPE, tie_embeddings=True))
-        run = model.cut.run
+        run = model.span_definition.run
         forward = torch.compile(run, backend="eager", fullgraph=True) if compiled else run
         tokens = torch.arange(48).reshape(2, 24)
         losses[compiled] = []

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.node.training.progress import Progress
-from atoll.node.training.sample_feed import Taken
+from atoll.node.training.sample_feed import SampleNumbers
 
 STEP = 10  # tokens
 ELEMENTS = 12
@@ -21,7 +21,7 @@ ACTIONS = st.lists(
 def trained(steps: int) -> Progress:
     progress = Progress()
     for _ in range(steps):
-        progress.add(STEP, Taken((1,), 1))
+        progress.add(STEP, SampleNumbers((1,), 1))
     return progress
 
 
@@ -30,38 +30,38 @@ def test_no_token_counts_twice_for_an_element_however_fragments_are_cut(actions)
     progress, counted = Progress(), [0] * ELEMENTS
     for action in actions:
         if action == "step":
-            progress.add(STEP, Taken((1,), 1))
+            progress.add(STEP, SampleNumbers((1,), 1))
             continue
         start, length, commits = action
         end = min(ELEMENTS, start + length)
-        taken = progress.freeze(start, end)
+        taken = progress.mark_snapshot(start, end)
         assert taken.fragment_tokens <= min(progress.tokens_total - count for count in counted[start:end])
         if commits:
-            progress.commit()
+            progress.commit_snapshot()
             counted[start:end] = [progress.tokens_total] * (end - start)
         else:
-            progress.thaw()
+            progress.discard_snapshot()
     assert progress.tokens <= progress.tokens_total
 
 
 def test_a_fragment_counts_what_was_trained_since_its_own_last_round():
     progress = trained(4)
-    assert progress.freeze(0, 6).fragment_tokens == 4 * STEP
-    progress.commit()
-    progress.add(STEP, Taken((1,), 1))
-    assert progress.freeze(6, 12).fragment_tokens == 5 * STEP
-    progress.commit()
-    progress.add(STEP, Taken((1,), 1))
-    assert progress.freeze(0, 6).fragment_tokens == 2 * STEP
+    assert progress.mark_snapshot(0, 6).fragment_tokens == 4 * STEP
+    progress.commit_snapshot()
+    progress.add(STEP, SampleNumbers((1,), 1))
+    assert progress.mark_snapshot(6, 12).fragment_tokens == 5 * STEP
+    progress.commit_snapshot()
+    progress.add(STEP, SampleNumbers((1,), 1))
+    assert progress.mark_snapshot(0, 6).fragment_tokens == 2 * STEP
 
 
 def test_a_fragment_that_is_cut_in_two_goes_on_from_where_it_was():
     progress = trained(4)
-    progress.freeze(0, 12)
-    progress.commit()
-    progress.add(STEP, Taken((1,), 1))
-    assert progress.freeze(0, 4).fragment_tokens == STEP
-    progress.commit()
-    progress.add(STEP, Taken((1,), 1))
-    assert progress.freeze(4, 12).fragment_tokens == 2 * STEP
-    assert progress.freeze(0, 12).fragment_tokens == STEP  # of some elements the step before is counted
+    progress.mark_snapshot(0, 12)
+    progress.commit_snapshot()
+    progress.add(STEP, SampleNumbers((1,), 1))
+    assert progress.mark_snapshot(0, 4).fragment_tokens == STEP
+    progress.commit_snapshot()
+    progress.add(STEP, SampleNumbers((1,), 1))
+    assert progress.mark_snapshot(4, 12).fragment_tokens == 2 * STEP
+    assert progress.mark_snapshot(0, 12).fragment_tokens == STEP  # of some elements the step before is counted

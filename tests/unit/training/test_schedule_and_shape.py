@@ -14,7 +14,7 @@ from atoll.core.units import bytes_text
 from atoll.node.model.built_in_shape import PRESETS, layer_offsets, layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
-from atoll.node.model.memory_estimate import memory_needed_bytes
+from atoll.node.model.memory_estimate import built_in_memory_bytes
 from atoll.node.training.device import DeviceFacts, check_fits
 from atoll.node.training.learning_rate import learning_rate
 
@@ -88,6 +88,6 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated() -> None:
     spec = spec_of(model='preset = "7b"')
     small = DeviceFacts("cuda:0", "Small GPU", 8 * 1024**3)
     with pytest.raises(ModelTooLarge, match=bytes_text(small.memory_bytes)) as caught:
-        check_fits(memory_needed_bytes(spec, resolve_shape(spec.model, 256), 1), small)
+        check_fits(built_in_memory_bytes(spec, resolve_shape(spec.model, 256), 1), small)
     assert caught.value.remedy
-    check_fits(memory_needed_bytes(spec_of(), resolve_shape(spec_of().model, 256), 1), small)
+    check_fits(built_in_memory_bytes(spec_of(), resolve_shape(spec_of().model, 256), 1), small)

@@ -20,7 +20,7 @@ from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, Mode
 from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in_shape import ModelShape
-from atoll.node.model.initial_weights_file import write_initial
+from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.model.llama import Decoder, initialise
 from atoll.node.model.run_model import run_model
 from atoll.node.pipeline.stage_io import CableEnd, RouteEvent
@@ -29,8 +29,8 @@ from atoll.node.trainer import messages as ms
 from atoll.node.trainer import session as session_module
 from atoll.node.trainer.loading import load
 from atoll.node.trainer.session import Session
-from atoll.node.trainer.step_pacing import TIMED_STEPS, Pace, Work
-from atoll.node.training.device import DeviceFacts, choose_device, computing_seconds, device_facts
+from atoll.node.trainer.step_pacing import TIMED_STEPS, StepPacer, WorkTime
+from atoll.node.training.device import DeviceFacts, choose_device, compute_clock_seconds, device_facts
 from atoll.v1 import plan_pb2
 
 SPEC = """
@@ -81,7 +81,7 @@ def run(
         assert isinstance(ready, ms.Ready)
         if session._loop is not None:
             session._loop.close()
-            written = map_vector(descriptors[0], session._here.elements)
+            written = map_vector(descriptors[0], session._state.elements)
             assert written.any() == (ms.Initialise() in orders)
     finally:
         for descriptor in descriptors:
@@ -106,7 +106,7 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
     )
     reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
     assert reasons == dict.fromkeys((1, 2, 3, 6), "InvalidTransition")
-    assert channel.answers[7] == ms.Taken(0, 0, 0, 0)
+    assert channel.answers[7] == ms.SnapshotTaken(0, 0, 0, 0)
     loss = channel.answers[11]
     assert isinstance(loss, ms.Loss)
     assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
@@ -122,10 +122,10 @@ def test_layers_that_an_earlier_trainer_measured_are_not_measured_again(tmp_path
     near, far = socket.socketpair()
     with near, far:
         config = ms.TrainerConfig(spec, device="cpu", span=(0, 1), layer_times=known)
-        here = load(config, device_facts(choose_device("cpu")), CableEnd(far, lambda _: None), SystemClock())
-        ready = here.introduction(here.probe(torch.empty(0), 0.0))
-        assert here.loop is not None
-        here.loop.close()
+        state = load(config, device_facts(choose_device("cpu")), CableEnd(far, lambda _: None), SystemClock())
+        ready = state.ready_message(state.probe(torch.empty(0), 0.0))
+        assert state.loop is not None
+        state.loop.close()
         near.shutdown(socket.SHUT_RDWR)
     assert ready.layer_times == known
     assert ready.tokens_per_second == pytest.approx(1 / (2 * (1.0 + 4.0) + 2.0 + 8.0))
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_fit_but_can_be_cut_leaves_a_trainer_that_holds_no
     def holds_a_layer(device: torch.device, vram_fraction: float, memory_bytes: int) -> DeviceFacts:
         return DeviceFacts("cpu", "a small machine", 400_000)
 
-    monkeypatch.setattr(session_module, "facts_of", holds_a_layer)
+    monkeypatch.setattr(session_module, "combined_facts", holds_a_layer)
     path = tmp_path / "initial"
     channel = run(
         tmp_path,
@@ -170,7 +170,7 @@ def test_a_span_that_does_not_fit_or_is_none_of_the_model_s_is_refused(
         run(tmp_path, span=(1, 3))
     with pytest.raises(InvalidRequest, match="no span"):
         run(tmp_path, span=(2, 1))
-    monkeypatch.setattr(session_module, "facts_of", lambda *_: DeviceFacts("cpu", "a small machine", 10_000))
+    monkeypatch.setattr(session_module, "combined_facts", lambda *_: DeviceFacts("cpu", "a small machine", 10_000))
     with pytest.raises(ModelTooLarge, match="layers 0 to 1"):
         run(tmp_path, span=(0, 1))
 
@@ -184,10 +184,10 @@ def test_initial_parameters_in_a_file_and_in_spans_are_those_of_the_whole_model(
     model = f"{TINY}\ntie_embeddings = {str(tied).lower()}".replace("layers = 1", "layers = 2")
     text = SPEC.format(model=model, path='"x"').replace('name = "t"', 'name = "t"\nseed = 7')
     run = run_model(parse_run_spec(text), 256)
-    write_initial(run, tmp_path / "initial")
+    write_initial_weights(run, tmp_path / "initial")
     assert (tmp_path / "initial").read_bytes() == whole
     with pytest.raises(DataDirUnusable):
-        write_initial(run, tmp_path / "no" / "such folder")
+        write_initial_weights(run, tmp_path / "no" / "such folder")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "no such thing"])
@@ -203,7 +203,7 @@ def test_limits_change_between_two_steps(tmp_path: Path) -> None:
             tmp_path,
             ms.Initialise(),
             ms.Load(((0, 100),), 0),
-            ms.Limit(1, 0.0, 1.0, 0.5),
+            ms.SetLimits(1, 0.0, 1.0, 0.5),
             ms.Train(),
             ms.TakeSnapshot(0, 9),
         )
@@ -215,7 +215,7 @@ def test_limits_change_between_two_steps(tmp_path: Path) -> None:
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_new_pace_holds_from_the_next_step(before: float, after: float) -> None:
-    pace = Pace(before)
+    pace = StepPacer(before)
     pace.begin(10.0)
     pace.minimum_step_seconds = after
     assert pace.wait_seconds(10.0) == pytest.approx(before)
@@ -227,13 +227,13 @@ def test_a_new_pace_holds_from_the_next_step(before: float, after: float) -> Non
 def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
     pieces: list[float], share: float, in_step: int
 ) -> None:
-    pace, now, computed, done = Pace(0.0, share), 0.0, 0.0, []
+    pace, now, computed, done = StepPacer(0.0, share), 0.0, 0.0, []
     for number, seconds in enumerate(pieces):
         between = number % in_step == 0
         now += pace.wait_seconds(now) if between else pace.rest_seconds(now)
         if between:
             pace.begin(now)
-        pace.worked(now, Work(seconds, seconds))
+        pace.record_work(now, WorkTime(seconds, seconds))
         now, computed = now + seconds, computed + seconds
         if number % in_step == in_step - 1:
             pace.end(64, 1.0)
@@ -252,28 +252,28 @@ def test_who_computes_for_a_share_of_the_time_rests_after_each_piece(
 
 def test_who_sleeps_does_not_compute() -> None:
     device, clock = torch.device("cpu"), SystemClock()
-    before = computing_seconds(device, clock)
+    before = compute_clock_seconds(device, clock)
     other = threading.Thread(target=lambda: sum(range(10**7)))
     other.start()
     other.join()
     time.sleep(0.2)
-    assert computing_seconds(device, clock) - before < 0.1
+    assert compute_clock_seconds(device, clock) - before < 0.1
     sum(range(10**7))
-    assert computing_seconds(device, clock) - before > 0.02
+    assert compute_clock_seconds(device, clock) - before > 0.02
 
 
 works = st.builds(
-    lambda computed, waited: Work(computed + waited, computed), st.floats(0.001, 1.0), st.floats(0.0, 2.0)
+    lambda computed, waited: WorkTime(computed + waited, computed), st.floats(0.001, 1.0), st.floats(0.0, 2.0)
 )
 
 
 @given(st.lists(works, min_size=1, max_size=30), st.floats(0.01, 1.0))
-def test_who_waited_for_cores_rests_that_much_less(pieces: list[Work], share: float) -> None:
-    pace, now = Pace(0.0, share), 0.0
+def test_who_waited_for_cores_rests_that_much_less(pieces: list[WorkTime], share: float) -> None:
+    pace, now = StepPacer(0.0, share), 0.0
     for work in pieces:
         now += pace.wait_seconds(now)
         pace.begin(now)
-        pace.worked(now, work)
+        pace.record_work(now, work)
         now += work.seconds
         pace.end(64, 1.0)
     now += pace.rest_seconds(now)
@@ -285,7 +285,7 @@ def test_who_waited_for_cores_rests_that_much_less(pieces: list[Work], share: fl
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=50), st.floats(0.0, 0.5))
 def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], minimum: float) -> None:
-    pace, now = Pace(minimum), 0.0
+    pace, now = StepPacer(minimum), 0.0
     for duration in durations:
         now += pace.wait_seconds(now)
         pace.begin(now)
@@ -294,7 +294,7 @@ def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], mini
     assert pace.step_seconds(now) >= min(durations[-32:]) * 0.999
     assert pace.step_seconds(now) >= minimum * 0.999
     assert pace.tokens_per_step() == 64
-    pace.forget()
+    pace.clear_recent_steps()
     assert pace.step_seconds(now) == 0
 
 
@@ -303,7 +303,7 @@ def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], mini
     [
         ms.Load(((0, 5), (9, 12)), 77),
         ms.Generate("ünï\ncode", 3, 1),
-        ms.Taken(1, 2, 3, 4),
+        ms.SnapshotTaken(1, 2, 3, 4),
         ms.Refused("CorpusError", "is empty", "give more"),
         ms.TrainerConfig("version = 1\n", None),
     ],

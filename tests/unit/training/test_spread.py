@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.fsdp_memory import usable_bytes
-from atoll.node.model.local_weights import ALL, Pieces, SpreadWeights, WholeWeights
+from atoll.node.model.local_weights import ALL, ShardedWeights, ShardSlices, WholeWeights
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
-from atoll.node.trainer.loading import load, stage_bytes, usable
+from atoll.node.trainer.loading import load, stage_bytes, usable_facts
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
-from atoll.node.training.device_group import Group, Several, devices_of, facts_of, nobody
-from atoll.node.training.device_names import names_of
+from atoll.node.training.device_group import DeviceGroup, Rendezvous, choose_devices, combined_facts, no_other_ranks
+from atoll.node.training.device_names import parse_device_names
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), max_size=5)  # none: all is frozen
@@ -32,9 +32,9 @@ def layout_with(shapes: list[tuple[int, int]]) -> FlatLayout:
     return FlatLayout.of_layers({f"p{number}": torch.empty(shape)} for number, shape in enumerate(shapes))
 
 
-def weights_of(layout: FlatLayout, rank: int, size: int, values_E: torch.Tensor) -> SpreadWeights:
-    pieces = Pieces.of(layout, rank, size)
-    return SpreadWeights(pieces, [values_E[it].clone() for it in pieces.slices], CPU)
+def weights_of(layout: FlatLayout, rank: int, size: int, values_E: torch.Tensor) -> ShardedWeights:
+    pieces = ShardSlices.of(layout, rank, size)
+    return ShardedWeights(pieces, [values_E[it].clone() for it in pieces.slices], CPU)
 
 
 @given(shapes=SHAPES, size=st.integers(1, 5), data=st.data())
@@ -46,22 +46,22 @@ def test_pieces_of_all_devices_make_the_whole_and_each_knows_its_own(shapes, siz
     gathered_E, moved_E = torch.full_like(values_E, -1), torch.zeros_like(values_E)
     for rank in range(size):
         its = weights_of(layout, rank, size, values_E)
-        assert torch.equal(its.take(values_E), its.read())
-        assert torch.equal(its.read()[its.here(part)], its.read(part))
-        its.put(its.read(part), gathered_E, part)
-        with its.changed(part) as values:
+        assert torch.equal(its.local_values(values_E), its.read())
+        assert torch.equal(its.read()[its.local_slice(part)], its.read(part))
+        its.write_to(its.read(part), gathered_E, part)
+        with its.modify(part) as values:
             values.add_(1)
-        its.put(its.read(), moved_E)
+        its.write_to(its.read(), moved_E)
         before = its.read()
         its.fill(values_E * 3)
-        assert torch.equal(its.read(), its.take(values_E * 3))
+        assert torch.equal(its.read(), its.local_values(values_E * 3))
         its.restore(before)
         assert torch.equal(its.read(), before)
     assert torch.equal(gathered_E[part], values_E[part])
     assert torch.all(gathered_E[: part.start] == -1)
     assert torch.all(gathered_E[part.stop :] == -1)
     whole = WholeWeights(values_E)
-    with whole.changed(part) as values:
+    with whole.modify(part) as values:
         values.add_(1)
     assert torch.equal(moved_E, values_E)
 
@@ -71,7 +71,7 @@ def test_parameters_are_cut_where_torch_cuts_them(shapes, size):
     layout = layout_with(shapes)
     values_E = torch.arange(layout.elements)
     for rank in range(size):
-        for (_, view), it in zip(layout.views(values_E), Pieces.of(layout, rank, size).slices, strict=True):
+        for (_, view), it in zip(layout.views(values_E), ShardSlices.of(layout, rank, size).slices, strict=True):
             chunks = torch.chunk(view, size)
             expected = chunks[rank] if rank < len(chunks) else view[:0]
             assert torch.equal(values_E[it], expected.flatten())
@@ -82,7 +82,7 @@ def test_every_sample_counts_once_and_all_devices_take_as_many_turns(rows, size,
     batch_BT = torch.arange(rows).view(rows, 1)
     weights, turns = torch.zeros(rows), set()
     for rank in range(size):
-        shares = list(Group(rank, size, CPU, None, nobody).share(batch_BT, at_most))  # type: ignore[arg-type]
+        shares = list(DeviceGroup(rank, size, CPU, None, no_other_ranks).rank_micro_batches(batch_BT, at_most))  # type: ignore[arg-type]
         turns.add(len(shares))
         for share_BT, times in shares:
             assert 1 <= len(share_BT) <= -(-at_most // size)
@@ -93,11 +93,11 @@ def test_every_sample_counts_once_and_all_devices_take_as_many_turns(rows, size,
 
 
 def test_what_the_built_in_model_keeps_where_blocks_begin():
-    layout = layout_of(BuiltIn(ModelShape(11, 8, 2, 2, 2, 12)).cut(Span(0, 3)))
+    layout = layout_of(BuiltInArchitecture(ModelShape(11, 8, 2, 2, 2, 12)).span_definition(Span(0, 3)))
     for rank in range(3):
         its = weights_of(layout, rank, 3, torch.zeros(layout.elements))
-        offsets = [its.here(slice(0, end)).stop for end in layout.layer_offsets]
-        assert offsets[-1] == its.elements == its.take(torch.zeros(layout.elements), ALL).numel()
+        offsets = [its.local_slice(slice(0, end)).stop for end in layout.layer_offsets]
+        assert offsets[-1] == its.elements == its.local_values(torch.zeros(layout.elements), ALL).numel()
         assert offsets == sorted(offsets)
 
 
@@ -106,14 +106,14 @@ def test_what_the_built_in_model_keeps_where_blocks_begin():
 )
 def test_devices_that_cannot_work_together_are_named(name):
     with pytest.raises(ConfigError, match=r"several GPUs of one kind|at a comma"):
-        names_of(name)
+        parse_device_names(name)
     with pytest.raises(ConfigError):
-        devices_of(name)
+        choose_devices(name)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:3", "cuda", "cpu,cpu", "cuda:0, cuda:1"])
 def test_devices_that_can_work_together_are_taken(name):
-    assert len(names_of(name)) == name.count(",") + 1
+    assert len(parse_device_names(name)) == name.count(",") + 1
 
 
 def test_what_graphics_cards_have_together_is_as_if_all_were_the_smallest(monkeypatch):
@@ -123,12 +123,12 @@ def test_what_graphics_cards_have_together_is_as_if_all_were_the_smallest(monkey
         return DeviceFacts(str(device), "card", sizes[device.index], f"GPU-{device.index}")
 
     monkeypatch.setattr("atoll.node.training.device_group.device_facts", facts)
-    together = facts_of([torch.device("cuda", 0), torch.device("cuda", 1)])
+    together = combined_facts([torch.device("cuda", 0), torch.device("cuda", 1)])
     assert together == DeviceFacts("cuda:0,cuda:1", "2 × card", 16 * 10**9, "GPU-0,GPU-1")
 
 
 def test_processors_share_one_memory():
-    alone, both = facts_of([CPU], memory_bytes=10**9), facts_of([CPU, CPU], memory_bytes=10**9)
+    alone, both = combined_facts([CPU], memory_bytes=10**9), combined_facts([CPU, CPU], memory_bytes=10**9)
     assert both.memory_bytes == alone.memory_bytes
     assert both.device == "cpu,cpu"
     assert both.name == f"2 × {alone.name}"
@@ -160,7 +160,7 @@ HAS = DeviceFacts("cpu,cpu", "card", 10**9)
 
 def usable_by(devices: int, layers: int = 4, samples: int = 4) -> int:
     spec = parse_run_spec(MODEL.format(layers=layers, samples=samples))
-    return usable(HAS, spec, run_model(spec, 256), devices).memory_bytes
+    return usable_facts(HAS, spec, run_model(spec, 256), devices).memory_bytes
 
 
 def test_what_being_several_costs_is_that_of_a_block_and_the_ends_however_deep_the_model():
@@ -186,19 +186,19 @@ def test_a_table_with_something_frozen_is_whole_on_each():
 
 def test_rows_that_do_not_divide_make_one_device_the_largest():
     layout = layout_with([(4, 100), (3, 1)])
-    assert Pieces.unevenness(layout, 1) == 1.0
-    assert Pieces.unevenness(layout, 3) == pytest.approx(3 * (200 + 1) / 403)
-    most = max(Pieces.of(layout, rank, 3).offsets[-1] for rank in range(3))
-    assert Pieces.unevenness(layout, 3) == pytest.approx(3 * most / 403)
+    assert ShardSlices.largest_share_ratio(layout, 1) == 1.0
+    assert ShardSlices.largest_share_ratio(layout, 3) == pytest.approx(3 * (200 + 1) / 403)
+    most = max(ShardSlices.of(layout, rank, 3).offsets[-1] for rank in range(3))
+    assert ShardSlices.largest_share_ratio(layout, 3) == pytest.approx(3 * most / 403)
 
 
 def test_a_layer_takes_as_many_times_less_as_there_are_devices(monkeypatch, tmp_path):
     measured = (("embedding", 1.0, 2.0), ("block", 3.0, 4.0), ("head", 5.0, 6.0))
-    monkeypatch.setattr("atoll.node.trainer.loading.single_layer_times", lambda *_: measured)
+    monkeypatch.setattr("atoll.node.trainer.loading.measure_layer_times", lambda *_: measured)
     toml = MODEL.format(layers=4, samples=4).replace("nowhere", str(tmp_path / "text.txt"))
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 400)
     small = DeviceFacts("cpu", "card", usable_for_a_layer(toml))  # it holds nothing, and meets nobody
-    several = Several((CPU, CPU), 0, -1)
+    several = Rendezvous((CPU, CPU), 0, -1)
     loaded = load(TrainerConfig(toml, device="cpu,cpu"), small, None, SystemClock(), several)
     assert loaded.loop is None
     assert loaded.times == tuple((kind, there / 2, back / 2) for kind, there, back in measured)
@@ -208,5 +208,5 @@ def usable_for_a_layer(toml: str) -> int:
     """Of two devices: enough for a layer, not for all."""
     spec = parse_run_spec(toml)
     run = run_model(spec, 256)
-    taken = 10**9 - usable(HAS, spec, run, 2).memory_bytes
+    taken = 10**9 - usable_facts(HAS, spec, run, 2).memory_bytes
     return taken + max(stage_bytes(spec, run, Span(layer, layer)) for layer in range(6))

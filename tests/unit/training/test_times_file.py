@@ -10,7 +10,7 @@ import pytest
 from atoll.core.clock import ManualClock
 from atoll.node.trainer import layer_times_cache, loading
 from atoll.node.trainer import messages as ms
-from atoll.node.trainer.layer_times_cache import ENTRIES, MAX_AGE, TimesFile
+from atoll.node.trainer.layer_times_cache import ENTRIES, MAX_AGE, LayerTimesCache
 from atoll.node.training.device import choose_device, device_facts
 
 SPEC = """version = 1
@@ -37,13 +37,13 @@ TIMES = (("embedding", 1e-6, 0.0), ("block", 2e-3, 4e-3), ("head", 1e-3, 2e-3))
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every time that layers are measured."""
-    times, really = [], loading.single_layer_times
+    times, really = [], loading.measure_layer_times
 
     def measure(*arguments):
         times.append(1)
         return really(*arguments)
 
-    monkeypatch.setattr(loading, "single_layer_times", measure)
+    monkeypatch.setattr(loading, "measure_layer_times", measure)
     return times
 
 
@@ -60,12 +60,12 @@ def start(tmp_path: Path):
             str(tmp_path / "text.txt"),
             device="cpu",
             cpu_threads=threads,
-            times_path=str(tmp_path / "layer-times.json"),
+            layer_times_path=str(tmp_path / "layer-times.json"),
         )
-        here = loading.load(config, device_facts(choose_device("cpu")), None, clock)
-        assert isinstance(here.loop, loading.InnerLoop)
-        here.loop.close()
-        return here.times
+        state = loading.load(config, device_facts(choose_device("cpu")), None, clock)
+        assert isinstance(state.loop, loading.InnerLoop)
+        state.loop.close()
+        return state.times
 
     return start
 
@@ -114,7 +114,7 @@ def test_where_it_cannot_be_written_all_is_measured(start, measured: list[int], 
 )
 def test_times_of_other_kinds_or_below_nothing_are_not_believed(tmp_path: Path, times) -> None:
     clock = ManualClock()
-    file = TimesFile(tmp_path / "times.json", clock)
+    file = LayerTimesCache(tmp_path / "times.json", clock)
     rows = ",".join(f'["{kind}", {forward}, {backward}]' for kind, forward, backward in times)
     (tmp_path / "times.json").write_text(f'{{"entries": {{"k": {{"unix": {clock.unix()}, "times": [{rows}]}}}}}}')
     assert file.recall("k", KINDS) == ()
@@ -124,7 +124,7 @@ def test_times_of_other_kinds_or_below_nothing_are_not_believed(tmp_path: Path, 
 
 def test_the_oldest_make_room(tmp_path: Path) -> None:
     clock = ManualClock()
-    file = TimesFile(tmp_path / "times.json", clock)
+    file = LayerTimesCache(tmp_path / "times.json", clock)
     for number in range(ENTRIES + 2):
         clock.advance(1)
         file.keep(str(number), TIMES)

@@ -27,9 +27,9 @@ _DEVICE_PROGRAM = """
 import sys
 import torch
 from atoll.core.errors import AtollError
-from atoll.node.training.device_group import devices_of, facts_of
+from atoll.node.training.device_group import choose_devices, combined_facts
 try:
-    facts = facts_of(devices_of(sys.argv[1]))
+    facts = combined_facts(choose_devices(sys.argv[1]))
 except AtollError as error:
     sys.exit(str(error))
 no_gpu = "no GPU: training would run on " if facts.device == "cpu" and sys.argv[1] == "auto" else ""

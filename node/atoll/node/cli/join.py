@@ -15,7 +15,7 @@ from atoll.core.output import ask_interactively, print_to_stderr
 from atoll.node.cli.options import ConfigFile, DataDir, load_settings
 from atoll.node.cli.set_limits import limits_text
 from atoll.node.config import LoadedConfig, NodeConfig, has_corpus_files, save_overrides
-from atoll.node.training.device_names import names_of
+from atoll.node.training.device_names import parse_device_names
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
@@ -197,10 +197,10 @@ def _check_machine(config: NodeConfig) -> None:
     """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
     if config.data and not has_corpus_files(config.data):
         raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
-    if any(name not in ("auto", "cpu") for name in names_of(config.device)):
-        from atoll.node.training.device_group import devices_of  # torch: seconds, which the daemon needs anyway
+    if any(name not in ("auto", "cpu") for name in parse_device_names(config.device)):
+        from atoll.node.training.device_group import choose_devices  # torch: seconds, which the daemon needs anyway
 
-        devices_of(config.device)
+        choose_devices(config.device)
 
 
 def _show_limits(config: NodeConfig, yes: bool) -> None:

@@ -25,7 +25,7 @@ from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.hf_configuration import lora_configuration
 from atoll.node.model.hf_layer_table import layer_table
 from atoll.node.model.hf_run_model import architecture_of
-from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel, layout_of
 from atoll.node.model.tokenizer import Tokenizer
@@ -52,10 +52,10 @@ def write_huggingface_model(
     table = layer_table(architecture, sequence_length, model.spec.model_hash())
     if Layers.of(table) != model.layers:
         raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
-    if base is not None and not architecture.adapted:
+    if base is not None and not architecture.has_adapters:
         raise UsageError("--base merges adapters into their base; this run trained the whole model")
-    layout = layout_of(architecture.cut(Span(0, architecture.layers - 1)))
-    if architecture.adapted and base is None:
+    layout = layout_of(architecture.span_definition(Span(0, architecture.layers - 1)))
+    if architecture.has_adapters and base is None:
         _write_adapter(section, model, layout, output_format)
         return
     empty = _meta_model(architecture)
@@ -92,31 +92,31 @@ def _write_adapter(
     )  # peft reads one file
 
 
-def _tied_head_name(architecture: HuggingFace, layout: FlatLayout) -> str | None:
+def _tied_head_name(architecture: HuggingFaceArchitecture, layout: FlatLayout) -> str | None:
     """The head's matrix if it is the embedding's; with adapters merged into it, it is not any more."""
-    tie, adapters = architecture.tie, f"{architecture.anatomy.head}.lora_"
+    tie, adapters = architecture.tie, f"{architecture.module_paths.head}.lora_"
     return None if tie is None or any(slot.name.startswith(adapters) for slot in layout.slots) else tie.borrower
 
 
 def _merged_groups(
-    architecture: HuggingFace, model: StoredModel, layout: FlatLayout, base: BaseFiles, borrower: str | None
+    architecture: HuggingFaceArchitecture, model: StoredModel, layout: FlatLayout, base: BaseFiles, borrower: str | None
 ) -> list[list[TensorGroup]]:
     """The base's parameters but `borrower`, with what adapters add (Hu et al. 2021, section 4.1), a part a layer."""
-    whole = architecture.cut(Span(0, architecture.layers - 1))
+    whole = architecture.span_definition(Span(0, architecture.layers - 1))
     slots = {slot.name: slot for slot in layout.slots}
 
     def merge(layer: int) -> dict[str, Tensor]:
         from peft.tuners.lora import LoraLayer
 
         gc.collect()  # modules of the layer before refer to one another in circles
-        span = SpanModel(architecture.cut(Span(layer, layer)), torch.device("cpu"))
+        span = SpanModel(architecture.span_definition(Span(layer, layer)), torch.device("cpu"))
         pretrained_weights.load(architecture, base.directory, span, base.check)
         for name, view in span.trained.views(span.weights_E):
             view.copy_(model.read(slots[name].offset, slots[name].offset + slots[name].elements).view(view.shape))
-        for module in span.cut.module.modules():
+        for module in span.span_definition.module.modules():
             if isinstance(module, LoraLayer):
                 module.merge()
-        named = dict(span.cut.module.named_parameters())
+        named = dict(span.span_definition.module.named_parameters())
         return {
             _base_parameter_name(name): each.detach()
             for name, each in named.items()
@@ -142,7 +142,7 @@ def _base_parameter_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _meta_model(architecture: HuggingFace) -> Any:
+def _meta_model(architecture: HuggingFaceArchitecture) -> Any:
     """Of the family's class, on the meta device, with a configuration of its own."""
     from transformers import AutoModelForCausalLM
 

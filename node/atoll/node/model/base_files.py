@@ -37,7 +37,7 @@ class BaseFiles:
             raise PretrainedWeightsUnusable(f"{self.directory / name} is none of the run's pretrained weights", _REMEDY)
         if name in self._checked:
             return
-        found = digest_of(self.directory / name)
+        found = file_sha256(self.directory / name)
         if found != wanted:
             raise PretrainedWeightsUnusable(
                 f"{self.directory / name} is not the run's: its SHA-256 is {found[:12]}…, the run's {wanted[:12]}…",
@@ -45,14 +45,14 @@ class BaseFiles:
             )
         self._checked.add(name)
 
-    def check_all(self, got_on: Callable[[], object]) -> None:
-        """Raise `PretrainedWeightsUnusable` unless all files are the run's. `got_on` is called after each."""
+    def check_all(self, on_progress: Callable[[], object]) -> None:
+        """Raise `PretrainedWeightsUnusable` unless all files are the run's. `on_progress` is called after each."""
         for name in self._section.files:
             self.check(name)
-            got_on()
+            on_progress()
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Hex SHA-256 of a file. Raises `PretrainedWeightsUnusable`."""
     try:
         with path.open("rb") as file:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import Decoder, Head
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import Cut, Tie
+from atoll.node.model.span_model import SpanDefinition, Tie
 
 
-class BuiltIn:
+class BuiltInArchitecture:
     """A decoder of `model/llama.py`."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -24,7 +24,7 @@ class BuiltIn:
         """Embedding, blocks, head."""
         return self.shape.layers + 2
 
-    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+    def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:
         """Raises `InvalidRequest` for layers that the model does not have."""
         span.check_within(self.layers)
         last = self.layers - 1
@@ -36,7 +36,7 @@ class BuiltIn:
                 decoder.layers[index] = nn.Identity()
         names = [f"layers.{index}." for index in range(span.first, span.last + 1)]
         named = dict(decoder.named_parameters())
-        return Cut(
+        return SpanDefinition(
             span,
             self.layers,
             self.shape.dimension,

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import SAFE_WEIGHTS_INDEX_NAME, BaseSection, HuggingFaceModel
 from atoll.core.run_spec import toml_table
-from atoll.node.model.base_files import digest_of
-from atoll.node.model.hf_configuration import NOT_THE_MODEL, configuration, known_keys, require_library
-from atoll.node.model.huggingface import configuration_of, of_stranger
-from atoll.node.model.pretrained_weights import files_of
+from atoll.node.model.base_files import file_sha256
+from atoll.node.model.hf_configuration import NON_MODEL_KEYS, build_configuration, known_keys, require_library
+from atoll.node.model.huggingface import build_architecture, read_configuration
+from atoll.node.model.pretrained_weights import tensor_files
 
 _TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # do not change the model
 
@@ -24,7 +24,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     Raises `ConfigError`, `UnsupportedModel`, `CheckpointCorrupt`, `PretrainedWeightsUnusable`.
     """
     require_library("transformers")
-    config, notes = configuration_of(directory), []
+    config, notes = read_configuration(directory), []
     for key in sorted(vars(config)):
         if any(word in key for word in ("dropout", "jitter")) and getattr(config, key):
             setattr(config, key, 0.0)
@@ -32,14 +32,14 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
         notes.append("output_router_logits is set to false: experts are trained without a balancing loss")
-    of_stranger(config)
+    build_architecture(config)
     data, default = _data(config), type(config)()
     nulls = [key for key, value in data.items() if value is None and getattr(default, key, None) is not None]
-    strange = set(vars(config)) - set(vars(default)) - known_keys(type(config)) - NOT_THE_MODEL - _TOKENS
+    strange = set(vars(config)) - set(vars(default)) - known_keys(type(config)) - NON_MODEL_KEYS - _TOKENS
     if strange := {key for key in strange if not key.startswith("_")}:
         notes.append(f"left out, because no {config.model_type} has them: {', '.join(sorted(strange))}")
     index = {SAFE_WEIGHTS_INDEX_NAME} if (directory / SAFE_WEIGHTS_INDEX_NAME).exists() else set()
-    files = {file: digest_of(directory / file) for file in sorted(index | set(files_of(directory).values()))}
+    files = {file: file_sha256(directory / file) for file in sorted(index | set(tensor_files(directory).values()))}
     try:
         base = BaseSection(name=name, files=files)
         told = {key: value for key, value in data.items() if value is not None}
@@ -59,7 +59,7 @@ def _data(config: Any) -> dict[str, Any]:
 
 def _check_complete(section: HuggingFaceModel, config: Any) -> None:
     """Raise `UnsupportedModel` unless the section makes the same model again."""
-    again, said = configuration(section.config, 1, 1, section.config_nulls).to_dict(), config.to_dict()
+    again, said = build_configuration(section.config, 1, 1, section.config_nulls).to_dict(), config.to_dict()
     lost = sorted(key for key in known_keys(type(config)) - _TOKENS if again.get(key) != said.get(key))
     if lost:
         raise UnsupportedModel(f"{config.model_type} cannot be said in a run spec: {', '.join(lost)} would be lost")

@@ -10,7 +10,7 @@ from atoll.node.model.memory_estimate import FP32_BYTES
 from atoll.v1 import plan_pb2
 
 
-def rows_at_once(samples: int, devices: int) -> int:
+def padded_rows(samples: int, devices: int) -> int:
     """Of a micro-batch: all devices compute as many, so that some of these may count for nothing."""
     return devices * -(-samples // devices)
 
@@ -29,6 +29,6 @@ def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, ti
     return max(0, int(left / (copies * times)))
 
 
-def kept_aside_bytes(table: plan_pb2.LayerTable) -> int:
+def evaluation_copy_bytes(table: plan_pb2.LayerTable) -> int:
     """By a trainer of all layers: what was trained stays beside an anchor that is evaluated."""
     return FP32_BYTES * sum(row.parameters for row in table.layers)

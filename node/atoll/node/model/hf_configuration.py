@@ -17,14 +17,16 @@ from atoll.node.model.tokenizer import HF_REMEDY
 
 _LEGACY_ROPE = {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}
 _UNDECLARED = {"head_dim"}  # which families read whether or not their configuration declares it
-NOT_THE_MODEL = {  # of every configuration: labels, outputs, what a file says about itself
+NON_MODEL_KEYS = {  # of every configuration: labels, outputs, what a file says about itself
     *("transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "problem_type"),
     *("output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
     *("use_cache", "_name_or_path", "auto_map"),
 }
 
 
-def configuration(data: Mapping[str, Any], vocabulary: int, sequence_length: int, nulls: Collection[str] = ()) -> Any:
+def build_configuration(
+    data: Mapping[str, Any], vocabulary: int, sequence_length: int, nulls: Collection[str] = ()
+) -> Any:
     """A configuration of `transformers`; without `vocab_size` it is the tokenizer's `vocabulary`.
 
     Raises `UnsupportedModel`, and `ConfigError` where the library is missing.
@@ -57,7 +59,7 @@ def known_keys(cls: Any) -> set[str]:
     own = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
     legacy = _LEGACY_ROPE if "rope_parameters" in own else set()
     names = {*own, *cls.attribute_map, *cls.attribute_map.values(), *legacy, *_UNDECLARED, "model_type"}
-    return names - NOT_THE_MODEL
+    return names - NON_MODEL_KEYS
 
 
 def _check_sizes(config: Any, vocabulary: int, sequence_length: int) -> None:
@@ -92,7 +94,7 @@ def lora_configuration(section: AdapterSection) -> Any:
     )
 
 
-def check_targets(targets: tuple[str, ...], trained: tuple[str, ...]) -> None:
+def check_lora_targets(targets: tuple[str, ...], trained: tuple[str, ...]) -> None:
     """Every target must have an adapter among the trained parameters. Raises `UnsupportedModel`."""
     adapted = {name.partition(".lora_")[0] for name in trained}
     for target in targets:

@@ -18,9 +18,9 @@ from atoll.node.model.span_model import SpanModel
 
 def initialise_layer(model: SpanModel, seed: int) -> None:
     """Fill what is trained of one layer, on the host. Raises `UnsupportedModel` for what its family has no rule for."""
-    module = model.cut.module
+    module = model.span_definition.module
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(_number(f"{seed} layer {model.cut.span.first}"))
+        torch.manual_seed(_number(f"{seed} layer {model.span_definition.span.first}"))
         for part in module.modules():
             module._init_weights(part)  # type: ignore[operator]  # of every `PreTrainedModel`
     for name, view in model.trained.views(model.weights_E):

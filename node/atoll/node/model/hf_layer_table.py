@@ -8,58 +8,66 @@ from typing import Any
 from torch import Tensor, nn
 
 from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, block_kind, is_block
-from atoll.node.model.huggingface import HuggingFace
+from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import Cut
+from atoll.node.model.span_model import SpanDefinition
 from atoll.v1 import plan_pb2
 
 FP32_BYTES = 4
 
 
-def layer_table(architecture: HuggingFace, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
+def layer_table(architecture: HuggingFaceArchitecture, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
     """One row per layer, like that of the built-in decoder (`model/shape.py`), frozen parameters beside the others.
 
     Blocks that differ from one another are of kinds of their own. A mixture's FLOPs are those of the experts that one
     token is sent to; its parameters are all of them.
     """
     last = architecture.layers - 1
-    cut = architecture.cut(Span(0, last))
+    span_definition = architecture.span_definition(Span(0, last))
     table = plan_pb2.LayerTable(model_hash=model_hash)
     kinds: dict[tuple[object, ...], str] = {}
-    for index, parameters in enumerate(cut.parameters):
+    for index, parameters in enumerate(span_definition.parameters):
         block, head = 0 < index < last, index == last
         if block:
             kind = kinds.setdefault(_build(architecture, index, parameters), block_kind(len(kinds) + 1))
         else:
             kind = HEAD if head else EMBEDDING
-        own = [each for name, each in parameters.items() if cut.tie is None or name != cut.tie.borrower]
+        own = [
+            each
+            for name, each in parameters.items()
+            if span_definition.tie is None or name != span_definition.tie.borrower
+        ]
         table.layers.add(
             name=f"{BLOCK}.{index - 1}" if block else kind,
             kind=kind,
             parameters=sum(each.numel() for each in own if each.requires_grad),
             frozen_parameters=sum(each.numel() for each in own if not each.requires_grad),
-            flops_per_token_forward=_flops(kind, parameters, cut, sequence_length, architecture.config),
-            activation_bytes_per_token=FP32_BYTES * (cut.vocabulary if head else cut.dimension),
-            tied_to=[EMBEDDING] if cut.tie is not None and head else [],
+            flops_per_token_forward=_flops(kind, parameters, span_definition, sequence_length, architecture.config),
+            activation_bytes_per_token=FP32_BYTES * (span_definition.vocabulary if head else span_definition.dimension),
+            tied_to=[EMBEDDING] if span_definition.tie is not None and head else [],
         )
     return table
 
 
-def _build(architecture: HuggingFace, index: int, parameters: Mapping[str, nn.Parameter]) -> tuple[object, ...]:
+def _build(
+    architecture: HuggingFaceArchitecture, index: int, parameters: Mapping[str, nn.Parameter]
+) -> tuple[object, ...]:
     """What a block's cost follows from: its parameters, and its kind of attention where there are several."""
-    start = len(f"{architecture.anatomy.blocks}.{index - 1}.")
+    start = len(f"{architecture.module_paths.blocks}.{index - 1}.")
     attention = getattr(architecture.config, "layer_types", None) or ()
     shapes = ((name[start:], each.shape, each.requires_grad) for name, each in parameters.items())
     return (*attention[index - 1 : index], *shapes)
 
 
-def _flops(kind: str, parameters: Mapping[str, Tensor], cut: Cut, sequence_length: int, config: Any) -> float:
+def _flops(
+    kind: str, parameters: Mapping[str, Tensor], span_definition: SpanDefinition, sequence_length: int, config: Any
+) -> float:
     """Two per weight that a token meets, and causal attention over half the sequence on average."""
     if kind == EMBEDDING:
         return 0.0
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
     met = sum(_met(each, chosen) for each in parameters.values())
-    return 2.0 * met + (2.0 * cut.dimension * sequence_length if is_block(kind) else 0.0)
+    return 2.0 * met + (2.0 * span_definition.dimension * sequence_length if is_block(kind) else 0.0)
 
 
 def _met(parameter: Tensor, chosen: int) -> float:

@@ -12,18 +12,18 @@ from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
 from atoll.node.model import pretrained_weights
 from atoll.node.model.base_files import BaseFiles
-from atoll.node.model.hf_configuration import check_targets, configuration, lora_configuration
+from atoll.node.model.hf_configuration import build_configuration, check_lora_targets, lora_configuration
 from atoll.node.model.hf_initial_weights import initial_adapter, initialise_layer
 from atoll.node.model.hf_layer_table import layer_table
-from atoll.node.model.huggingface import HuggingFace, of_stranger
-from atoll.node.model.memory_estimate import replica_memory
+from atoll.node.model.huggingface import HuggingFaceArchitecture, build_architecture
+from atoll.node.model.memory_estimate import replica_memory_bytes
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanModel, TrainedModel, layout_of
+from atoll.node.model.span_model import SpanModel, TrainableModel, layout_of
 
 _CPU = torch.device("cpu")
 
 
-class HuggingFaceRun:
+class HuggingFaceRunModel:
     """Made of classes of `transformers` and `peft` alone, whatever the spec says."""
 
     def __init__(self, spec: RunSpec, section: HuggingFaceModel, vocabulary: int, base: Path | None) -> None:
@@ -33,47 +33,49 @@ class HuggingFaceRun:
         self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
 
-    def whole_bytes(self, samples: int) -> int:
+    def whole_model_bytes(self, samples: int) -> int:
         """What is frozen counts, too."""
         length, section = self._spec.data.sequence_length, self._spec.optimizer
-        half, checkpointing = section.precision != "fp32", section.activation_checkpointing
-        return replica_memory(self.table, samples * length, length, half=half, checkpointing=checkpointing)
+        half_precision, checkpointing = section.precision != "fp32", section.activation_checkpointing
+        return replica_memory_bytes(
+            self.table, samples * length, length, half_precision=half_precision, checkpointing=checkpointing
+        )
 
-    def check(self, span: Span | None, got_on: Callable[[], object] = lambda: None) -> None:
+    def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
         """All files, where all layers or any may be needed; those of a span are compared when they are read."""
         if self._base is not None and span is None:
-            self._base.check_all(got_on)
+            self._base.check_all(on_progress)
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
         """Drawn from the run's seed, or out of the base."""
         for number in range(span.first, span.last + 1):
-            cut = self.architecture.cut(Span(number, number))
-            if self.architecture.adapted:
-                for slot in layout_of(cut).slots:
+            span_definition = self.architecture.span_definition(Span(number, number))
+            if self.architecture.has_adapters:
+                for slot in layout_of(span_definition).slots:
                     yield slot.name, initial_adapter(slot.name, slot.shape, self._seed)
                 continue
-            model = SpanModel(cut, _CPU)
+            model = SpanModel(span_definition, _CPU)
             if self._base is not None:
                 self._read(model)
             else:
                 initialise_layer(model, self._seed)
             yield from model.trained.views(model.weights_E)
 
-    def complete(self, model: TrainedModel) -> None:
+    def load_frozen(self, model: TrainableModel) -> None:
         """The base under adapters."""
         if model.frozen.elements:
             self._read(model)
 
-    def _read(self, model: TrainedModel) -> None:
+    def _read(self, model: TrainableModel) -> None:
         assert self._base is not None
         pretrained_weights.load(self.architecture, self._base.directory, model, self._base.check)
 
 
-def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length: int) -> HuggingFace:
+def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length: int) -> HuggingFaceArchitecture:
     """On the meta device: nothing is allocated. Raises `UnsupportedModel`, `ConfigError`."""
-    config = configuration(section.config, vocabulary, sequence_length, section.config_nulls)
+    config = build_configuration(section.config, vocabulary, sequence_length, section.config_nulls)
     adapter = section.adapter
-    made = of_stranger(config, lora_configuration(adapter) if adapter is not None else None)
+    made = build_architecture(config, lora_configuration(adapter) if adapter is not None else None)
     if adapter is not None:
-        check_targets(adapter.targets, made.trained_names)
+        check_lora_targets(adapter.targets, made.trained_names)
     return made

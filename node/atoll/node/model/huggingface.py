@@ -1,6 +1,6 @@
 """Cuts of Hugging Face decoders, with the code of `transformers` as it is.
 
-Nothing here knows a family. The parts of a model are found by their roles (`anatomy.py`), those outside the span are
+Nothing here knows a family. The parts of a model are found by their roles (`module_paths.py`), those outside the span are
 replaced by holes, and the family's own `forward` runs the rest: it makes masks, positions and rotary embeddings on
 every span as it would for the whole model, because blocks keep their numbers.
 
@@ -17,60 +17,60 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, ConfigError, UnsupportedModel
-from atoll.node.model.module_paths import PassOn, dissect, rebuild_buffers
+from atoll.node.model.module_paths import PassThroughBlock, find_module_paths, rebuild_buffers
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import Cut, Tie
+from atoll.node.model.span_model import SpanDefinition, Tie
 
 
-class HuggingFace:
+class HuggingFaceArchitecture:
     """A causal language model by its configuration; with `lora`, adapters are trained and the rest is frozen."""
 
     def __init__(self, config: Any, lora: Any = None) -> None:
         """`config` is a `transformers` configuration, `lora` a `peft.LoraConfig`. Raises `UnsupportedModel`."""
         self.config = config
         self._lora = lora
-        _refuse_foreign(config)
+        _refuse_remote_code(config)
         whole = self._build()
-        self.anatomy = dissect(whole)
+        self.module_paths = find_module_paths(whole)
         self.names = tuple(name.replace(".base_layer.", ".") for name, _ in whole.named_parameters())
         self.trained_names = tuple(name for name, each in whole.named_parameters() if each.requires_grad)
-        self._check_passes_on(whole)
+        self._check_body_is_identity(whole)
 
     @classmethod
-    def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFace:
+    def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFaceArchitecture:
         """Of a local directory's config.json. Nothing is downloaded and no code from it is run."""
-        return cls(configuration_of(directory), lora)
+        return cls(read_configuration(directory), lora)
 
     @property
-    def adapted(self) -> bool:
+    def has_adapters(self) -> bool:
         """Whether adapters are trained and the rest is frozen."""
         return self._lora is not None
 
     @property
     def layers(self) -> int:
         """Embedding, blocks, head."""
-        return self.anatomy.blocks_count + 2
+        return self.module_paths.blocks_count + 2
 
     @property
     def tie(self) -> Tie | None:
         """The head's matrix and the embedding's, if they are one."""
         if not self.config.get_text_config().tie_word_embeddings:
             return None
-        return Tie(f"{self.anatomy.embedding}.weight", f"{self.anatomy.head}.weight")
+        return Tie(f"{self.module_paths.embedding}.weight", f"{self.module_paths.head}.weight")
 
-    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+    def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:
         """Raises `InvalidRequest` for layers that the model does not have, `UnsupportedModel`."""
         span.check_within(self.layers)
         model = self._build()
         if activation_checkpointing:
             self._checkpoint(model)
-        self._make_holes(model, span)
+        self._remove_other_layers(model, span)
         rebuild_buffers(model, self.config)
         rows: list[dict[str, nn.Parameter]] = [{} for _ in range(len(span))]
         for name, parameter in model.named_parameters():
-            rows[self.anatomy.layer_of(name) - span.first][name] = parameter
+            rows[self.module_paths.layer_of(name) - span.first][name] = parameter
         config = self.config.get_text_config()
-        return Cut(
+        return SpanDefinition(
             span,
             self.layers,
             config.hidden_size,
@@ -78,7 +78,7 @@ class HuggingFace:
             model,
             self._runner(model, span),
             tuple(rows),
-            f"{self.anatomy.embedding}.weight",
+            f"{self.module_paths.embedding}.weight",
             tie=self.tie if self._lora is None else None,
             copy=self.tie if self._lora is not None else None,
         )
@@ -111,21 +111,21 @@ class HuggingFace:
                 f"{self.config.model_type} cannot compute its blocks again", "leave out activation_checkpointing"
             ) from error
 
-    def _make_holes(self, model: Any, span: Span) -> None:
-        anatomy = self.anatomy
-        for index in range(anatomy.blocks_count):
+    def _remove_other_layers(self, model: Any, span: Span) -> None:
+        module_paths = self.module_paths
+        for index in range(module_paths.blocks_count):
             if index + 1 not in span:
-                model.set_submodule(f"{anatomy.blocks}.{index}", PassOn())
+                model.set_submodule(f"{module_paths.blocks}.{index}", PassThroughBlock())
         if span.first > 0:
-            model.set_submodule(anatomy.embedding, nn.Identity())
+            model.set_submodule(module_paths.embedding, nn.Identity())
         if span.last < self.layers - 1:
-            model.set_submodule(anatomy.norm, nn.Identity())
-            model.set_submodule(anatomy.head, nn.Identity())
+            model.set_submodule(module_paths.norm, nn.Identity())
+            model.set_submodule(module_paths.head, nn.Identity())
 
     def _runner(self, model: Any, span: Span) -> Callable[[Tensor], Tensor]:
         """Tokens or activations in; logits, or activations out of the body."""
         whole = span.last == self.layers - 1
-        part = model if whole else model.get_submodule(self.anatomy.body)
+        part = model if whole else model.get_submodule(self.module_paths.body)
         key = "input_ids" if span.first == 0 else "inputs_embeds"
 
         def run(x: Tensor) -> Tensor:
@@ -134,25 +134,25 @@ class HuggingFace:
 
         return run
 
-    def _check_passes_on(self, model: Any) -> None:
+    def _check_body_is_identity(self, model: Any) -> None:
         """With holes for all layers, the body must give back what it gets: or a span in the middle would not."""
-        self._make_holes(model, Span(0, 0))
+        self._remove_other_layers(model, Span(0, 0))
         rebuild_buffers(model, self.config)
         given_BTD = torch.linspace(-1.0, 1.0, 4 * self.config.get_text_config().hidden_size).view(1, 4, -1)
         with torch.no_grad():
             passed = self._runner(model, Span(1, 1))(given_BTD)
         if not isinstance(passed, Tensor) or not torch.equal(passed, given_BTD):
             raise UnsupportedModel(
-                f"{self.config.model_type} cannot be cut: its {self.anatomy.body} does more to activations than its "
+                f"{self.config.model_type} cannot be cut: its {self.module_paths.body} does more to activations than its "
                 "blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
 
 
-def of_stranger(config: Any, lora: Any = None) -> HuggingFace:
+def build_architecture(config: Any, lora: Any = None) -> HuggingFaceArchitecture:
     """A model of numbers that nobody vouches for. Raises `UnsupportedModel`, `ConfigError`."""
     try:
-        return HuggingFace(config, lora)
+        return HuggingFaceArchitecture(config, lora)
     except AtollError:
         raise
     except Exception as error:  # in the code of any family
@@ -162,7 +162,7 @@ def of_stranger(config: Any, lora: Any = None) -> HuggingFace:
         ) from error
 
 
-def configuration_of(directory: Path) -> Any:
+def read_configuration(directory: Path) -> Any:
     """Of a local directory's config.json. Nothing is downloaded and no code from it is run. Raises `ConfigError`."""
     from transformers import AutoConfig
 
@@ -175,7 +175,7 @@ def configuration_of(directory: Path) -> Any:
         ) from error
 
 
-def _refuse_foreign(config: Any) -> None:
+def _refuse_remote_code(config: Any) -> None:
     """Raise `UnsupportedModel` where a configuration, a stranger's, names code to fetch, or weights in another form."""
     for part in (config, config.get_text_config()):
         for key, value in vars(part).items():

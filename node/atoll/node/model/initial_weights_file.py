@@ -10,7 +10,7 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 
 
-def write_initial(run: RunModel, path: Path) -> None:
+def write_initial_weights(run: RunModel, path: Path) -> None:
     """All elements in layer order, fp32 little-endian: the bits of `Initialise`. On the disk when it returns.
 
     Raises `DataDirUnusable`.

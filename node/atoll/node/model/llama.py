@@ -62,8 +62,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         cos_TE, sin_TE = self._rotation(x_BTD)
-        query_BHTE = rotate(self._split(self.query(x_BTD)), cos_TE, sin_TE)
-        key_BKTE = rotate(self._split(self.key(x_BTD)), cos_TE, sin_TE)
+        query_BHTE = apply_rope(self._split(self.query(x_BTD)), cos_TE, sin_TE)
+        key_BKTE = apply_rope(self._split(self.key(x_BTD)), cos_TE, sin_TE)
         value_BKTE = self._split(self.value(x_BTD))
         mixed_BHTE = nn.functional.scaled_dot_product_attention(
             query_BHTE, key_BKTE, value_BKTE, is_causal=True, enable_gqa=self.grouped
@@ -76,12 +76,12 @@ class Attention(nn.Module):
     def _rotation(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         length = x_BTD.shape[1]
         if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != x_BTD.device:
-            self._rope = rotation_tables(length, self.head_dimension, self.rope_theta, x_BTD.device)
+            self._rope = rope_tables(length, self.head_dimension, self.rope_theta, x_BTD.device)
         cos_TE, sin_TE = self._rope
         return cos_TE[:length], sin_TE[:length]
 
 
-def rotation_tables(length: int, head_dimension: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(length: int, head_dimension: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, fp32 [T,E], each half of E the same."""
     pairs = torch.arange(0, head_dimension, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / theta ** (pairs / head_dimension)  # rounded as Hugging Face's Llama rounds it
@@ -89,7 +89,7 @@ def rotation_tables(length: int, head_dimension: int, theta: float, device: torc
     return angles_TE.cos(), angles_TE.sin()
 
 
-def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Turn each pair (i, i + E/2) by its position's angle; the result has the dtype of `x`."""
     first, second = x_BHTE.chunk(2, dim=-1)
     turned_BHTE = torch.cat((-second, first), dim=-1)

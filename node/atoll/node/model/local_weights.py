@@ -33,15 +33,15 @@ class Weights(Protocol):
         """P: how many are here."""
         ...
 
-    def here(self, part: slice) -> slice:
+    def local_slice(self, part: slice) -> slice:
         """Which of those that are here belong to a part."""
         ...
 
-    def take(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
+    def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
         """A part of any vector, as far as it is of elements that are here: [P of the part], on any device."""
         ...
 
-    def put(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
+    def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
         """The inverse: write them to their places in a vector; others are left alone."""
         ...
 
@@ -49,7 +49,7 @@ class Weights(Protocol):
         """A copy of the weights [P of the part]."""
         ...
 
-    def changed(self, part: slice = ALL) -> AbstractContextManager[Tensor]:
+    def modify(self, part: slice = ALL) -> AbstractContextManager[Tensor]:
         """The weights [P of the part], to be changed in place."""
         ...
 
@@ -76,20 +76,20 @@ class WholeWeights:
     def elements(self) -> int:
         return self._weights_E.numel()
 
-    def here(self, part: slice) -> slice:
+    def local_slice(self, part: slice) -> slice:
         return part
 
-    def take(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
+    def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
         return vector_E[part]
 
-    def put(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
+    def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
         vector_E[part].copy_(values_P)
 
     def read(self, part: slice = ALL) -> Tensor:
         return self._weights_E[part].clone()
 
     @contextmanager
-    def changed(self, part: slice = ALL) -> Iterator[Tensor]:
+    def modify(self, part: slice = ALL) -> Iterator[Tensor]:
         yield self._weights_E[part]
 
     def fill(self, vector_E: Tensor) -> None:
@@ -99,7 +99,7 @@ class WholeWeights:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ShardSlices:
     """Which elements lie on one of several devices, when each parameter is cut along its first dimension.
 
     As `torch.chunk` cuts, and with it FSDP2: runs of rows of one length, of which the last may be shorter or empty.
@@ -109,7 +109,7 @@ class Pieces:
     slices: tuple[slice, ...]  # of all elements, one a parameter, in their order
 
     @classmethod
-    def of(cls, layout: FlatLayout, rank: int, size: int) -> Pieces:
+    def of(cls, layout: FlatLayout, rank: int, size: int) -> ShardSlices:
         """Those of device `rank` of `size`."""
         slices = []
         for slot in layout.slots:
@@ -120,7 +120,7 @@ class Pieces:
         return cls(tuple(slices))
 
     @classmethod
-    def unevenness(cls, layout: FlatLayout, size: int) -> float:
+    def largest_share_ratio(cls, layout: FlatLayout, size: int) -> float:
         """How many times its share, at most, one of `size` devices has: the first, which has the longest runs."""
         return size * cls.of(layout, 0, size).offsets[-1] / layout.elements
 
@@ -139,10 +139,10 @@ class Pieces:
         return found
 
 
-class SpreadWeights:
+class ShardedWeights:
     """Those of one device: the pieces of all parameters, each in memory of its own."""
 
-    def __init__(self, pieces: Pieces, memory: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, pieces: ShardSlices, memory: Sequence[Tensor], device: torch.device) -> None:
         """`memory`: by parameter, the piece of it that is here, contiguous."""
         self._pieces, self._device = pieces, device
         self._memory = [each.view(-1) for each in memory]
@@ -155,14 +155,14 @@ class SpreadWeights:
     def elements(self) -> int:
         return self._pieces.offsets[-1]
 
-    def here(self, part: slice) -> slice:
+    def local_slice(self, part: slice) -> slice:
         before = self._count(slice(0, part.start or 0))
         return slice(before, before + self._count(part))
 
-    def take(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
+    def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
         return torch.cat([vector_E[:0], *(vector_E[it] for it in self._pieces.within(part))])
 
-    def put(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
+    def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
         offset = 0
         for place in self._pieces.within(part):
             vector_E[place].copy_(values_P[offset : offset + _length(place)])
@@ -173,7 +173,7 @@ class SpreadWeights:
         return torch.cat([nothing, *(memory[it] for memory, it in self._inside(part))])
 
     @contextmanager
-    def changed(self, part: slice = ALL) -> Iterator[Tensor]:
+    def modify(self, part: slice = ALL) -> Iterator[Tensor]:
         values_P = self.read(part)
         yield values_P
         self._write(values_P, part)

@@ -26,7 +26,7 @@ _LARGEST_MATRIX = 0.25  # of a block's elements; its gradient exists once more b
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StageTraffic:
     """What a route sends through a stage."""
 
     micro_batch_tokens: int
@@ -49,7 +49,7 @@ class SpanMemory:
         return self.weights + self.gradients + self.optimizer + self.in_flight + self.working
 
 
-def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> SpanMemory:
+def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> SpanMemory:
     """Estimate a stage; with adapters `working` is an upper bound.
 
     Raises `InvalidRequest` for layers that the table lacks.
@@ -68,7 +68,7 @@ def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> Spa
     )
 
 
-def trainer_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
+def stage_trainer_memory_bytes(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
     """Bytes of a trainer process that has the stage: outer rounds keep an anchor and a snapshot, and messages wait.
 
     On their way are a borrowed matrix, as it came and as tensors, and outputs that the next stage has no room for.
@@ -81,12 +81,17 @@ def trainer_memory(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> 
     return span_memory(table, span, traffic).total + 2 * FP32_BYTES * own + waiting
 
 
-def replica_memory(
-    table: plan_pb2.LayerTable, micro_batch_tokens: int, sequence_length: int, *, half: bool, checkpointing: bool
+def replica_memory_bytes(
+    table: plan_pb2.LayerTable,
+    micro_batch_tokens: int,
+    sequence_length: int,
+    *,
+    half_precision: bool,
+    checkpointing: bool,
 ) -> int:
     """Bytes of a trainer of all layers, which recomputes nothing or, with checkpointing, every block.
 
-    `half`: matrices are multiplied in 16 bits, and what they give is kept so.
+    `half_precision`: matrices are multiplied in 16 bits, and what they give is kept so.
     """
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
     vocabulary = table.layers[-1].activation_bytes_per_token / FP32_BYTES
@@ -95,7 +100,7 @@ def replica_memory(
     activations = max(kept, default=0.0) + len(kept) * width if checkpointing else sum(kept)
     trained = sum(row.parameters for row in table.layers)
     beside = sum(row.frozen_parameters for row in table.layers) + _borrowed(table, Span(0, len(table.layers) - 1))
-    per_token = activations * (FP32_BYTES / 2 if half else FP32_BYTES) + 2 * FP32_BYTES * vocabulary
+    per_token = activations * (FP32_BYTES / 2 if half_precision else FP32_BYTES) + 2 * FP32_BYTES * vocabulary
     return FP32_BYTES * (_REPLICA_COPIES * trained + beside) + int(micro_batch_tokens * per_token)
 
 
@@ -110,12 +115,12 @@ def _borrowed(table: plan_pb2.LayerTable, span: Span) -> int:
     return sum(owners[name] for row in table.layers[span.first : span.last + 1] for name in row.tied_to)
 
 
-def _in_flight(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
+def _in_flight(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
     into = TOKEN_BYTES if span.first == 0 else table.layers[span.first - 1].activation_bytes_per_token
     return traffic.credits * traffic.micro_batch_tokens * (into + TOKEN_BYTES)
 
 
-def _working(table: plan_pb2.LayerTable, span: Span, traffic: Traffic) -> int:
+def _working(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
     """The largest of the phases of backward, which follow each other: head, blocks, embedding, return of a tie."""
     rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
@@ -148,7 +153,7 @@ FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the
 _SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
 
 
-def memory_needed_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
+def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
     """A lower estimate of what training takes: the flat copies, and what backward needs of so many samples at once."""
     tokens = samples * spec.data.sequence_length
     width = 4 if spec.optimizer.precision == "fp32" else 2

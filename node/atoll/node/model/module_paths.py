@@ -18,7 +18,7 @@ _RANDOM = ("dropout", "jitter")  # in the names of what families draw with, outs
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModulePaths:
     """Where the parts are, as paths of modules."""
 
     body: str
@@ -39,14 +39,14 @@ class Anatomy:
         raise KeyError(parameter)
 
 
-class PassOn(nn.Module):
+class PassThroughBlock(nn.Module):
     """A block that another span holds."""
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states
 
 
-def dissect(model: Any) -> Anatomy:
+def find_module_paths(model: Any) -> ModulePaths:
     """Find the parts. Raises `UnsupportedModel`."""
     kind, count = model.config.model_type, model.config.get_text_config().num_hidden_layers
     paths = {module: name for name, module in model.named_modules()}
@@ -60,17 +60,17 @@ def dissect(model: Any) -> Anatomy:
     rest = [child for child in body.children() if child is not embedding and child is not lists[0]]
     norms = [child for child in rest if any(True for _ in child.parameters())]
     _require(len(norms) == 1, kind, f"one final norm (it has {len(norms)} other modules with parameters)")
-    found = Anatomy(paths[body], paths[embedding], paths[lists[0]], count, paths[norms[0]], paths[head])
+    found = ModulePaths(paths[body], paths[embedding], paths[lists[0]], count, paths[norms[0]], paths[head])
     _require_all(model, found)
     return found
 
 
-def _require_all(model: Any, anatomy: Anatomy) -> None:
+def _require_all(model: Any, module_paths: ModulePaths) -> None:
     """Every parameter belongs to a layer, and nothing is drawn by chance: backward computes a span again."""
     kind = model.config.model_type
     for name, _ in model.named_parameters():
         try:
-            anatomy.layer_of(name)
+            module_paths.layer_of(name)
         except KeyError:
             _require(False, kind, f"a layer for its parameter {name}")
     for name, module in model.named_modules():

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointCorrupt
 from atoll.core.model_spec import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from atoll.node.model.huggingface import HuggingFace
-from atoll.node.model.safetensors_reader import names_in, read_tensor
-from atoll.node.model.span_model import TrainedModel
+from atoll.node.model.huggingface import HuggingFaceArchitecture
+from atoll.node.model.safetensors_reader import read_tensor, tensor_names
+from atoll.node.model.span_model import TrainableModel
 
 Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20
@@ -34,7 +34,9 @@ def _trusted(_: str) -> None:
     """Files of our own."""
 
 
-def load(architecture: HuggingFace, directory: Path, model: TrainedModel, check: Check = _trusted) -> None:
+def load(
+    architecture: HuggingFaceArchitecture, directory: Path, model: TrainableModel, check: Check = _trusted
+) -> None:
     """Fill what was in the checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`.
 
     `check` is told the name of every file before it is read, and raises if it must not be.
@@ -44,7 +46,7 @@ def load(architecture: HuggingFace, directory: Path, model: TrainedModel, check:
         if "lora_" not in name:
             wanted[name].append(view)
     check(SAFE_WEIGHTS_INDEX_NAME if (directory / SAFE_WEIGHTS_INDEX_NAME).exists() else SAFE_WEIGHTS_NAME)
-    files = files_of(directory)
+    files = tensor_files(directory)
     for name, sources in _sources(architecture, files, model, wanted).items():
         for file in sources.files:
             check(file)
@@ -92,34 +94,34 @@ class _Sources:
 
 
 def _sources(
-    architecture: HuggingFace, files: Mapping[str, str], model: TrainedModel, wanted: Collection[str]
+    architecture: HuggingFaceArchitecture, files: Mapping[str, str], model: TrainableModel, wanted: Collection[str]
 ) -> dict[str, _Sources]:
     """What the span's parameters are made of, under the name of the first of those that are made together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    module: Any = model.cut.module
+    module: Any = model.span_definition.module
     mapping = get_model_conversion_mapping(module)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     known = dict.fromkeys(architecture.names, True)
-    layers = {architecture.anatomy.layer_of(name) for name in wanted}
+    layers = {architecture.module_paths.layer_of(name) for name in wanted}
     found: dict[str, _Sources] = {}
     for name in sorted(files, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, known)
-        if target in known and architecture.anatomy.layer_of(target) in layers:
+        if target in known and architecture.module_paths.layer_of(target) in layers:
             converter = None if pattern is None else by_pattern[pattern]
             found.setdefault(target, _Sources(converter, module)).add(files[name], name, pattern)
     return found
 
 
-def files_of(directory: Path) -> dict[str, str]:
+def tensor_files(directory: Path) -> dict[str, str]:
     """Which file each tensor lies in. Raises `CheckpointCorrupt`."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     try:
         if not index.exists():
-            return dict.fromkeys(names_in(directory / SAFE_WEIGHTS_NAME), SAFE_WEIGHTS_NAME)
+            return dict.fromkeys(tensor_names(directory / SAFE_WEIGHTS_NAME), SAFE_WEIGHTS_NAME)
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise CheckpointCorrupt(f"{index} is too large to be an index")
         weight_map = json.loads(index.read_bytes())["weight_map"]

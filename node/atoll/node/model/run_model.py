@@ -14,12 +14,12 @@ from torch import Tensor
 
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
-from atoll.node.model.built_in import BuiltIn
+from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.llama import initial_parameters
-from atoll.node.model.memory_estimate import memory_needed_bytes
+from atoll.node.model.memory_estimate import built_in_memory_bytes
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import Architecture, SpanModel, TrainedModel
+from atoll.node.model.span_model import Architecture, SpanModel, TrainableModel
 from atoll.v1 import plan_pb2
 
 
@@ -36,14 +36,14 @@ class RunModel(Protocol):
         """What its layers are; elements that are trained are those that travel."""
         ...
 
-    def whole_bytes(self, samples: int) -> int:
+    def whole_model_bytes(self, samples: int) -> int:
         """What training all layers takes of a device, at least, with so many samples at once."""
         ...
 
-    def check(self, span: Span | None, got_on: Callable[[], object] = ...) -> None:
+    def check(self, span: Span | None, on_progress: Callable[[], object] = ...) -> None:
         """Look at all that a trainer of the span (of all layers) needs beside data. Raises `PretrainedWeightsUnusable`.
 
-        `got_on` is called after each file.
+        `on_progress` is called after each file.
         """
         ...
 
@@ -51,25 +51,25 @@ class RunModel(Protocol):
         """What is trained of the span as it is before the first step, by name in layer order, a layer at a time."""
         ...
 
-    def complete(self, model: TrainedModel) -> None:
+    def load_frozen(self, model: TrainableModel) -> None:
         """Give what is frozen its values. Raises `PretrainedWeightsUnusable`, `CheckpointCorrupt`."""
         ...
 
 
-class BuiltInRun:
+class BuiltInRunModel:
     """A run of the built-in decoder."""
 
     def __init__(self, spec: RunSpec, section: ModelSection, vocabulary: int) -> None:
         """Raises `UnsupportedModel`."""
         shape = resolve_shape(section, vocabulary)
-        self.architecture = BuiltIn(shape)
+        self.architecture = BuiltInArchitecture(shape)
         self.table = layer_table(spec, shape)
         self._spec, self._shape, self._seed = spec, shape, spec.run.seed
 
-    def whole_bytes(self, samples: int) -> int:
-        return memory_needed_bytes(self._spec, self._shape, samples)
+    def whole_model_bytes(self, samples: int) -> int:
+        return built_in_memory_bytes(self._spec, self._shape, samples)
 
-    def check(self, span: Span | None, got_on: Callable[[], object] = lambda: None) -> None:
+    def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
         """It needs nothing."""
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +78,7 @@ class BuiltInRun:
             if int(name.split(".")[1]) in span:
                 yield name, values
 
-    def complete(self, model: TrainedModel) -> None:
+    def load_frozen(self, model: TrainableModel) -> None:
         """Nothing of it is frozen."""
 
 
@@ -88,21 +88,21 @@ def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunMo
     Raises `UnsupportedModel`, and `ConfigError` where a library is missing.
     """
     if isinstance(spec.model, HuggingFaceModel):
-        from atoll.node.model.hf_run_model import HuggingFaceRun  # transformers: seconds
+        from atoll.node.model.hf_run_model import HuggingFaceRunModel  # transformers: seconds
 
-        return HuggingFaceRun(spec, spec.model, vocabulary, base)
-    return BuiltInRun(spec, spec.model, vocabulary)
+        return HuggingFaceRunModel(spec, spec.model, vocabulary, base)
+    return BuiltInRunModel(spec, spec.model, vocabulary)
 
 
-def hold(run: RunModel, span: Span, device: torch.device, activation_checkpointing: bool = False) -> SpanModel:
+def allocate_span(run: RunModel, span: Span, device: torch.device, activation_checkpointing: bool = False) -> SpanModel:
     """Memory for a span; what is frozen of it has its values, what is trained is zero."""
-    model = SpanModel(run.architecture.cut(span, activation_checkpointing), device)
-    run.complete(model)
+    model = SpanModel(run.architecture.span_definition(span, activation_checkpointing), device)
+    run.load_frozen(model)
     return model
 
 
-def initialise_into(run: RunModel, model: TrainedModel, anchor_E: Tensor) -> None:
+def initialise_into(run: RunModel, model: TrainableModel, anchor_E: Tensor) -> None:
     """Write the run's initial parameters of the model's span."""
     views = dict(model.trained.views(anchor_E))
-    for name, values in run.initial_parameters(model.cut.span):
+    for name, values in run.initial_parameters(model.span_definition.span):
         views[name].copy_(values)

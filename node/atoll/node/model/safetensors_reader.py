@@ -33,7 +33,7 @@ _DTYPES = {
 }
 
 
-def names_in(path: Path) -> list[str]:
+def tensor_names(path: Path) -> list[str]:
     """Of all tensors in a file. Raises `CheckpointCorrupt`."""
     try:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """One span of a model in memory, and nothing else of it.
 
-A `Cut` is the whole model built on the meta device, where it takes no memory, with holes where other spans are: its
+A `SpanDefinition` is the whole model built on the meta device, where it takes no memory, with holes where other spans are: its
 own `forward` then runs the layers that are left. `SpanModel` gives those their memory: flat fp32 vectors in layer
 order, like those of `model/flat.py`, so that a layer is a slice whatever span it is part of.
 
@@ -31,7 +31,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SpanDefinition:
     """A model on the meta device without what lies outside `span`."""
 
     span: Span
@@ -62,15 +62,15 @@ class Architecture(Protocol):
         """Embedding, blocks, head."""
         ...
 
-    def cut(self, span: Span, activation_checkpointing: bool = False) -> Cut:
+    def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:
         """Allocates nothing. With checkpointing, backward computes blocks again where gradients are wanted."""
         ...
 
 
-class TrainedModel(Protocol):
+class TrainableModel(Protocol):
     """A cut in memory, as optimisers see it: on one device, or this device's pieces of it."""
 
-    cut: Cut
+    span_definition: SpanDefinition
     device: torch.device
     trained: FlatLayout  # of what is trained, wherever it lies
     frozen: FlatLayout
@@ -94,7 +94,7 @@ class TrainedModel(Protocol):
         ...
 
     @property
-    def hidden(self) -> list[nn.Parameter]:
+    def muon_matrices(self) -> list[nn.Parameter]:
         """The matrices that are neither of the first nor of the last layer of the whole model."""
         ...
 
@@ -115,7 +115,7 @@ class TrainedModel(Protocol):
         ...
 
 
-class RouteModel(TrainedModel, Protocol):
+class StageModel(TrainableModel, Protocol):
     """One that may be a stage: a tied matrix may have its owner here and its borrower elsewhere, or the reverse."""
 
     @property
@@ -132,37 +132,39 @@ class RouteModel(TrainedModel, Protocol):
 class SpanModel:
     """A cut with memory for its parameters: zeros until they are loaded."""
 
-    def __init__(self, cut: Cut, device: torch.device) -> None:
-        self.cut, self.device = cut, device
-        self.trained = layout_of(cut)
-        self.frozen = layout_of(cut, trained=False)
+    def __init__(self, span_definition: SpanDefinition, device: torch.device) -> None:
+        self.span_definition, self.device = span_definition, device
+        self.trained = layout_of(span_definition)
+        self.frozen = layout_of(span_definition, trained=False)
         self.weights_E = torch.zeros(self.trained.elements, device=device)
         self.weights: Weights = WholeWeights(self.weights_E)
         self.gradients_E = torch.zeros_like(self.weights_E)
         self.frozen_E = torch.zeros(self.frozen.elements, device=device)
-        self.trained.bind(cut.module, self.weights_E, self.gradients_E)
-        self.frozen.bind(cut.module, self.frozen_E, None)
-        move_buffers(cut.module, device)
-        self._named = dict(cut.module.named_parameters())
-        self._borrowed = self._bind_borrowed() if cut.tie is not None and cut.last else None
+        self.trained.bind(span_definition.module, self.weights_E, self.gradients_E)
+        self.frozen.bind(span_definition.module, self.frozen_E, None)
+        move_buffers(span_definition.module, device)
+        self._named = dict(span_definition.module.named_parameters())
+        self._borrowed = self._bind_borrowed() if span_definition.tie is not None and span_definition.last else None
 
     def _bind_borrowed(self) -> nn.Parameter:
         """The borrower's view of the matrix: the owner's memory where it is here, and always a gradient of its own."""
-        tie = self.cut.tie
+        tie = self.span_definition.tie
         assert tie is not None
         meta_VD = self._named[tie.borrower]
-        weights_VD = self.owned.detach() if self.cut.first else torch.zeros(meta_VD.shape, device=self.device)
+        weights_VD = (
+            self.owned.detach() if self.span_definition.first else torch.zeros(meta_VD.shape, device=self.device)
+        )
         bound = nn.Parameter(weights_VD)
         bound.grad = torch.zeros_like(weights_VD)
         module, _, name = tie.borrower.rpartition(".")
-        setattr(self.cut.module.get_submodule(module), name, bound)
+        setattr(self.span_definition.module.get_submodule(module), name, bound)
         return bound
 
     @property
     def owned(self) -> nn.Parameter:
         """The tied matrix, on the first span."""
-        assert self.cut.tie is not None
-        return self._named[self.cut.tie.owner]
+        assert self.span_definition.tie is not None
+        return self._named[self.span_definition.tie.owner]
 
     @property
     def borrowed(self) -> nn.Parameter:
@@ -173,21 +175,21 @@ class SpanModel:
     @property
     def embedding(self) -> nn.Parameter | None:
         """The parameter that does not decay, if it is trained here."""
-        return self._named.get(self.cut.embedding)
+        return self._named.get(self.span_definition.embedding)
 
     @property
-    def hidden(self) -> list[nn.Parameter]:
+    def muon_matrices(self) -> list[nn.Parameter]:
         """The matrices that are neither of the first nor of the last layer of the whole model."""
-        within = range(1, self.cut.layers - 1)
+        within = range(1, self.span_definition.layers - 1)
         return [self._named[slot.name] for slot in self.trained.slots if slot.layer in within and len(slot.shape) == 2]
 
     def run(self, x: Tensor) -> Tensor:
         """Tokens or activations to activations or logits."""
-        return self.cut.run(x)
+        return self.span_definition.run(x)
 
     def gather_gradients(self) -> None:
         """Add what the head summed of a tied matrix that is here to its owner's gradient, and begin again at zero."""
-        if self._borrowed is not None and self.cut.first:
+        if self._borrowed is not None and self.span_definition.first:
             assert self.owned.grad is not None
             assert self._borrowed.grad is not None
             self.owned.grad.add_(self._borrowed.grad)
@@ -212,18 +214,18 @@ class SpanModel:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that is loaded, trained or frozen, by the name under which a whole model has it."""
-        yield from named(self.cut, self.trained, self.weights_E)
-        yield from named(self.cut, self.frozen, self.frozen_E)
+        yield from named(self.span_definition, self.trained, self.weights_E)
+        yield from named(self.span_definition, self.frozen, self.frozen_E)
 
     def layer(self, layer: int) -> Tensor:
         """What is trained of one layer of the model, as a view of the weights [E of the layer]."""
-        first = layer - self.cut.span.first
+        first = layer - self.span_definition.span.first
         return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
 
 
-def named(cut: Cut, layout: FlatLayout, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+def named(span_definition: SpanDefinition, layout: FlatLayout, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Views by the name under which a whole model has them."""
-    copy = cut.copy
+    copy = span_definition.copy
     for name, view in layout.views(flat_E):
         plain = name.replace(".base_layer.", ".")  # what an adapter stands around
         yield (copy.owner if copy is not None and copy.borrower == plain else plain), view
@@ -236,11 +238,11 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
             setattr(part, name, buffer.to(device))
 
 
-def layout_of(cut: Cut, trained: bool = True) -> FlatLayout:
+def layout_of(span_definition: SpanDefinition, trained: bool = True) -> FlatLayout:
     """Of the parameters that are trained, or of those that are frozen; a borrowed one is neither."""
-    borrowed = cut.tie.borrower if cut.tie is not None else None
+    borrowed = span_definition.tie.borrower if span_definition.tie is not None else None
     layers = [
         {name: each for name, each in parameters.items() if each.requires_grad == trained and name != borrowed}
-        for parameters in cut.parameters
+        for parameters in span_definition.parameters
     ]
-    return FlatLayout.of_layers(layers, cut.span.first)
+    return FlatLayout.of_layers(layers, span_definition.span.first)

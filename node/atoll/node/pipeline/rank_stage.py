@@ -8,7 +8,7 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.pipeline.sharded_stage import SpreadStage, part_of_stage
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.device_group import Group
+from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.replica import Replica
@@ -17,7 +17,9 @@ from atoll.node.training.replica import Replica
 class FollowingStage(Replica):
     """Weights and rounds as those of `StageLoop`; data and flushes are the first device's."""
 
-    def __init__(self, spec: RunSpec, corpus: Corpus, span: Span, run: RunModel, group: Group, clock: Clock) -> None:
+    def __init__(
+        self, spec: RunSpec, corpus: Corpus, span: Span, run: RunModel, group: DeviceGroup, clock: Clock
+    ) -> None:
         """Raises `InvalidRequest`, `ConfigError`."""
         self.span, self.run = span, run
         self.stage: SpreadStage = part_of_stage(spec, run, span, group)

@@ -19,14 +19,16 @@ from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.rank_order import Compute
 from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.training.device import working_precision
-from atoll.node.training.device_group import NOTHING, Group
-from atoll.node.training.fsdp_model import SpreadModel, spread
+from atoll.node.training.device_group import ZERO_WEIGHT_DIVISOR, DeviceGroup
+from atoll.node.training.fsdp_model import FsdpModel, shard_model
 
 
 class SpreadStage(Stage):
     """One device's part. Tensors that the route brings are None on all but the first."""
 
-    def __init__(self, model: SpreadModel, section: OptimizerSection, room: Room, precision: str, group: Group) -> None:
+    def __init__(
+        self, model: FsdpModel, section: OptimizerSection, room: Room, precision: str, group: DeviceGroup
+    ) -> None:
         super().__init__(model, section, room, precision)
         self._spread, self._group = model, group
         self._rows: dict[int, int] = {}  # samples of micro-batches in flight, of all devices
@@ -35,22 +37,24 @@ class SpreadStage(Stage):
 
     def forward_part(self, micro_batch: int, rows: int, x: Tensor | None, targets_BT: Tensor | None) -> Tensor:
         """`forward` of this device's samples of `rows`; on the first device, what came of all of them."""
-        cut, tokens, before = self._spread.cut, self._room.tokens, self._flush_tokens
+        span_definition, tokens, before = self._spread.span_definition, self._room.tokens, self._flush_tokens
         own = self._group.own(rows)
-        shape, dtype = ((tokens,), torch.int64) if cut.first else ((tokens, cut.dimension), torch.float32)
+        shape, dtype = (
+            ((tokens,), torch.int64) if span_definition.first else ((tokens, span_definition.dimension), torch.float32)
+        )
         x_here = self._group.scatter(rows, shape, dtype, x)
         targets_here = self._group.scatter(rows, (tokens,), torch.int64, targets_BT)
         self._rows[micro_batch] = rows
-        self._times = rows / (own.stop - own.start) if own.stop > own.start else NOTHING
+        self._times = rows / (own.stop - own.start) if own.stop > own.start else ZERO_WEIGHT_DIVISOR
         output = self.forward(micro_batch, x_here, targets_here)
         self._flush_tokens = before + rows * tokens
-        return output if cut.last else self._group.gather(rows, output)
+        return output if span_definition.last else self._group.gather(rows, output)
 
     def backward_part(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """`backward` of this device's samples; on the first device, the gradient of all of them."""
-        cut, rows = self._spread.cut, self._rows.pop(micro_batch)
-        shape = (self._room.tokens, cut.dimension)
-        gradient = None if cut.last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
+        span_definition, rows = self._spread.span_definition, self._rows.pop(micro_batch)
+        shape = (self._room.tokens, span_definition.dimension)
+        gradient = None if span_definition.last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
         found = self.backward(micro_batch, gradient)
         return None if found is None else self._group.gather(rows, found)
 
@@ -63,12 +67,12 @@ class SpreadStage(Stage):
     def norms(self) -> tuple[float, ...]:
         self._spread.gather_gradients()
         if self._returned_VD is not None:
-            self._spread.add_to_owned(self._returned_VD)
+            self._spread.add_to_tied_gradient(self._returned_VD)
             self._returned_VD = None
         return super().norms()
 
     def loss(self) -> float:
-        return float(self._group.sum_(self._loss_sum.clone()))
+        return float(self._group.all_reduce_sum(self._loss_sum.clone()))
 
     def abort(self) -> None:
         self._rows.clear()
@@ -80,7 +84,7 @@ class SpreadStage(Stage):
         return super().end_evaluation()
 
     def tied_weights(self) -> Tensor:
-        return self._spread.whole_owned()
+        return self._spread.gather_tied_weight()
 
     def borrow_part(self, weights_VD: Tensor | None) -> None:
         """`borrow` what the first device got."""
@@ -90,7 +94,7 @@ class SpreadStage(Stage):
         self._group.broadcast(self._spread.borrowed.data)
 
     def tied_gradient(self) -> Tensor:
-        return self._group.sum_(super().tied_gradient())
+        return self._group.all_reduce_sum(super().tied_gradient())
 
     def add_tied_part(self, gradient_VD: Tensor | None) -> None:
         """`add_tied` what the first device got, when the gradients are gathered."""
@@ -120,20 +124,20 @@ class SpreadStage(Stage):
         does[order.what]()
 
 
-def part_of_stage(spec: RunSpec, run: RunModel, span: Span, group: Group) -> SpreadStage:
+def part_of_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> SpreadStage:
     """This device's part of a span in memory. Raises `InvalidRequest`, `ConfigError`."""
     section = spec.optimizer
     room = Room(section.micro_batch_samples, spec.data.sequence_length)
     precision = working_precision(section.precision, group.device)
-    return SpreadStage(spread(run, span, group, section), section, room, precision, group)
+    return SpreadStage(shard_model(run, span, group, section), section, room, precision, group)
 
 
 class LedStage:
     """The whole stage, on its first device: `runner.Compute`."""
 
-    def __init__(self, part: SpreadStage, tell: Callable[[Compute], object]) -> None:
-        """`tell` the others."""
-        self._part, self._tell = part, tell
+    def __init__(self, part: SpreadStage, send_to_ranks: Callable[[Compute], object]) -> None:
+        """`send_to_ranks` the others."""
+        self._part, self._tell = part, send_to_ranks
 
     def check(self, message: Message) -> None:
         self._part.check(message)

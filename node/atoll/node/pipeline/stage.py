@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.span_model import RouteModel
+from atoll.node.model.span_model import StageModel
 from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
 from atoll.node.training.inner_optimizer import InnerOptimizer
 from atoll.node.training.loop import cross_entropy
@@ -35,9 +35,9 @@ class Room:
 class Stage:
     """Holds one span in memory. fp32, or bf16 where matrices are multiplied; there is no loss scaling."""
 
-    def __init__(self, model: RouteModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
+    def __init__(self, model: StageModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
         self.model, self._room, self._precision = model, room, precision
-        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.hidden)
+        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.muon_matrices)
         self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
         self.anchor: Tensor | None = None  # what evaluations are of; its owner is the trainer's loop
         self.anchor_tokens = 0  # committed when it was made
@@ -63,7 +63,7 @@ class Stage:
         """Activations [B,T,D]; on the last stage this micro-batch's share of the flush's loss, a number."""
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
-        if self.model.cut.last:
+        if self.model.span_definition.last:
             return self._lose(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
         if not self._evaluates:
             self._inputs[micro_batch] = x
@@ -97,7 +97,7 @@ class Stage:
             gradient_BTD = gradient_BTD.to(self.model.device, non_blocking=True)
         if output.requires_grad:
             output.backward(gradient_BTD)  # type: ignore[no-untyped-call]
-        return None if self.model.cut.first else x.grad
+        return None if self.model.span_definition.first else x.grad
 
     def norms(self) -> tuple[float, ...]:
         """Of the span's gradient, layer by layer."""
@@ -125,7 +125,7 @@ class Stage:
         self._inputs.clear()
         self._losses.clear()
         self.model.zero_gradients()
-        if self.model.cut.tie is not None and self.model.cut.last:
+        if self.model.span_definition.tie is not None and self.model.span_definition.last:
             self._borrowed_gradient().zero_()
 
     # --- an evaluation ------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Stage:
         """Weights for anchor, with room for a layer."""
         assert self.anchor is not None
         for start, end in pairwise(self.model.trained.layer_offsets):
-            anchor = self.anchor[self.model.weights.here(slice(start, end))]
-            with self.model.weights.changed(slice(start, end)) as weights:
+            anchor = self.anchor[self.model.weights.local_slice(slice(start, end))]
+            with self.model.weights.modify(slice(start, end)) as weights:
                 kept = weights.clone()
                 weights.copy_(anchor)
                 anchor.copy_(kept)
@@ -185,13 +185,15 @@ class Stage:
 
     def check(self, message: Message) -> None:
         """Raise `PeerMisbehaved` unless its tensors have the shapes and dtypes of this run."""
-        cut, problem = self.model.cut, ""
+        span_definition, problem = self.model.span_definition, ""
         match message:
             case Activation(x_BTD=x, targets_BT=targets):
                 problem = self._misfit(x) or self._mistarget(x, targets)
             case Gradient(micro_batch=number, gradient_BTD=gradient):
                 problem = self._misfit(gradient) or _unlike(gradient, self._samples(number))
-            case Report(norms=norms) if len(norms) != (0 if self._evaluates else cut.layers - 1 - cut.span.last):
+            case Report(norms=norms) if len(norms) != (
+                0 if self._evaluates else span_definition.layers - 1 - span_definition.span.last
+            ):
                 problem = f"has {len(norms)} norms"
             case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.owned):
                 problem = f"is {_described(tied)}"
@@ -206,16 +208,18 @@ class Stage:
         return None if held is None else len(held)
 
     def _misfit(self, x_BTD: Tensor) -> str:
-        room, cut = self._room, self.model.cut
+        room, span_definition = self._room, self.model.span_definition
         fits = x_BTD.dim() == 3 and 1 <= x_BTD.shape[0] <= room.samples
-        fits = fits and tuple(x_BTD.shape[1:]) == (room.tokens, cut.dimension) and x_BTD.dtype is torch.float32
+        fits = (
+            fits and tuple(x_BTD.shape[1:]) == (room.tokens, span_definition.dimension) and x_BTD.dtype is torch.float32
+        )
         return "" if fits else f"is {_described(x_BTD)}"
 
     def _mistarget(self, x_BTD: Tensor, targets_BT: Tensor) -> str:
         if targets_BT.shape != x_BTD.shape[:2] or targets_BT.dtype is not torch.int64:
             return f"has targets that are {_described(targets_BT)}"
         low, high = (int(end) for end in torch.aminmax(targets_BT))
-        return "" if 0 <= low <= high < self.model.cut.vocabulary else f"has targets from {low} to {high}"
+        return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
 
     def _run(self, x: Tensor) -> Tensor:
         bf16 = self._precision == "bf16"

@@ -26,7 +26,7 @@ from atoll.core.errors import (
 from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
+from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.flush_machine import Compute, Runner
@@ -38,16 +38,16 @@ from atoll.node.pipeline.stage import Room, Stage
 from atoll.node.pipeline.stage_io import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import working_precision
-from atoll.node.training.device_group import Group
+from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.sample_feed import Taken
+from atoll.node.training.sample_feed import SampleNumbers
 
 PATIENCE_FLOOR_SECONDS = 5.0
 PATIENCE_CEILING_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end
 STALE_SECONDS = 450.0  # a flush that the driver should have ended long ago: others end it then
-_NOTHING = Taken((), 0)
+_NOTHING = SampleNumbers((), 0)
 
 
 class StageLoop(Replica):
@@ -62,7 +62,7 @@ class StageLoop(Replica):
         clock: Clock,
         cable: CableEnd,
         run: RunModel | None = None,
-        group: Group | None = None,
+        group: DeviceGroup | None = None,
     ) -> None:
         """`group`: of the processes that each have a part of the span; this is the first of them.
 
@@ -78,8 +78,8 @@ class StageLoop(Replica):
             self.stage = compute = whole_stage(spec, self.run, span, device)
         else:
             self.stage = part = part_of_stage(spec, self.run, span, group)
-            compute = LedStage(part, group.tell)
-        self._tied = self.stage.model.cut.tie is not None
+            compute = LedStage(part, group.send_to_ranks)
+        self._tied = self.stage.model.span_definition.tie is not None
         self._table = self.run.table
         self._runner = Runner(Place(0, 1), compute, spec.optimizer.clip_norm)
         self._cable = cable
@@ -132,8 +132,12 @@ class StageLoop(Replica):
 
     def enter_route(self, plan_version: int, route: int, stage: int, stages: int) -> None:
         """The place that this span has from now on. Raises `InvalidRequest` for one that does not fit it."""
-        cut = self.stage.model.cut
-        if not 0 <= stage < stages or (stage == 0) != cut.first or (stage == stages - 1) != cut.last:
+        span_definition = self.stage.model.span_definition
+        if (
+            not 0 <= stage < stages
+            or (stage == 0) != span_definition.first
+            or (stage == stages - 1) != span_definition.last
+        ):
             raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
         self._lose(InvalidTransition("the plan has another route"))
         micro_batches = self.spec.samples_per_flush // self.spec.optimizer.micro_batch_samples
@@ -307,7 +311,7 @@ def whole_stage(spec: RunSpec, run: RunModel, span: Span, device: torch.device) 
             'set precision = "fp32", or "bf16" on devices that have it',
         )
     room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
-    return Stage(hold(run, span, device), spec.optimizer, room, precision)
+    return Stage(allocate_span(run, span, device), spec.optimizer, room, precision)
 
 
 def _pairs(tokens: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -362,8 +362,10 @@ class AveragingEngine:
         ranges, committed_tokens = self._ranges(head), head.committed_tokens
         match share.counted:
             case rt.Counted.NOTHING:
-                spent = share.samples
-                await self._trainer.rebase(ranges=ranges, committed_tokens=committed_tokens, spent=spent, moved=moved)
+                consumed_samples = share.samples
+                await self._trainer.rebase(
+                    ranges=ranges, committed_tokens=committed_tokens, consumed_samples=consumed_samples, moved=moved
+                )
             case rt.Counted.SNAPSHOT:
                 await self._trainer.apply(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
             case rt.Counted.UNKNOWN:

@@ -14,13 +14,13 @@ from atoll.core.errors import UnsupportedModel
 from atoll.node.model.llama import INITIAL_STD
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
-from atoll.node.training.device import computing_seconds, finish
+from atoll.node.training.device import compute_clock_seconds, synchronize
 
 REPETITIONS = 5
 LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
 
 
-def of_single_layers(
+def time_single_layers(
     architecture: Architecture,
     kinds: dict[str, int],
     tokens_BT: Tensor,
@@ -33,12 +33,12 @@ def of_single_layers(
     """
     times, x = [], tokens_BT
     for kind, number in kinds.items():
-        model = SpanModel(architecture.cut(Span(number, number)), tokens_BT.device)
+        model = SpanModel(architecture.span_definition(Span(number, number)), tokens_BT.device)
         for _, values in model.tensors():
             nn.init.normal_(values, std=INITIAL_STD)
         try:
             with autocast():
-                forward, backward, x = measure(model.cut.run, x, clock)
+                forward, backward, x = time_layer(model.span_definition.run, x, clock)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -50,7 +50,7 @@ def of_single_layers(
     return tuple(times)
 
 
-def measure(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
+def time_layer(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
     """Median seconds of forward and of backward on `x`, and the output, detached. Adds to the layer's gradients."""
     forwards, backwards = [], []
     output = x
@@ -68,5 +68,5 @@ def measure(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple
 
 def _now(device: torch.device, clock: Clock) -> float:
     """When everything that was asked of the device is done; on a CPU without the time in which others had the core."""
-    finish(device)
-    return computing_seconds(device, clock)
+    synchronize(device)
+    return compute_clock_seconds(device, clock)

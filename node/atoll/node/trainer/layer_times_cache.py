@@ -65,7 +65,7 @@ def _transformers() -> str:
         return ""
 
 
-class TimesFile:
+class LayerTimesCache:
     """One file, of a machine. It never keeps a trainer from starting: what cannot be read is measured again."""
 
     def __init__(self, path: Path, clock: Clock) -> None:

@@ -20,9 +20,9 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.fsdp_memory import kept_aside_bytes, rows_at_once, usable_bytes
-from atoll.node.model.local_weights import Pieces
-from atoll.node.model.memory_estimate import FP32_BYTES, Traffic, trainer_memory
+from atoll.node.model.fsdp_memory import evaluation_copy_bytes, padded_rows, usable_bytes
+from atoll.node.model.local_weights import ShardSlices
+from atoll.node.model.memory_estimate import FP32_BYTES, StageTraffic, stage_trainer_memory_bytes
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
@@ -32,23 +32,23 @@ from atoll.node.pipeline.schedule import credits_of
 from atoll.node.pipeline.stage_io import CableEnd
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages as ms
-from atoll.node.trainer.layer_times import LayerTimes, of_single_layers
-from atoll.node.trainer.layer_times_cache import TimesFile, key_of
-from atoll.node.training.corpus import Corpus, GotOn, load_corpus, unheard
+from atoll.node.trainer.layer_times import LayerTimes, time_single_layers
+from atoll.node.trainer.layer_times_cache import LayerTimesCache, key_of
+from atoll.node.training.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
 from atoll.node.training.device import (
     DeviceFacts,
     check_fits,
     device_facts,
     limit_host_memory,
-    too_large,
+    model_too_large,
     working_precision,
 )
-from atoll.node.training.device_group import Group, Several
+from atoll.node.training.device_group import DeviceGroup, Rendezvous
 from atoll.node.training.loop import InnerLoop
 
 
 @dataclass
-class Loaded:
+class TrainerState:
     """All of it."""
 
     spec: RunSpec
@@ -77,13 +77,13 @@ class Loaded:
 
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""
-        facts = usable(facts, self.spec, self.run, len(self.devices))
+        facts = usable_facts(facts, self.spec, self.run, len(self.devices))
         if isinstance(self.loop, InnerLoop):
-            check_fits(whole_bytes(self.spec, self.run, len(self.devices)), facts)
+            check_fits(whole_model_bytes(self.spec, self.run, len(self.devices)), facts)
         elif self.loop is not None:
             check_stage_fits(self.spec, self.run, self.loop.span, facts)
 
-    def introduction(self, tokens_per_second: float) -> ms.Ready:
+    def ready_message(self, tokens_per_second: float) -> ms.Ready:
         """What the daemon is told first; `probe` says how fast it is."""
         whole = isinstance(self.loop, InnerLoop)
         return ms.Ready(
@@ -98,7 +98,7 @@ class Loaded:
             tokens_per_second=tokens_per_second,
             layer_times=self.times,
             span=self.span,
-            whole_model_bytes=whole_bytes(self.spec, self.run, len(self.devices)),
+            whole_model_bytes=whole_model_bytes(self.spec, self.run, len(self.devices)),
         )
 
     def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:
@@ -110,7 +110,7 @@ class Loaded:
             try:
                 return self.loop.probe(minimum_step_seconds, compute_share, scratch_E)
             except torch.OutOfMemoryError as error:
-                raise too_large("ran out of memory in its first step", self.facts) from error
+                raise model_too_large("ran out of memory in its first step", self.facts) from error
         if not isinstance(self.loop, StageLoop):
             return 0.0
         seconds = self._seconds_per_token(self.loop.span) / compute_share
@@ -123,7 +123,7 @@ class Loaded:
         return sum(seconds[row.kind] for row in self.run.table.layers[span.first : span.last + 1])
 
 
-def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
+def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
     """Of one layer of each kind, with no more than that in memory."""
     precision = working_precision(spec.optimizer.precision, torch.device(facts.device))
     size = spec.optimizer.micro_batch_samples, spec.data.sequence_length
@@ -141,9 +141,9 @@ def single_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: 
         return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
 
     try:
-        return of_single_layers(run.architecture, kinds, tokens_BT, clock, autocast)
+        return time_single_layers(run.architecture, kinds, tokens_BT, clock, autocast)
     except torch.OutOfMemoryError as error:
-        raise too_large("ran out of memory with a single layer", facts) from error
+        raise model_too_large("ran out of memory with a single layer", facts) from error
 
 
 def _layer_times(
@@ -152,35 +152,39 @@ def _layer_times(
     """Of one device, shared by all: how well they work together shows when they do (`NodeStatus.computed`)."""
     if config.rank:
         return ()  # the leader's business
-    times = _measured(config, spec, run, device_facts(device, config.vram_fraction, config.memory_bytes), clock)
+    times = _cached_layer_times(
+        config, spec, run, device_facts(device, config.vram_fraction, config.memory_bytes), clock
+    )
     return tuple((kind, forward / devices, backward / devices) for kind, forward, backward in times)
 
 
-def _measured(config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
-    if config.times_path is None:
-        return single_layer_times(spec, run, facts, clock)
-    file, key = TimesFile(Path(config.times_path), clock), key_of(spec, run, facts, config.cpu_threads)
+def _cached_layer_times(
+    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
+) -> LayerTimes:
+    if config.layer_times_path is None:
+        return measure_layer_times(spec, run, facts, clock)
+    file, key = LayerTimesCache(Path(config.layer_times_path), clock), key_of(spec, run, facts, config.cpu_threads)
     times = file.recall(key, {row.kind for row in run.table.layers})
     if not times:
-        times = single_layer_times(spec, run, facts, clock)
+        times = measure_layer_times(spec, run, facts, clock)
         file.keep(key, times)
     return times
 
 
-def usable(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int) -> DeviceFacts:
+def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int) -> DeviceFacts:
     """Of so many devices together, without what they take for being several."""
     if devices == 1:
         return facts
     whole, micro_batch = Span(0, run.architecture.layers - 1), spec.optimizer.micro_batch_samples
-    rounded = stage_bytes(spec, run, whole, rows_at_once(micro_batch, devices)) / stage_bytes(spec, run, whole)
-    times = Pieces.unevenness(layout_of(run.architecture.cut(whole)), devices) * rounded
+    rounded = stage_bytes(spec, run, whole, padded_rows(micro_batch, devices)) / stage_bytes(spec, run, whole)
+    times = ShardSlices.largest_share_ratio(layout_of(run.architecture.span_definition(whole)), devices) * rounded
     return replace(facts, memory_bytes=usable_bytes(run.table, facts.memory_bytes, devices, times))
 
 
-def whole_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
-    """What all layers take of so many devices, as `usable` counts their memory."""
-    aside = kept_aside_bytes(run.table) if devices > 1 else 0
-    return run.whole_bytes(spec.optimizer.micro_batch_samples) + aside
+def whole_model_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
+    """What all layers take of so many devices, as `usable_facts` counts their memory."""
+    aside = evaluation_copy_bytes(run.table) if devices > 1 else 0
+    return run.whole_model_bytes(spec.optimizer.micro_batch_samples) + aside
 
 
 def load(
@@ -188,28 +192,28 @@ def load(
     facts: DeviceFacts,
     cable: CableEnd | None,
     clock: Clock,
-    several: Several | None = None,
-    got_on: GotOn = unheard,
-) -> Loaded:
+    rendezvous: Rendezvous | None = None,
+    on_progress: OnProgress = no_progress_callback,
+) -> TrainerState:
     """`facts` are of all devices together.
 
     Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`, `InvalidRequest`,
     `ConfigError`.
     """
-    devices = several.devices if several is not None else [torch.device(facts.device)]
+    devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
     tokenizer = load_tokenizer(spec.data.tokenizer)
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
-    facts = usable(facts, spec, run, len(devices))
+    facts = usable_facts(facts, spec, run, len(devices))
     holds = _has_room(spec, run, span, facts, len(devices))
     torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
     times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
     _warm_up()
-    got_on(0)
-    run.check(span, partial(got_on, 0))
-    corpus = load_corpus(spec, config.corpus_path, tokenizer, got_on)
+    on_progress(0)
+    run.check(span, partial(on_progress, 0))
+    corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress)
     log.get("trainer").info(
         "corpus_loaded",
         tokens=len(corpus.tokens),
@@ -221,8 +225,8 @@ def load(
     if device.type == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes // len(devices))
     loop: InnerLoop | StageLoop | FollowingStage | None = None
-    group = Group.meet(several) if holds and several is not None else None
-    if group is not None and not group.agrees(corpus.digest):
+    group = DeviceGroup.connect(rendezvous) if holds and rendezvous is not None else None
+    if group is not None and not group.matches_rank_zero(corpus.digest):
         raise CorpusError(f"{config.corpus_path or spec.data.path} changed while it was read", "start the node again")
     if span is not None:
         try:
@@ -232,10 +236,10 @@ def load(
                 assert cable is not None
                 loop = StageLoop(spec, corpus, span, device, clock, cable, run, group)
         except torch.OutOfMemoryError as error:
-            raise too_large(f"does not fit with {span} beside what is there", facts) from error
+            raise model_too_large(f"does not fit with {span} beside what is there", facts) from error
     elif holds:
         loop = InnerLoop(spec, corpus, device, clock=clock, run=run, group=group)
-    return Loaded(spec, run, corpus, clock, facts, devices, device, times, loop)
+    return TrainerState(spec, run, corpus, clock, facts, devices, device, times, loop)
 
 
 def _warm_up() -> None:
@@ -254,7 +258,7 @@ def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFact
         check_stage_fits(spec, run, span, facts)
         return True
     try:
-        check_fits(whole_bytes(spec, run, devices), facts)
+        check_fits(whole_model_bytes(spec, run, devices), facts)
     except ModelTooLarge as error:
         layers = range(run.architecture.layers)
         if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:
@@ -272,8 +276,8 @@ def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> i
     tokens = (samples or spec.optimizer.micro_batch_samples) * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
     credits = max(credits_of(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
-    traffic = Traffic(tokens, spec.data.sequence_length, credits)
-    return trainer_memory(run.table, span, traffic)
+    traffic = StageTraffic(tokens, spec.data.sequence_length, credits)
+    return stage_trainer_memory_bytes(run.table, span, traffic)
 
 
 def check_stage_fits(spec: RunSpec, run: RunModel, span: Span, facts: DeviceFacts) -> None:

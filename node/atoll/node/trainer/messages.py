@@ -33,7 +33,7 @@ class TrainerConfig:
     memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
     span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
     layer_times: tuple[tuple[str, float, float], ...] = ()  # what an earlier trainer of this node measured
-    times_path: str | None = None  # where they are kept from one daemon to the next
+    layer_times_path: str | None = None  # where they are kept from one daemon to the next
     base_path: str | None = None  # where the run's pretrained weights lie
 
 
@@ -108,7 +108,7 @@ class Rebase:
     ranges: Ranges
     committed_tokens: int
     moved: tuple[int, int]
-    spent: int = 0  # samples of ours that the round took
+    consumed_samples: int = 0  # samples of ours that the round took
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Generate:
 
 
 @dataclass(frozen=True)
-class Limit:
+class SetLimits:
     """The owner changed what this machine gives."""
 
     cpu_threads: int
@@ -183,7 +183,7 @@ class Stop:
 
 
 Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate) | (
-    Generate | Limit | EnterRoute | WriteInitial | Probe | Compute | Step | Stop
+    Generate | SetLimits | EnterRoute | WriteInitial | Probe | Compute | Step | Stop
 )
 
 
@@ -230,7 +230,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Taken:
+class SnapshotTaken:
     """A snapshot."""
 
     tokens: int
@@ -254,15 +254,15 @@ class Text:
 
 
 Pushed = Loading | TrainerStatus
-Answer = Ready | Refused | Done | Taken | Loss | Text
+Answer = Ready | Refused | Done | SnapshotTaken | Loss | Text
 Message = TrainerConfig | Order | Answer | Pushed
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, SetRanges),
-        *(Discard, Evaluate, Generate, Limit, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
-        *(Loading, Ready, Refused, Done, Taken, Loss, Text),
+        *(Discard, Evaluate, Generate, SetLimits, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
+        *(Loading, Ready, Refused, Done, SnapshotTaken, Loss, Text),
     )
 }
 

@@ -10,8 +10,8 @@ import asyncio
 from datetime import timedelta
 
 from atoll.core.plan import Plan
-from atoll.node.trainer.trainer import GotOn, Trainer, TrainerConfig, unheard
-from atoll.node.trainer.trainer_process import Child
+from atoll.node.trainer.trainer import OnProgress, Trainer, TrainerConfig, no_progress_callback
+from atoll.node.trainer.trainer_process import TrainerProcess
 
 
 def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:
@@ -19,12 +19,18 @@ def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:
     return (wanted.start, wanted.stop - 1) if plan is not None and 0 < len(wanted) < plan.layers else None
 
 
-class LoadingAhead:
+class TrainerPreload:
     """Has a child load at once; then one `take`, or `abandon`."""
 
-    def __init__(self, child: Child, config: TrainerConfig, timeout: timedelta, got_on: GotOn = unheard) -> None:
+    def __init__(
+        self,
+        child: TrainerProcess,
+        config: TrainerConfig,
+        timeout: timedelta,
+        on_progress: OnProgress = no_progress_callback,
+    ) -> None:
         self._child, self._span, self._taken = child, config.span, False
-        taking = Trainer.take(child, config, timeout=timeout, got_on=got_on)
+        taking = Trainer.take(child, config, timeout=timeout, on_progress=on_progress)
         self._taking = asyncio.create_task(taking, name="loading-ahead")
 
     async def take(self, span: tuple[int, int] | None) -> Trainer | None:

@@ -21,14 +21,14 @@ from datetime import timedelta
 from atoll.core import log
 from atoll.core.errors import ChildDied
 from atoll.node.trainer import messages as ms
-from atoll.node.training.device_names import names_of
+from atoll.node.training.device_names import parse_device_names
 
-_CONFIRM = timedelta(minutes=9)  # less than the daemon waits, which cannot say which process it was
+_ANSWER_TIMEOUT = timedelta(minutes=9)  # less than the daemon waits, which cannot say which process it was
 
 _log = log.get("trainer")
 
 
-class Followers:
+class RankProcesses:
     """Those of one leader. They have the leader's standard error, and die with it."""
 
     def __init__(
@@ -39,10 +39,10 @@ class Followers:
         `lost` is called in a thread when one ends, or says why it cannot begin.
         """
         self._lost, self._stopping = lost, False
-        self._names = names_of(config.device)
+        self._names = parse_device_names(config.device)
         self._controls: list[socket.socket] = []
         self._answers: list[queue.SimpleQueue[ms.Envelope]] = []
-        self._numbers = 0
+        self._order_numbers = 0
         for rank in range(1, len(self._names)):
             self._start(replace(config, rank=rank), descriptors)
 
@@ -61,17 +61,17 @@ class Followers:
         name = self._names[config.rank]
         threading.Thread(target=self._read, args=(ours, answers, name), name=f"follower-{name}", daemon=True).start()
 
-    def tell(self, order: ms.Order) -> int:
-        """All of them; the number for `confirm`."""
-        self._numbers += 1
-        line = ms.Envelope(self._numbers, order).line()
+    def send_to_ranks(self, order: ms.Order) -> int:
+        """All of them; the number for `await_ranks`."""
+        self._order_numbers += 1
+        line = ms.Envelope(self._order_numbers, order).line()
         self._stopping = self._stopping or isinstance(order, ms.Stop)
         for control in self._controls:
             with contextlib.suppress(OSError):  # who reads from it finds out
                 control.sendall(line)
-        return self._numbers
+        return self._order_numbers
 
-    def confirm(self, number: int, *, refused: bool = False) -> None:
+    def await_ranks(self, number: int, *, refused: bool = False) -> None:
         """Wait until all have done it, or refused it as we did.
 
         Raises `RuntimeError` for one that did other than we: they are of no use together any more.
@@ -80,7 +80,7 @@ class Followers:
             answer = ms.Envelope(0, ms.Done())
             while answer.number < number:
                 try:
-                    answer = answers.get(timeout=_CONFIRM.total_seconds())
+                    answer = answers.get(timeout=_ANSWER_TIMEOUT.total_seconds())
                 except queue.Empty:
                     raise RuntimeError(f"the trainer's process for {name} does not answer") from None
             if isinstance(answer.body, ms.Refused) is not refused:

@@ -21,21 +21,21 @@ from typing import Protocol
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, error_class
 from atoll.core.files import open_anonymous_file
-from atoll.node.model.initial_weights_file import write_initial
+from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.rank_stage import FollowingStage
 from atoll.node.pipeline.stage_io import CableEnd, RouteEvent
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import load
-from atoll.node.trainer.model_orders import OF_THE_MODEL, ModelOrders, require
-from atoll.node.trainer.rank_processes import Followers
-from atoll.node.trainer.step_pacing import Pace, Work
-from atoll.node.training.device import computing_seconds, finish, limit_memory
-from atoll.node.training.device_group import Several, devices_of, facts_of
+from atoll.node.trainer.model_orders import MODEL_ORDERS, ModelOrders, check_allowed
+from atoll.node.trainer.rank_processes import RankProcesses
+from atoll.node.trainer.step_pacing import StepPacer, WorkTime
+from atoll.node.training.device import compute_clock_seconds, limit_device_memory, synchronize
+from atoll.node.training.device_group import Rendezvous, choose_devices, combined_facts
 from atoll.node.training.loop import InnerLoop
 
-PUSH_SECONDS = 0.5
+STATUS_INTERVAL_SECONDS = 0.5
 TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU
 
 
@@ -60,73 +60,73 @@ class Session:
         clock: Clock | None = None,
     ) -> None:
         self._channel, self._clock = channel, clock or SystemClock()
-        self._pace = Pace(config.minimum_step_seconds, config.compute_share)
+        self._pace = StepPacer(config.minimum_step_seconds, config.compute_share)
         self._training = self._stopping = False
         self._pushed_at = 0.0
         self._steps = 0
-        self._waiting: deque[ms.Envelope] = deque()  # orders
-        devices = devices_of(config.device)
-        facts = facts_of(devices, config.vram_fraction, config.memory_bytes)
-        limit_memory(devices[0], facts, config.vram_fraction)
+        self._pending_orders: deque[ms.Envelope] = deque()  # orders
+        devices = choose_devices(config.device)
+        facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
+        limit_device_memory(devices[0], facts, config.vram_fraction)
         end = CableEnd(cable, channel.events.put) if cable is not None else None
-        self._followers: Followers | None = None
-        several: Several | None = None
+        self._ranks: RankProcesses | None = None
+        rendezvous: Rendezvous | None = None
         if len(devices) > 1:
-            meeting_fd = open_anonymous_file("atoll-meeting")
-            self._followers = Followers(config, (anchor_fd, gradient_fd, meeting_fd), self._give_up)
-            several = Several(devices, 0, meeting_fd, self._followers.tell)
-        self._here = load(config, facts, end, self._clock, several, self._get_on)
-        assert not isinstance(self._here.loop, FollowingStage)
-        self._loop = self._here.loop
-        self._orders = ModelOrders(self._here, config, anchor_fd, gradient_fd)
-        self._introduce(ms.Probe(config.minimum_step_seconds, config.compute_share))
+            rendezvous_fd = open_anonymous_file("atoll-meeting")
+            self._ranks = RankProcesses(config, (anchor_fd, gradient_fd, rendezvous_fd), self._exit_on_rank_failure)
+            rendezvous = Rendezvous(devices, 0, rendezvous_fd, self._ranks.send_to_ranks)
+        self._state = load(config, facts, end, self._clock, rendezvous, self._report_loading)
+        assert not isinstance(self._state.loop, FollowingStage)
+        self._loop = self._state.loop
+        self._orders = ModelOrders(self._state, config, anchor_fd, gradient_fd)
+        self._send_ready(ms.Probe(config.minimum_step_seconds, config.compute_share))
 
-    def _get_on(self, tokens: int) -> None:
+    def _report_loading(self, tokens: int) -> None:
         """Tell the daemon, now and then, that loading does."""
         now = self._clock.monotonic()
-        if now - self._pushed_at >= PUSH_SECONDS:
+        if now - self._pushed_at >= STATUS_INTERVAL_SECONDS:
             self._pushed_at = now
             self._channel.answer(0, ms.Loading(tokens))
 
-    def _introduce(self, probe: ms.Probe) -> None:
+    def _send_ready(self, probe: ms.Probe) -> None:
         anchor_E = self._orders.anchor_E
         if isinstance(self._loop, InnerLoop):
             self._loop.initialise_into(anchor_E)
-        number = self._followers.tell(probe) if self._followers is not None else 0
+        number = self._ranks.send_to_ranks(probe) if self._ranks is not None else 0
         # what fails here ends this process, and theirs: they may wait in a sum
-        tokens_per_second = self._here.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
-        if self._followers is not None:
-            self._followers.confirm(number)
-        self._channel.answer(0, self._here.introduction(tokens_per_second))
+        tokens_per_second = self._state.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
+        if self._ranks is not None:
+            self._ranks.await_ranks(number)
+        self._channel.answer(0, self._state.ready_message(tokens_per_second))
 
-    def _give_up(self, why: ms.Refused) -> None:
+    def _exit_on_rank_failure(self, why: ms.Refused) -> None:
         """A device's process is gone, so this trainer is of no use. Called in a thread; torch may wait for that one."""
         self._channel.answer(0, why)
         os._exit(int(error_class(why.reason).exit_code))
 
     @contextmanager
-    def _together(self, order: ms.Order) -> Iterator[None]:
-        """Followers do the same meanwhile, and are done afterwards."""
-        if self._followers is None:
+    def _on_all_ranks(self, order: ms.Order) -> Iterator[None]:
+        """RankProcesses do the same meanwhile, and are done afterwards."""
+        if self._ranks is None:
             yield
             return
-        number = self._followers.tell(order)
+        number = self._ranks.send_to_ranks(order)
         try:
             yield  # whatever fails but a refusal ends this process, and theirs
         except AtollError:
-            self._followers.confirm(number, refused=True)
+            self._ranks.await_ranks(number, refused=True)
             raise
-        self._followers.confirm(number)
+        self._ranks.await_ranks(number)
 
     def serve(self) -> None:
         """Until `Stop`."""
         while not self._stopping:
-            self._take(self._next_event())
-            if self._waiting and self._between_steps:
-                self._obey(self._waiting.popleft())
+            self._on_event(self._next_event())
+            if self._pending_orders and self._between_steps:
+                self._answer_order(self._pending_orders.popleft())
             elif self._may_work():
                 self._work()
-            if self._clock.monotonic() - self._pushed_at >= PUSH_SECONDS:
+            if self._clock.monotonic() - self._pushed_at >= STATUS_INTERVAL_SECONDS:
                 self._push()
 
     @property
@@ -141,7 +141,7 @@ class Session:
     @property
     def _is_timed(self) -> bool:
         """Whether to wait for the device: a GPU is ahead of its program, and should be in most steps."""
-        always = self._here.device.type == "cpu" or self._pace.compute_share < 1
+        always = self._state.device.type == "cpu" or self._pace.compute_share < 1
         return always or self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
 
     def _wait_seconds(self, loop: InnerLoop | StageLoop) -> float:
@@ -150,8 +150,8 @@ class Session:
         return self._pace.wait_seconds(now) if loop.between_steps else self._pace.rest_seconds(now)
 
     def _next_event(self) -> ms.Envelope | RouteEvent | None:
-        busy = self._may_work() or (self._waiting and self._between_steps)
-        wait = 0.0 if busy else PUSH_SECONDS
+        busy = self._may_work() or (self._pending_orders and self._between_steps)
+        wait = 0.0 if busy else STATUS_INTERVAL_SECONDS
         if not busy and self._training and self._loop is not None and self._loop.has_work:
             wait = min(wait, self._wait_seconds(self._loop))
         try:
@@ -159,9 +159,9 @@ class Session:
         except queue.Empty:
             return None
 
-    def _take(self, event: ms.Envelope | RouteEvent | None) -> None:
+    def _on_event(self, event: ms.Envelope | RouteEvent | None) -> None:
         if isinstance(event, ms.Envelope):
-            self._waiting.append(event)
+            self._pending_orders.append(event)
             if isinstance(event.body, ms.Stop) and isinstance(self._loop, StageLoop):
                 self._loop.leave(FlushAborted("the trainer stops"))  # else it waits for a flush that others may not end
         elif event is not None:
@@ -169,29 +169,29 @@ class Session:
 
     def _work(self) -> None:
         loop, began = self._require_model(), self._clock.monotonic()
-        computing = computing_seconds(self._here.device, self._clock)
+        computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
-        if self._followers is not None and isinstance(loop, InnerLoop):  # a stage tells what it does by itself
-            self._followers.tell(ms.Step())
+        if self._ranks is not None and isinstance(loop, InnerLoop):  # a stage tells what it does by itself
+            self._ranks.send_to_ranks(ms.Step())
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
         if self._is_timed:
-            finish(self._here.device)
+            synchronize(self._state.device)
             seconds = self._clock.monotonic() - began
-            computed = computing_seconds(self._here.device, self._clock) - computing
-            self._pace.worked(began, Work(seconds, min(seconds, computed)))
+            computed = compute_clock_seconds(self._state.device, self._clock) - computing
+            self._pace.record_work(began, WorkTime(seconds, min(seconds, computed)))
         if result is not None:
             self._steps += 1
             self._pace.end(result.tokens, result.loss)
 
-    def _obey(self, order: ms.Envelope) -> None:
+    def _answer_order(self, order: ms.Envelope) -> None:
         try:
             if isinstance(order.body, ms.Evaluate) and isinstance(self._loop, StageLoop):
-                require(self._training, "evaluate over a route while it is paused")
+                check_allowed(self._training, "evaluate over a route while it is paused")
                 self._loop.evaluate(partial(self._answer, order.number))
                 return  # the answer comes when the route has found it
-            answer = self._carry_out(order.body)
+            answer = self._execute(order.body)
         except AtollError as error:
             answer = refusal(error)
         self._push()  # first, so that who gets the answer sees the status after it
@@ -200,43 +200,43 @@ class Session:
     def _answer(self, number: int, outcome: Outcome) -> None:
         self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
 
-    def _carry_out(self, order: ms.Message) -> ms.Answer:
+    def _execute(self, order: ms.Message) -> ms.Answer:
         match order:
             case ms.Initialise():
                 self._require_model().initialise_into(self._orders.anchor_E)  # followers have no part in it
-                with self._together(order):
-                    self._orders.loaded = False
+                with self._on_all_ranks(order):
+                    self._orders.anchor_loaded = False
             case ms.Train():
                 self._require_model()
-                require(self._orders.loaded, "train before an anchor was loaded")
+                check_allowed(self._orders.anchor_loaded, "train before an anchor was loaded")
                 self._training = True
             case ms.Pause():
                 self._pause(self._require_model())
             case ms.EnterRoute(plan_version, route, stage, stages):
                 self._stage().enter_route(plan_version, route, stage, stages)
             case ms.WriteInitial(path):
-                write_initial(self._here.run, Path(path))
+                write_initial_weights(self._state.run, Path(path))
             case ms.Stop():
-                if self._followers is not None:
-                    self._followers.tell(order)
+                if self._ranks is not None:
+                    self._ranks.send_to_ranks(order)
                 self._stopping = True
             case _:
-                return self._carry_out_together(order)
+                return self._execute_on_all_ranks(order)
         return ms.Done()
 
-    def _carry_out_together(self, order: ms.Order | ms.Message) -> ms.Answer:
-        if not isinstance(order, OF_THE_MODEL):
+    def _execute_on_all_ranks(self, order: ms.Order | ms.Message) -> ms.Answer:
+        if not isinstance(order, MODEL_ORDERS):
             raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
-        with self._together(order):
-            answer = self._orders.carry_out(order)
-        if isinstance(order, ms.Limit):
+        with self._on_all_ranks(order):
+            answer = self._orders.execute(order)
+        if isinstance(order, ms.SetLimits):
             self._pace.minimum_step_seconds = order.minimum_step_seconds
             self._pace.compute_share = order.compute_share
         return answer
 
     def _pause(self, loop: InnerLoop | StageLoop) -> None:
         self._training = False
-        self._pace.forget()
+        self._pace.clear_recent_steps()
         if isinstance(loop, StageLoop):
             loop.pause()
 

@@ -10,7 +10,7 @@ TIMED_STEPS = 8  # whose computing is told: what else the machine does changes
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkTime:
     """What a piece of work took. Where others want the same cores it waits, too: neither computing nor rest."""
 
     seconds: float = 0.0
@@ -21,28 +21,28 @@ class Work:
         return max(self.seconds, self.computed / share)
 
 
-class Pace:
+class StepPacer:
     """Over the last steps. Between two pieces of work there is a rest, so that computing has its share of the time."""
 
     def __init__(self, minimum_step_seconds: float, compute_share: float = 1.0) -> None:
         self.minimum_step_seconds = minimum_step_seconds
         self.compute_share = compute_share
-        self._rested = 0.0
+        self._rest_until = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
-        self._busy: deque[tuple[list[Work], int]] = deque(maxlen=TIMED_STEPS)  # and tokens
-        self._worked: list[Work] = []  # in the step under way
+        self._busy: deque[tuple[list[WorkTime], int]] = deque(maxlen=TIMED_STEPS)  # and tokens
+        self._worked: list[WorkTime] = []  # in the step under way
         self._first = True  # step of this process: it warms kernels and memory
-        self._next = 0.0
+        self._next_step_at = 0.0
         self._began = 0.0
 
     def begin(self, now: float) -> None:
         """A step begins."""
         self._began, self._worked = now, []
-        self._next = now + self.minimum_step_seconds
+        self._next_step_at = now + self.minimum_step_seconds
 
-    def worked(self, began: float, work: Work) -> None:
+    def record_work(self, began: float, work: WorkTime) -> None:
         """A piece of a step, or all of it, is done."""
-        self._rested = began + work.with_rest(self.compute_share)
+        self._rest_until = began + work.with_rest(self.compute_share)
         self._worked.append(work)
 
     def end(self, tokens: int, loss: float) -> None:
@@ -52,23 +52,23 @@ class Pace:
             self._busy.append((self._worked, tokens))
         self._first = False
 
-    def forget(self) -> None:
+    def clear_recent_steps(self) -> None:
         """Training was interrupted: the gap is not a slow step."""
         self._steps.clear()  # what its steps computed stands
 
     def wait_seconds(self, now: float) -> float:
         """Until the next step may begin."""
-        return max(self.rest_seconds(now), self._next - now)
+        return max(self.rest_seconds(now), self._next_step_at - now)
 
     def rest_seconds(self, now: float) -> float:
         """Until anything may be computed."""
-        return max(0.0, self._rested - now)
+        return max(0.0, self._rest_until - now)
 
     def step_seconds(self, now: float) -> float:
         """Mean time from the beginning of one recent step to that of the next."""
         if not self._steps:
             return 0.0
-        return max(now, self._next, self._rested) / len(self._steps) - self._steps[0][0] / len(self._steps)
+        return max(now, self._next_step_at, self._rest_until) / len(self._steps) - self._steps[0][0] / len(self._steps)
 
     def tokens_per_step(self) -> float:
         return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))

@@ -28,19 +28,19 @@ from atoll.node.pipeline.stage_socket import Cable
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.messages import TrainerConfig, TrainerStatus
-from atoll.node.trainer.trainer_process import PROGRAM, Child
+from atoll.node.trainer.trainer_process import WORKER_MODULE, TrainerProcess
 from atoll.node.training.progress import Snapshot
 from atoll.v1 import plan_pb2
 
-__all__ = ["ChildExit", "Snapshot", "Trainer", "TrainerConfig", "TrainerFacts", "TrainerStatus"]
+__all__ = ["Snapshot", "Trainer", "TrainerConfig", "TrainerExit", "TrainerFacts", "TrainerStatus"]
 
 ORDER_TIMEOUT = timedelta(minutes=10)  # one inner step of a large model on a slow machine, and some
 _KILL_TIMEOUT = timedelta(seconds=10)
 
-GotOn = Callable[[ms.Loading], object]
+OnProgress = Callable[[ms.Loading], object]
 
 
-def unheard(_: ms.Loading) -> None:
+def no_progress_callback(_: ms.Loading) -> None:
     """Nobody asks how far it is."""
 
 
@@ -102,7 +102,7 @@ class TrainerFacts:
 
 
 @dataclass(frozen=True)
-class ChildExit:
+class TrainerExit:
     """How the child ended."""
 
     returncode: int  # negative: the signal that killed it
@@ -116,37 +116,46 @@ class ChildExit:
 class Trainer:
     """One trainer process. Made by `spawn`; `stop` it in the end."""
 
-    program = PROGRAM  # of the child; benchmarks have others
+    program = WORKER_MODULE  # of the child; benchmarks have others
     facts: TrainerFacts
     cable: Cable | None = None  # of a trainer with a span: for its route's bridge
     # fp32 [E] of the layers that are held, shared:
     anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
     pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
 
-    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, got_on: GotOn) -> None:
+    def __init__(
+        self, child: TrainerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_progress: OnProgress
+    ) -> None:
         self.status = TrainerStatus()
-        self.died: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
+        self.died: asyncio.Future[TrainerExit] = asyncio.get_running_loop().create_future()
         self._child, self._reader, self._writer = child, reader, writer
-        self._got_on, self._got_on_at = got_on, asyncio.get_running_loop().time()
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
+        self._on_progress, self._last_progress_at = on_progress, asyncio.get_running_loop().time()
+        self._order_numbers = itertools.count(1)
+        self._pending_answers: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
         self._listening = asyncio.create_task(self._listen(), name="trainer-listen")
 
     @classmethod
     async def spawn(cls, config: TrainerConfig, *, log_path: Path, timeout: timedelta) -> Trainer:
         """`take` of a new child."""
-        return await cls.take(await Child.start(log_path, cls.program), config, timeout=timeout)
+        return await cls.take(await TrainerProcess.start(log_path, cls.program), config, timeout=timeout)
 
     @classmethod
-    async def take(cls, child: Child, config: TrainerConfig, *, timeout: timedelta, got_on: GotOn = unheard) -> Trainer:
+    async def take(
+        cls,
+        child: TrainerProcess,
+        config: TrainerConfig,
+        *,
+        timeout: timedelta,
+        on_progress: OnProgress = no_progress_callback,
+    ) -> Trainer:
         """Tell a child what to train and wait until it has corpus, model and device; it is this trainer's then.
 
-        That takes as long as it takes: `timeout` is for a child that does not get on; `got_on` is told when it does.
+        That takes as long as it takes: `timeout` is for a child that does not get on; `on_progress` is told when it does.
         Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`, `DeadlineExceeded`.
         """
         try:
             reader, writer = await asyncio.open_connection(sock=child.control, limit=ms.MAX_LINE_BYTES)
-            trainer = cls(child, reader, writer, got_on)
+            trainer = cls(child, reader, writer, on_progress)
         except BaseException:
             await child.end()
             raise
@@ -154,17 +163,17 @@ class Trainer:
             if config.span is not None:
                 trainer.cable = await Cable.over(child.cable)
             writer.write(ms.Envelope(0, config).line())
-            ready = await trainer._loaded(timeout)
+            ready = await trainer._await_ready(timeout)
             assert isinstance(ready, ms.Ready)
             trainer.facts = TrainerFacts.of(ready)
             trainer.anchor, trainer.pseudo_gradient = (
-                map_vector(descriptor, trainer.facts.held_elements) for descriptor in child.vectors
+                map_vector(descriptor, trainer.facts.held_elements) for descriptor in child.vector_fds
             )
         except BaseException:
             await trainer._kill()
             raise
         finally:
-            child.let_go(keep_cable=trainer.cable is not None)
+            child.release(keep_stage_socket=trainer.cable is not None)
         return trainer
 
     # --- orders -----------------------------------------------------------------------------------------
@@ -193,7 +202,7 @@ class Trainer:
         Training goes on meanwhile.
         """
         taken = await self._order(ms.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
-        assert isinstance(taken, ms.Taken)
+        assert isinstance(taken, ms.SnapshotTaken)
         return Snapshot(taken.tokens, taken.samples, taken.steps, taken.fragment_tokens)
 
     async def apply(
@@ -216,16 +225,16 @@ class Trainer:
         *,
         ranges: Sequence[SampleRange],
         committed_tokens: int,
-        spent: int = 0,
+        consumed_samples: int = 0,
         moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
         """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
 
-        `moved` are the elements in which the anchor is another one (all). `spent` samples of the ranges before the
+        `moved` are the elements in which the anchor is another one (all). `consumed_samples` samples of the ranges before the
         round took all the same, for what an earlier life of this node brought.
         """
-        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, spent), timeout)
+        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout)
 
     async def set_ranges(self, ranges: Sequence[SampleRange], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Other samples, not consumed as of the anchor that is loaded; a snapshot stays, and all progress."""
@@ -249,7 +258,9 @@ class Trainer:
 
     async def limit(self, config: TrainerConfig, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Threads, pace and memory as `config` says, from the next step on. Raises `ModelTooLarge`."""
-        limit = ms.Limit(config.cpu_threads, config.minimum_step_seconds, config.compute_share, config.vram_fraction)
+        limit = ms.SetLimits(
+            config.cpu_threads, config.minimum_step_seconds, config.compute_share, config.vram_fraction
+        )
         await self._order(limit, timeout)
 
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
@@ -259,7 +270,7 @@ class Trainer:
         """
         await self._order(ms.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
 
-    async def write_initial(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+    async def write_initial_weights(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Genesis without the model: the run's initial parameters of all layers, raw fp32, little-endian, fsynced.
 
         Raises `DataDirUnusable`.
@@ -287,8 +298,8 @@ class Trainer:
     async def _order(self, order: ms.Order, timeout: timedelta) -> ms.Answer:
         if self.died.done():
             raise self._died_error()
-        number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+        number = next(self._order_numbers)
+        self._pending_answers[number] = asyncio.get_running_loop().create_future()
         self._writer.write(ms.Envelope(number, order).line())
         try:
             return await self._answer(number, timeout)
@@ -298,28 +309,28 @@ class Trainer:
             self._child.kill()  # a device or a disk that hangs: another process may do better
             raise ChildDied(f"{error}: it was killed", f"{self._child.log_path} holds its output") from error
 
-    async def _loaded(self, silence: timedelta) -> ms.Answer:
+    async def _await_ready(self, silence: timedelta) -> ms.Answer:
         """The child's first answer. Raises `DeadlineExceeded` when it has not got on for so long."""
-        loop, first = asyncio.get_running_loop(), self._waiting[0]
+        loop, first = asyncio.get_running_loop(), self._pending_answers[0]
         try:
             while not first.done():
-                left = self._got_on_at + silence.total_seconds() - loop.time()
+                left = self._last_progress_at + silence.total_seconds() - loop.time()
                 if left <= 0:
                     raise DeadlineExceeded(f"the trainer loads, but did not get on for {silence.total_seconds():.0f} s")
                 await asyncio.wait([first], timeout=left)
         except BaseException:
-            del self._waiting[0]  # nobody wants it any more
+            del self._pending_answers[0]  # nobody wants it any more
             raise
         return await self._answer(0, silence)
 
     async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                answer = await self._waiting[number]
+                answer = await self._pending_answers[number]
         except TimeoutError as error:
             raise DeadlineExceeded(f"the trainer did not answer within {timeout.total_seconds():.0f} s") from error
         finally:
-            del self._waiting[number]
+            del self._pending_answers[number]
         if isinstance(answer, ms.Refused):
             raise error_class(answer.reason)(answer.message, answer.remedy)
         return answer
@@ -332,9 +343,9 @@ class Trainer:
                 if isinstance(envelope.body, TrainerStatus):
                     self.status = envelope.body
                 elif isinstance(envelope.body, ms.Loading):
-                    self._got_on_at = asyncio.get_running_loop().time()
-                    self._got_on(envelope.body)
-                elif (waiting := self._waiting.get(envelope.number)) is not None and not waiting.done():
+                    self._last_progress_at = asyncio.get_running_loop().time()
+                    self._on_progress(envelope.body)
+                elif (waiting := self._pending_answers.get(envelope.number)) is not None and not waiting.done():
                     waiting.set_result(cast("ms.Answer", envelope.body))
         except ConnectionError:  # killed with words of ours unread: the same end as end of file
             pass
@@ -345,9 +356,9 @@ class Trainer:
             if self.cable is not None:
                 self.cable.close()
         returncode = await self._child.process.wait()
-        self.died.set_result(ChildExit(returncode, self._child.last_line()))
+        self.died.set_result(TrainerExit(returncode, self._child.last_line()))
         self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)
-        for waiting in self._waiting.values():
+        for waiting in self._pending_answers.values():
             if not waiting.done():
                 waiting.set_exception(self._died_error())
 

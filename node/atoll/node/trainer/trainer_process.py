@@ -22,26 +22,26 @@ from typing import BinaryIO
 from atoll.core.errors import DataDirUnusable
 from atoll.core.files import open_anonymous_file
 
-PROGRAM = "atoll.node.trainer.worker"
+WORKER_MODULE = "atoll.node.trainer.worker"
 LOG_NAME = "trainer.log"
 _KILL_TIMEOUT = timedelta(seconds=10)
 _LOG_TAIL_BYTES = 4096
 
 
 @dataclass
-class Child:
+class TrainerProcess:
     """Made by `start`. Whoever has it takes what it needs, and has it `end`ed."""
 
     process: asyncio.subprocess.Process
     control: socket.socket
     cable: socket.socket  # for what passes between a stage and the others of its route
-    vectors: Sequence[int]  # descriptors of nameless files: anchor and pseudo-gradient
+    vector_fds: Sequence[int]  # descriptors of nameless files: anchor and pseudo-gradient
     log_path: Path
     log_start: int
-    taken: bool = False
+    claimed: bool = False
 
     @classmethod
-    async def start(cls, log_path: Path, program: str = PROGRAM) -> Child:
+    async def start(cls, log_path: Path, program: str = WORKER_MODULE) -> TrainerProcess:
         """Returns at once; `log_path` gets what the process prints. Raises `DataDirUnusable`."""
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
             log = lent.enter_context(_open_log(log_path))
@@ -49,11 +49,11 @@ class Child:
             for ours, theirs in ((control, far_control), (cable, far_cable)):
                 undo.callback(ours.close)
                 lent.enter_context(theirs)
-            vectors = [open_anonymous_file("atoll-anchor"), open_anonymous_file("atoll-pseudo-gradient")]
-            for descriptor in vectors:
+            vector_fds = [open_anonymous_file("atoll-anchor"), open_anonymous_file("atoll-pseudo-gradient")]
+            for descriptor in vector_fds:
                 undo.callback(os.close, descriptor)
             log_start = log.seek(0, os.SEEK_END)
-            passed = [far_control.fileno(), far_cable.fileno(), *vectors]
+            passed = [far_control.fileno(), far_cable.fileno(), *vector_fds]
             names = ("--control-fd", "--cable-fd", "--anchor-fd", "--gradient-fd")
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", program, f"--parent-pid={os.getpid()}"),
@@ -64,16 +64,16 @@ class Child:
                 pass_fds=passed,
             )
             undo.pop_all()
-        return cls(process, control, cable, vectors, log_path, log_start)
+        return cls(process, control, cable, vector_fds, log_path, log_start)
 
-    def let_go(self, *, keep_cable: bool) -> None:
+    def release(self, *, keep_stage_socket: bool) -> None:
         """Of what the trainer that took this child has no use for any more. Once: descriptors are given out again."""
-        if self.taken:
+        if self.claimed:
             return
-        self.taken = True
-        for descriptor in self.vectors:
+        self.claimed = True
+        for descriptor in self.vector_fds:
             os.close(descriptor)
-        if not keep_cable:
+        if not keep_stage_socket:
             self.cable.close()
 
     def kill(self) -> None:
@@ -84,9 +84,9 @@ class Child:
 
     async def end(self) -> None:
         """Of a child that no trainer took; nothing otherwise."""
-        if self.taken:
+        if self.claimed:
             return
-        self.let_go(keep_cable=False)
+        self.release(keep_stage_socket=False)
         self.control.close()
         self.kill()
         async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):

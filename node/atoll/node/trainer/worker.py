@@ -74,7 +74,7 @@ def _crash(args: threading.ExceptHookArgs) -> None:
     os._exit(EXIT_CRASHED)
 
 
-class Serving(Protocol):
+class OrderLoop(Protocol):
     """Who has all that it needs."""
 
     def serve(self) -> None:
@@ -82,16 +82,16 @@ class Serving(Protocol):
         ...
 
 
-def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], Serving]:
+def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], OrderLoop]:
     """Imports torch: only now that nothing can orphan us, and before we are told what to train."""
-    from atoll.node.trainer.rank_process import Follower
+    from atoll.node.trainer.rank_process import RankProcess
     from atoll.node.trainer.session import Session
 
-    def begin(config: TrainerConfig) -> Serving:
+    def begin(config: TrainerConfig) -> OrderLoop:
         if config.memory_bytes:
             return_freed_memory_to_os()
-        if options.meeting_fd is not None:
-            return Follower(config, channel, options.anchor_fd, options.gradient_fd, options.meeting_fd)
+        if options.rendezvous_fd is not None:
+            return RankProcess(config, channel, options.anchor_fd, options.gradient_fd, options.rendezvous_fd)
         cable = socket.socket(fileno=options.cable_fd) if config.span is not None else None
         return Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
 

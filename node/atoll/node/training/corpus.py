@@ -28,7 +28,7 @@ from atoll.node.training.text_sources import SourceReport, documents
 IN_MEMORY_BYTES = 256 * 1024**2
 _HASHED_TOKENS = 1 << 24  # at once
 
-GotOn = Callable[[int], object]  # is told whenever some work is done, with how many tokens there are so far
+OnProgress = Callable[[int], object]  # is told whenever some work is done, with how many tokens there are so far
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,15 @@ class Corpus:
         return range(self.training_samples, self.training_samples + self.validation_samples)
 
 
-def unheard(_: int) -> None:
+def no_progress_callback(_: int) -> None:
     """Nobody asks how many tokens there are so far."""
 
 
 def load_corpus(
-    spec: RunSpec, path: str | None = None, tokenizer: Tokenizer | None = None, got_on: GotOn = unheard
+    spec: RunSpec,
+    path: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    on_progress: OnProgress = no_progress_callback,
 ) -> Corpus:
     """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`.
 
@@ -72,7 +75,7 @@ def load_corpus(
     section, report = spec.data, SourceReport()
     where = path or section.path
     tokenizer = tokenizer or load_tokenizer(section.tokenizer)
-    tokens = pack(documents(section, where, report), tokenizer, got_on=got_on)
+    tokens = pack(documents(section, where, report), tokenizer, on_progress=on_progress)
     windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if windows <= section.validation_samples:
         raise CorpusError(
@@ -82,12 +85,15 @@ def load_corpus(
             f"{section.sequence_length}, and {section.validation_samples} of them are held out",
             "give more text, or lower [data] validation_samples or sequence_length",
         )
-    digest = _digest(tokens, spec, tokenizer, got_on)
+    digest = _digest(tokens, spec, tokenizer, on_progress)
     return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report)
 
 
 def pack(
-    texts: Iterable[bytes], tokenizer: Tokenizer, in_memory_bytes: int = IN_MEMORY_BYTES, got_on: GotOn = unheard
+    texts: Iterable[bytes],
+    tokenizer: Tokenizer,
+    in_memory_bytes: int = IN_MEMORY_BYTES,
+    on_progress: OnProgress = no_progress_callback,
 ) -> NDArray[Any]:
     """All documents as one token array, each followed by the tokenizer's separator; empty ones left out."""
     dtype = token_dtype(tokenizer.vocabulary)
@@ -105,7 +111,7 @@ def pack(
         if file is not None:
             file.writelines(parts)
             parts.clear()
-        got_on(size // dtype.itemsize)
+        on_progress(size // dtype.itemsize)
     if file is None:
         return np.frombuffer(b"".join(parts), dtype=dtype)
     with file:  # unlinked from the start; the map keeps its space alive
@@ -118,7 +124,7 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
-def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, got_on: GotOn) -> str:
+def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress) -> str:
     named = {
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
@@ -128,5 +134,5 @@ def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, got_on: G
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode() + b"\n")
     for start in range(0, len(tokens), _HASHED_TOKENS):
         digest.update(np.ascontiguousarray(tokens[start : start + _HASHED_TOKENS]).view(np.uint8).data)
-        got_on(len(tokens))
+        on_progress(len(tokens))
     return digest.hexdigest()

@@ -19,7 +19,9 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
 from atoll.core.units import bytes_text
 
-THREADS_BYTES = 32 << 20  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
+HOST_OVERHEAD_BYTES = (
+    32 << 20
+)  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
 _PROCESS = Path("/proc/self/status")
 _PROCESSORS = Path("/proc/cpuinfo")
 
@@ -67,7 +69,7 @@ def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes:
     if device.type == "mps":
         return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory() * vram_fraction))
     most = _host_memory_bytes()
-    usable = min(most, max(0, memory_bytes - THREADS_BYTES)) if memory_bytes else most
+    usable = min(most, max(0, memory_bytes - HOST_OVERHEAD_BYTES)) if memory_bytes else most
     return DeviceFacts("cpu", _processor() or platform.machine(), usable)
 
 
@@ -94,7 +96,7 @@ def limit_host_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (allocated + memory_bytes, hard))
 
 
-def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float) -> None:
+def limit_device_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float) -> None:
     """Have torch use the device, and no more than that share of it. Raises `ModelTooLarge` if it holds more already.
 
     `facts` are for the error.
@@ -107,7 +109,7 @@ def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float)
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(device)
         if held > torch.cuda.get_device_properties(device).total_memory * vram_fraction:
-            raise too_large(f"holds {bytes_text(held)} already", facts)
+            raise model_too_large(f"holds {bytes_text(held)} already", facts)
         torch.cuda.set_per_process_memory_fraction(vram_fraction, device)
     elif device.type == "mps":
         torch.mps.set_per_process_memory_fraction(vram_fraction)
@@ -116,10 +118,10 @@ def limit_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float)
 def check_fits(needed_bytes: int, facts: DeviceFacts, what: str = "") -> None:
     """Raises `ModelTooLarge` before anything is allocated."""
     if needed_bytes > facts.memory_bytes:
-        raise too_large(f"needs about {bytes_text(needed_bytes)}{what}", facts)
+        raise model_too_large(f"needs about {bytes_text(needed_bytes)}{what}", facts)
 
 
-def too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:
+def model_too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:
     """The error for a model that does not fit, found by arithmetic or by an allocation that failed."""
     return ModelTooLarge(
         f"the model is too large for {facts.name} ({facts.device}, {bytes_text(facts.memory_bytes)}): it {what}",
@@ -134,12 +136,12 @@ def working_precision(precision: str, device: torch.device) -> str:
     return precision
 
 
-def computing_seconds(device: torch.device, clock: Clock) -> float:
+def compute_clock_seconds(device: torch.device, clock: Clock) -> float:
     """A reading that goes on while the caller computes: on a CPU, while its thread has a core."""
     return time.thread_time() if device.type == "cpu" else clock.monotonic()
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until everything that was asked of the device is computed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -19,58 +19,62 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
-from atoll.node.training.device_names import names_of
+from atoll.node.training.device_names import parse_device_names
 
 _INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # whatever the machine's owner set them to
-_MEET = timedelta(minutes=8)  # the slowest has loaded its corpus by then, and the daemon still waits
-NOTHING = math.inf  # times that what counts for nothing goes into a whole
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=8)  # the slowest has loaded its corpus by then, and the daemon still waits
+ZERO_WEIGHT_DIVISOR = math.inf  # times that what counts for nothing goes into a whole
 
 
-Tell = Callable[[Any], object]
+SendToRanks = Callable[[Any], object]
 
 
-def nobody(_: Any) -> None:
+def no_other_ranks(_: Any) -> None:
     """There are no others, or they are told by another process."""
 
 
 @dataclass(frozen=True)
-class Several:
+class Rendezvous:
     """What it takes to meet."""
 
     devices: Sequence[torch.device]
     rank: int
-    meeting_fd: int  # memory that all of them have
-    tell: Tell = nobody
+    rendezvous_fd: int  # memory that all of them have
+    send_to_ranks: SendToRanks = no_other_ranks
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """This process's place among `size`. It exists once in a process."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    tell: Tell  # what the others are to do now; on those, nothing
+    send_to_ranks: SendToRanks  # what the others are to do now; on those, nothing
 
     @classmethod
-    def meet(cls, several: Several) -> Group:
+    def connect(cls, rendezvous: Rendezvous) -> DeviceGroup:
         """Wait for the others."""
         os.environ.update(_INTERFACE)
-        rank, size, device = several.rank, len(several.devices), several.devices[several.rank]
-        store = dist.FileStore(f"/proc/self/fd/{several.meeting_fd}", size)  # type: ignore[attr-defined]
-        store.set_timeout(_MEET)  # else it has its own, and nobody waits for longer
+        rank, size, device = rendezvous.rank, len(rendezvous.devices), rendezvous.devices[rendezvous.rank]
+        store = dist.FileStore(f"/proc/self/fd/{rendezvous.rendezvous_fd}", size)  # type: ignore[attr-defined]
+        store.set_timeout(_RENDEZVOUS_TIMEOUT)  # else it has its own, and nobody waits for longer
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=_MEET
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=_RENDEZVOUS_TIMEOUT,
         )
-        return cls(rank, size, device, DeviceMesh(device.type, list(range(size))), several.tell)
+        return cls(rank, size, device, DeviceMesh(device.type, list(range(size))), rendezvous.send_to_ranks)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place; the same bits for each."""
         dist.all_reduce(tensor)
         return tensor
 
-    def agrees(self, digest: str) -> bool:
+    def matches_rank_zero(self, digest: str) -> bool:
         """Whether the first process has the same."""
         own = torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8).to(self.device)
         return torch.equal(self.broadcast(own.clone()), own)
@@ -80,7 +84,7 @@ class Group:
         most = -(-rows // self.size)
         return slice(min(self.rank * most, rows), min((self.rank + 1) * most, rows))
 
-    def share(self, batch_BT: Tensor, at_most: int) -> Iterator[tuple[Tensor, float]]:
+    def rank_micro_batches(self, batch_BT: Tensor, at_most: int) -> Iterator[tuple[Tensor, float]]:
         """This process's rows in micro-batches, and how often each, at its mean, goes into the mean of all rows.
 
         All processes get as many, since each waits for the others in every one; who has no rows left gets one that
@@ -91,7 +95,7 @@ class Group:
         size = max(1, min(-(-at_most // self.size), most))
         for start in range(own.start, own.start + most, size):
             mine_BT = batch_BT[start : min(start + size, own.stop)]
-            yield (mine_BT, rows / len(mine_BT)) if len(mine_BT) else (batch_BT[:1], NOTHING)
+            yield (mine_BT, rows / len(mine_BT)) if len(mine_BT) else (batch_BT[:1], ZERO_WEIGHT_DIVISOR)
 
     def scatter(self, rows: int, shape: Sequence[int], dtype: torch.dtype, whole: Tensor | None) -> Tensor:
         """This process's rows of what the first one has, or where it has none, one row of zeros.
@@ -123,12 +127,12 @@ class Group:
         return tensor
 
 
-def devices_of(name: str) -> list[torch.device]:
+def choose_devices(name: str) -> list[torch.device]:
     """`cuda:0`, or several of a kind: `cuda:0,cuda:1`. Raises `ConfigError`."""
-    return [choose_device(each) for each in names_of(name)]
+    return [choose_device(each) for each in parse_device_names(name)]
 
 
-def facts_of(devices: Sequence[torch.device], vram_fraction: float = 1.0, memory_bytes: int = 0) -> DeviceFacts:
+def combined_facts(devices: Sequence[torch.device], vram_fraction: float = 1.0, memory_bytes: int = 0) -> DeviceFacts:
     """What reports show of them: together they are one device, as large as the smallest of them so many times."""
     each = [device_facts(device, vram_fraction, memory_bytes) for device in devices]
     if len(each) == 1:

@@ -15,7 +15,7 @@ _MOST = 16
 _REMEDY = "write auto, cpu, cuda:0 or mps, or several GPUs like cuda:0,cuda:1"
 
 
-def names_of(text: str) -> tuple[str, ...]:
+def parse_device_names(text: str) -> tuple[str, ...]:
     """One or several. Raises `ConfigError`."""
     names = tuple(name.strip() for name in text.split(","))
     wrong = next((name for name in names if not _NAME.fullmatch(name)), None)

@@ -24,27 +24,29 @@ from torch.distributed.tensor import DTensor
 
 from atoll.core.errors import ConfigError
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.local_weights import Pieces, SpreadWeights, Weights
+from atoll.node.model.local_weights import ShardedWeights, ShardSlices, Weights
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import Cut, Tie, layout_of, move_buffers, named
+from atoll.node.model.span_model import SpanDefinition, Tie, layout_of, move_buffers, named
 from atoll.node.training.device import working_precision
-from atoll.node.training.device_group import Group
+from atoll.node.training.device_group import DeviceGroup
 
 
-class SpreadModel:
-    """One process's part of it: a `TrainedModel` and, for what is frozen, what fills a `SpanModel`."""
+class FsdpModel:
+    """One process's part of it: a `TrainableModel` and, for what is frozen, what fills a `SpanModel`."""
 
-    def __init__(self, cut: Cut, group: Group, *, compiles: bool = False) -> None:
+    def __init__(self, span_definition: SpanDefinition, group: DeviceGroup, *, compiles: bool = False) -> None:
         """Parameters that are trained are zero until they are loaded."""
         self.device, self._group = group.device, group
-        self.trained, self.frozen = layout_of(cut), layout_of(cut, trained=False)
-        self.cut = _tied(cut) if cut.first and cut.last else cut
-        self.whole = _Whole(cut)
-        blocks = [cut.module.get_submodule(name) for name in _blocks(cut)]
-        ignored = {parameter for parameter in cut.module.parameters() if not parameter.requires_grad}
+        self.trained, self.frozen = layout_of(span_definition), layout_of(span_definition, trained=False)
+        self.span_definition = (
+            _tied(span_definition) if span_definition.first and span_definition.last else span_definition
+        )
+        self.whole = _Whole(span_definition)
+        blocks = [span_definition.module.get_submodule(name) for name in _blocks(span_definition)]
+        ignored = {parameter for parameter in span_definition.module.parameters() if not parameter.requires_grad}
         if self._borrows:
-            ignored.add(_parameter(cut, self._tie.borrower))
+            ignored.add(_parameter(span_definition, self._tie.borrower))
         for unit in (*blocks, self.whole):
             if compiles and unit is not self.whole:
                 unit.compile()
@@ -52,29 +54,31 @@ class SpreadModel:
             state = fully_shard(unit, mesh=group.mesh, ignored_params=ignored, reshard_after_forward=True)
             state.set_gradient_divide_factor(1.0)  # a process's loss is its part of the whole one, not a mean
             state.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on the way, not even by one
-        buffers = [(part, dict(part.named_buffers(recurse=False))) for part in cut.module.modules()]
+        buffers = [(part, dict(part.named_buffers(recurse=False))) for part in span_definition.module.modules()]
         self.whole.to_empty(device=self.device)
         for part, computed in buffers:
             for name, buffer in computed.items():
                 setattr(part, name, buffer)
-        move_buffers(cut.module, self.device)
+        move_buffers(span_definition.module, self.device)
         self.frozen_E = torch.zeros(self.frozen.elements, device=self.device)
-        self.frozen.bind(cut.module, self.frozen_E, None)
+        self.frozen.bind(span_definition.module, self.frozen_E, None)
         self._borrowed = self._own_borrowed() if self._borrows else None
-        parameters = dict(cut.module.named_parameters())
+        parameters = dict(span_definition.module.named_parameters())
         self._spread = [cast("DTensor", parameters[slot.name]) for slot in self.trained.slots]
         self._own = [nn.Parameter(each.to_local().detach()) for each in self._spread]
         for own in self._own:
             own.data.zero_()
-        pieces = Pieces.of(self.trained, group.rank, group.size)
-        self.weights: Weights = SpreadWeights(pieces, [own.data for own in self._own], self.device)
+        pieces = ShardSlices.of(self.trained, group.rank, group.size)
+        self.weights: Weights = ShardedWeights(pieces, [own.data for own in self._own], self.device)
 
     def _own_borrowed(self) -> nn.Parameter:
         """A matrix that another node owns: whole on each device, with a gradient of its own."""
         module, _, name = self._tie.borrower.rpartition(".")
-        bound = nn.Parameter(torch.zeros(_parameter(self.cut, self._tie.borrower).shape, device=self.device))
+        bound = nn.Parameter(
+            torch.zeros(_parameter(self.span_definition, self._tie.borrower).shape, device=self.device)
+        )
         bound.grad = torch.zeros_like(bound)
-        setattr(self.cut.module.get_submodule(module), name, bound)
+        setattr(self.span_definition.module.get_submodule(module), name, bound)
         return bound
 
     def run(self, x: Tensor) -> Tensor:
@@ -88,30 +92,30 @@ class SpreadModel:
     @property
     def embedding(self) -> nn.Parameter | None:
         """The piece that does not decay."""
-        held = any(slot.name == self.cut.embedding for slot in self.trained.slots)
-        return self._own[self._place_of(self.cut.embedding)] if held else None
+        held = any(slot.name == self.span_definition.embedding for slot in self.trained.slots)
+        return self._own[self._place_of(self.span_definition.embedding)] if held else None
 
     @property
-    def hidden(self) -> list[nn.Parameter]:
+    def muon_matrices(self) -> list[nn.Parameter]:
         """None: what needs a matrix as a whole cannot have its pieces."""
         return []
 
     @property
     def _tie(self) -> Tie:
-        assert self.cut.tie is not None
-        return self.cut.tie
+        assert self.span_definition.tie is not None
+        return self.span_definition.tie
 
     @property
     def _borrows(self) -> bool:
         """Whether a matrix here is another node's."""
-        return self.cut.tie is not None and self.cut.last
+        return self.span_definition.tie is not None and self.span_definition.last
 
     def _place_of(self, name: str) -> int:
         return [slot.name for slot in self.trained.slots].index(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What is frozen, by the name under which a whole model has it."""
-        return named(self.cut, self.frozen, self.frozen_E)
+        return named(self.span_definition, self.frozen, self.frozen_E)
 
     @property
     def borrowed(self) -> nn.Parameter:
@@ -124,11 +128,11 @@ class SpreadModel:
         """The tied matrix, on the first span of several."""
         return self._spread[self._place_of(self._tie.owner)]
 
-    def whole_owned(self) -> Tensor:
+    def gather_tied_weight(self) -> Tensor:
         """A copy [V,D] of it, put together from all devices."""
         return cast("DTensor", self.owned.detach()).full_tensor()
 
-    def add_to_owned(self, gradient_VD: Tensor) -> None:
+    def add_to_tied_gradient(self, gradient_VD: Tensor) -> None:
         """Add to the tied matrix's gradient what its borrower returned, the same on all devices."""
         own = self._own[self._place_of(self._tie.owner)]
         rows = -(-gradient_VD.shape[0] // self._group.size)
@@ -137,16 +141,18 @@ class SpreadModel:
 
     def gather_gradients(self) -> None:
         """Give each piece the gradient that backward left with the whole of it."""
-        for own, spread in zip(self._own, self._spread, strict=True):
-            own.grad = None if spread.grad is None else cast("DTensor", spread.grad).to_local()
+        for own, shard_model in zip(self._own, self._spread, strict=True):
+            own.grad = None if shard_model.grad is None else cast("DTensor", shard_model.grad).to_local()
 
     def norms(self) -> tuple[float, ...]:
         """Of all devices' gradients together, one a layer."""
-        squares_L = torch.zeros(len(self.cut.parameters), dtype=torch.float64, device=self.device)
+        squares_L = torch.zeros(len(self.span_definition.parameters), dtype=torch.float64, device=self.device)
         for own, slot in zip(self._own, self.trained.slots, strict=True):
             if own.grad is not None and own.grad.numel():
-                squares_L[slot.layer - self.cut.span.first] += torch.linalg.vector_norm(own.grad).double().square()
-        return tuple(self._group.sum_(squares_L).sqrt().tolist())
+                squares_L[slot.layer - self.span_definition.span.first] += (
+                    torch.linalg.vector_norm(own.grad).double().square()
+                )
+        return tuple(self._group.all_reduce_sum(squares_L).sqrt().tolist())
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all of them."""
@@ -156,24 +162,24 @@ class SpreadModel:
 
     def zero_gradients(self) -> None:
         """Forget them."""
-        for own, spread in zip(self._own, self._spread, strict=True):
-            own.grad = spread.grad = None
+        for own, shard_model in zip(self._own, self._spread, strict=True):
+            own.grad = shard_model.grad = None
 
 
 class _Whole(nn.Module):
     """A cut as one module: its `run` is a function, and FSDP2 follows modules' calls."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, span_definition: SpanDefinition) -> None:
         super().__init__()
-        self.module, self._run = cut.module, cut.run
+        self.module, self._run = span_definition.module, span_definition.run
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
 
 
-def spread(
-    run: RunModel, span: Span, group: Group, section: OptimizerSection, *, checkpointing: bool = False
-) -> SpreadModel:
+def shard_model(
+    run: RunModel, span: Span, group: DeviceGroup, section: OptimizerSection, *, checkpointing: bool = False
+) -> FsdpModel:
     """This device's part of a span; what is frozen of it has its values, what is trained is zero.
 
     Raises `ConfigError` for what several devices cannot train together.
@@ -188,30 +194,34 @@ def spread(
             "these devices would train in fp16, whose loss scale they do not share",
             "run a daemon for each device, or use GPUs with bf16",
         )
-    model = SpreadModel(
-        run.architecture.cut(span, checkpointing), group, compiles=section.compile and group.device.type == "cuda"
+    model = FsdpModel(
+        run.architecture.span_definition(span, checkpointing),
+        group,
+        compiles=section.compile and group.device.type == "cuda",
     )
-    run.complete(model)
+    run.load_frozen(model)
     return model
 
 
-def _tied(cut: Cut) -> Cut:
+def _tied(span_definition: SpanDefinition) -> SpanDefinition:
     """Make a tied matrix one parameter: cuts have two, for spans that hold only one end of it."""
-    if cut.tie is not None:
-        module, _, name = cut.tie.borrower.rpartition(".")
-        setattr(cut.module.get_submodule(module), name, _parameter(cut, cut.tie.owner))
-    return replace(cut, tie=None)
+    if span_definition.tie is not None:
+        module, _, name = span_definition.tie.borrower.rpartition(".")
+        setattr(
+            span_definition.module.get_submodule(module), name, _parameter(span_definition, span_definition.tie.owner)
+        )
+    return replace(span_definition, tie=None)
 
 
-def _parameter(cut: Cut, name: str) -> nn.Parameter:
-    return dict(cut.module.named_parameters(remove_duplicate=False))[name]
+def _parameter(span_definition: SpanDefinition, name: str) -> nn.Parameter:
+    return dict(span_definition.module.named_parameters(remove_duplicate=False))[name]
 
 
-def _blocks(cut: Cut) -> list[str]:
+def _blocks(span_definition: SpanDefinition) -> list[str]:
     """The modules of the layers between the first and the last."""
     names = []
-    for layer, parameters in enumerate(cut.parameters, cut.span.first):
-        if 0 < layer < cut.layers - 1:
+    for layer, parameters in enumerate(span_definition.parameters, span_definition.span.first):
+        if 0 < layer < span_definition.layers - 1:
             paths = [name.rpartition(".")[0].replace(".", "/") for name in parameters]
             names.append(os.path.commonpath(paths).replace("/", "."))
     return names

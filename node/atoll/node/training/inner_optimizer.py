@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.span_model import TrainedModel
+from atoll.node.model.span_model import TrainableModel
 
 _FUSED = ("cpu", "cuda", "mps")
 
 
 class InnerOptimizer:
-    """Steps some of a model's parameters, of which `embedding` may be one; `hidden` are those that Muon may take."""
+    """Steps some of a model's parameters, of which `embedding` may be one; `muon_matrices` are those that Muon may take."""
 
     def __init__(
         self,
@@ -34,33 +34,33 @@ class InnerOptimizer:
         embedding: Tensor | None,
         section: OptimizerSection,
         device: torch.device,
-        hidden: Iterable[Tensor] = (),
+        muon_matrices: Iterable[Tensor] = (),
     ) -> None:
-        matrices = list(hidden) if section.name == "muon" else []
+        matrices = list(muon_matrices) if section.name == "muon" else []
         taken = set(map(id, matrices))
         rest = [parameter for parameter in parameters if id(parameter) not in taken]
-        self.parts: list[torch.optim.Optimizer] = [_adamw(rest, embedding, section, device)] if rest else []
+        self.optimizers: list[torch.optim.Optimizer] = [_adamw(rest, embedding, section, device)] if rest else []
         if matrices:
-            self.parts.append(_muon(matrices, section))
+            self.optimizers.append(_muon(matrices, section))
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """For all parameters, from the next step on."""
-        for part in self.parts:
+        for part in self.optimizers:
             for group in part.param_groups:
                 group["lr"] = learning_rate
 
     def step(self) -> None:
         """One step along the gradients."""
-        for part in self.parts:
+        for part in self.optimizers:
             part.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What persists between steps: the tensors themselves, not copies."""
-        return [part.state_dict() for part in self.parts]
+        return [part.state_dict() for part in self.optimizers]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Take back what `state_dict` gave for the same parameters."""
-        for part, own in zip(self.parts, state, strict=True):
+        for part, own in zip(self.optimizers, state, strict=True):
             part.load_state_dict(own)
 
 
@@ -106,9 +106,9 @@ def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
 class Stepper:
     """Clips, unscales and steps. Owns what persists between steps: the optimiser's moments and the loss scale."""
 
-    def __init__(self, model: TrainedModel, section: OptimizerSection, precision: str) -> None:
+    def __init__(self, model: TrainableModel, section: OptimizerSection, precision: str) -> None:
         """`model` holds all layers."""
-        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.hidden)
+        self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.muon_matrices)
         self.scaler = GradScaler(model.device.type, enabled=precision == "fp16")
         self.skipped_steps = 0
         self._clip_norm, self._model = section.clip_norm, model
@@ -124,14 +124,14 @@ class Stepper:
     def step(self) -> None:
         """Clip by the global norm of the gradient, step, and leave the gradient zero."""
         self._model.gather_gradients()
-        for part in self.optimizer.parts:
+        for part in self.optimizer.optimizers:
             self.scaler.unscale_(part)
         factor = clip_factor(self._model.norms(), self._clip_norm)
         if factor is None:
             self.skipped_steps += 1
         else:
             self._model.scale_gradients(factor)
-            for part in self.optimizer.parts:
+            for part in self.optimizer.optimizers:
                 self.scaler.step(part)
         self.scaler.update()
         self._model.zero_gradients()

@@ -20,11 +20,11 @@ from torch import Tensor
 from atoll.core.clock import Clock
 from atoll.core.errors import DeadlineExceeded
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.sample_feed import SampleFeed, Taken
+from atoll.node.training.sample_feed import SampleFeed, SampleNumbers
 from atoll.node.training.sample_order import SampleOrder
 
-DEPTH = 2  # batches prepared ahead
-WAIT = timedelta(minutes=2)
+PREFETCH_BATCHES = 2  # batches prepared ahead
+BATCH_TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Batch:
     """One inner step's tokens, int64 [B, T+1] on the host, and where they came from."""
 
     tokens_BT: Tensor
-    taken: Taken
+    taken: SampleNumbers
 
 
 class Loader:
@@ -64,7 +64,7 @@ class Loader:
             self._ready.clear()
             self._changed.notify_all()
 
-    def next(self, timeout: timedelta = WAIT) -> Batch:
+    def next(self, timeout: timedelta = BATCH_TIMEOUT) -> Batch:
         """The next batch. Raises `DeadlineExceeded` when the disk does not deliver."""
         with self._changed:
             if not self._ready:
@@ -84,7 +84,7 @@ class Loader:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout=WAIT.total_seconds())
+        self._thread.join(timeout=BATCH_TIMEOUT.total_seconds())
 
     def _prefetch(self) -> None:
         while (work := self._wait_for_work()) is not None:
@@ -101,14 +101,16 @@ class Loader:
                     self._ready.append(batch)
                     self._changed.notify_all()
 
-    def _wait_for_work(self) -> tuple[int, Taken] | None:
+    def _wait_for_work(self) -> tuple[int, SampleNumbers] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (len(self._ready) < DEPTH and not self._feed.empty))
+            self._changed.wait_for(
+                lambda: self._closed or (len(self._ready) < PREFETCH_BATCHES and not self._feed.empty)
+            )
             if self._closed:
                 return None
             return self._generation, self._feed.take(self._samples_per_step)
 
-    def _build(self, taken: Taken) -> Batch:
+    def _build(self, taken: SampleNumbers) -> Batch:
         windows = [self._order.window(sample) for sample in taken.samples]
         tokens_BT = torch.from_numpy(self._corpus.windows(windows))
         return Batch(tokens_BT.pin_memory() if self._pin else tokens_BT, taken)

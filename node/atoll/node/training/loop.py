@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.generate import generate
-from atoll.node.model.run_model import RunModel, hold, initialise_into, run_model
+from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import Cut, TrainedModel
+from atoll.node.model.span_model import SpanDefinition, TrainableModel
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.device import choose_device, device_facts, too_large, working_precision
-from atoll.node.training.device_group import Group
-from atoll.node.training.fsdp_model import spread
+from atoll.node.training.device import choose_device, device_facts, model_too_large, working_precision
+from atoll.node.training.device_group import DeviceGroup
+from atoll.node.training.fsdp_model import shard_model
 from atoll.node.training.inner_optimizer import Stepper
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
@@ -43,7 +43,7 @@ class InnerLoop(Replica):
         threads: int | None = None,
         clock: Clock | None = None,
         run: RunModel | None = None,
-        group: Group | None = None,
+        group: DeviceGroup | None = None,
     ) -> None:
         """`run`: the spec's model, where it was made already. `group`: of the processes that each have a part of it.
 
@@ -62,19 +62,21 @@ class InnerLoop(Replica):
             loader = Loader(corpus, spec.run.seed, samples, self.clock, pin=self.device.type == "cuda")
             super().__init__(spec, self.model.weights, loader)
         except torch.OutOfMemoryError as error:
-            raise too_large("does not fit beside what is there", device_facts(self.device)) from error
+            raise model_too_large("does not fit beside what is there", device_facts(self.device)) from error
 
     def _build(self, spec: RunSpec) -> None:
         """Model and gradients."""
         whole, section = Span(0, self.run.architecture.layers - 1), spec.optimizer
         compiles = section.compile and self.device.type == "cuda"
-        self.model: TrainedModel
+        self.model: TrainableModel
         if self._group is None:
-            model = hold(self.run, whole, self.device, section.activation_checkpointing)
+            model = allocate_span(self.run, whole, self.device, section.activation_checkpointing)
             self.model, self.weights_E = model, model.weights_E
             self._forward = torch.compile(self.model.run) if compiles else self.model.run
         else:
-            self.model = spread(self.run, whole, self._group, section, checkpointing=section.activation_checkpointing)
+            self.model = shard_model(
+                self.run, whole, self._group, section, checkpointing=section.activation_checkpointing
+            )
             self._forward = self.model.run
         self.layout = self.model.trained
 
@@ -85,7 +87,7 @@ class InnerLoop(Replica):
         stepper = self._ready_stepper()
         batch = self._loader.next()
         loss_sum = torch.zeros((), device=self.device)
-        for tokens_BT, times in self._shares(batch.tokens_BT):
+        for tokens_BT, times in self._micro_batches(batch.tokens_BT):
             loss = self.loss(tokens_BT) / times
             stepper.backward(loss)
             loss_sum += loss.detach()
@@ -94,17 +96,17 @@ class InnerLoop(Replica):
         self.progress.add(tokens, batch.taken)
         return StepResult(self._mean(loss_sum), tokens, len(batch.taken.samples))
 
-    def _shares(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
+    def _micro_batches(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
         """What this process computes of a batch, in micro-batches, and how often each goes into the whole."""
         at_most = self.spec.optimizer.micro_batch_samples
         if self._group is not None:
-            return self._group.share(batch_BT, at_most)
+            return self._group.rank_micro_batches(batch_BT, at_most)
         micro_batches = torch.split(batch_BT, at_most)
         return ((tokens_BT, len(batch_BT) / len(tokens_BT)) for tokens_BT in micro_batches)
 
     def _mean(self, mine: Tensor) -> float:
         """Of what all processes found of their shares."""
-        return float(mine if self._group is None else self._group.sum_(mine))
+        return float(mine if self._group is None else self._group.all_reduce_sum(mine))
 
     work = step  # as the session calls it
     between_steps = True  # always: a step is not interrupted
@@ -137,10 +139,10 @@ class InnerLoop(Replica):
         windows = self.corpus.validation_windows()
         size = self.spec.optimizer.micro_batch_samples
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._over(flat_E) as logits_of:
+        with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(windows), size):
                 batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size]))
-                for share_BT, times in self._shares(batch_BT):
+                for share_BT, times in self._micro_batches(batch_BT):
                     tokens_BT = share_BT.to(self.device)
                     loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
                     total += loss.double() / times * len(batch_BT)
@@ -150,25 +152,25 @@ class InnerLoop(Replica):
         """`tokens` sampled continuations of `prompt` under any parameters."""
         tokenizer = self.corpus.tokenizer
         begin = [int(token) for token in tokenizer.encode(prompt)] or list(tokenizer.separator) or [0]
-        with self._over(flat_E) as logits_of:
+        with self._with_parameters(flat_E) as logits_of:
             return tokenizer.decode(generate(logits_of, begin, tokens, self.corpus.sequence_length, seed, self.device))
 
     @contextmanager
-    def _over(self, flat_E: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+    def _with_parameters(self, flat_E: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
         """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
         if self._group is None:
-            with _Borrowed(self, flat_E) as logits_of:
+            with _WithParameters(self, flat_E) as logits_of:
                 yield logits_of
             return
         trained = self.weights.read()
         self.weights.fill(flat_E)
         try:
-            yield self._look
+            yield self._logits
         finally:
             self.weights.restore(trained)
 
     @torch.no_grad()
-    def _look(self, tokens_BT: Tensor) -> Tensor:
+    def _logits(self, tokens_BT: Tensor) -> Tensor:
         with self._autocast():
             return self.model.run(tokens_BT)
 
@@ -222,18 +224,18 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
-class _Borrowed:
+class _WithParameters:
     """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
 
     def __init__(self, loop: InnerLoop, flat_E: Tensor) -> None:
-        self._loop, tie = loop, loop.model.cut.tie
+        self._loop, tie = loop, loop.model.span_definition.tie
         parameters = dict(loop.layout.views(flat_E.to(loop.device)))
         if tie is not None:
             parameters[tie.borrower] = parameters[tie.owner]
         self._parameters = {f"module.{name}": values for name, values in parameters.items()}
-        self._whole = _Whole(loop.model.cut)
+        self._whole = _Whole(loop.model.span_definition)
 
-    def __enter__(self) -> _Borrowed:
+    def __enter__(self) -> _WithParameters:
         self._whole.eval()
         return self
 
@@ -250,9 +252,9 @@ class _Borrowed:
 class _Whole(nn.Module):
     """A cut of all layers as one module: `run` computes with whatever parameters `module` has."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, span_definition: SpanDefinition) -> None:
         super().__init__()
-        self.module, self._run = cut.module, cut.run
+        self.module, self._run = span_definition.module, span_definition.run
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return self._run(tokens_BT)

@@ -1,7 +1,7 @@
 """What was trained and not counted by a round yet, and since when. Pure bookkeeping.
 
-Counters run from one round that counted this node to the next: `freeze` marks what a snapshot holds, `commit` takes the
-marked part away (it stands in a manifest now), `thaw` forgets the mark. The totals only grow; they are for status and
+Counters run from one round that counted this node to the next: `mark_snapshot` marks what a snapshot holds, `commit_snapshot` takes the
+marked part away (it stands in a manifest now), `discard_snapshot` forgets the mark. The totals only grow; they are for status and
 metrics.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from atoll.node.training.sample_feed import Taken
+from atoll.node.training.sample_feed import SampleNumbers
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Progress:
     def reset(self) -> None:
         """Forget progress (an anchor was loaded outright); totals stay."""
         self.tokens = self.samples = self.steps = 0
-        self._loaded = self.tokens_total
+        self._tokens_at_load = self.tokens_total
         self._counted: list[tuple[int, int, int]] = []  # elements from, to; the total that their anchor holds
-        self._frozen, self._fragment, self._frozen_at = Snapshot(), (0, 0), 0
+        self._marked, self._fragment, self._frozen_at = Snapshot(), (0, 0), 0
 
-    def add(self, tokens: int, taken: Taken) -> None:
+    def add(self, tokens: int, taken: SampleNumbers) -> None:
         """One inner step was done."""
         self.tokens += tokens
         self.samples += taken.fresh
@@ -51,19 +51,19 @@ class Progress:
         self.steps_total += 1
         self.samples_repeated += taken.repeated
 
-    def freeze(self, start: int = 0, end: int | None = None) -> Snapshot:
+    def mark_snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """Mark the present as what a snapshot of the fragment of elements [start, end) (all) holds.
 
         Fragments may be cut otherwise than those before: then no token of any of their elements counts twice.
         """
         end = sys.maxsize if end is None else end
         counted = max((total for first, last, total in self._counted if first < end and start < last), default=0)
-        in_fragment = self.tokens_total - max(counted, self._loaded)
-        self._frozen = Snapshot(self.tokens, self.samples, self.steps, in_fragment)
+        in_fragment = self.tokens_total - max(counted, self._tokens_at_load)
+        self._marked = Snapshot(self.tokens, self.samples, self.steps, in_fragment)
         self._fragment, self._frozen_at = (start, end), self.tokens_total
-        return self._frozen
+        return self._marked
 
-    def commit(self) -> None:
+    def commit_snapshot(self) -> None:
         """The marked part was committed; what came after it stays."""
         start, end = self._fragment
         others = [
@@ -73,15 +73,15 @@ class Progress:
             if piece[0] < piece[1]
         ]
         self._counted = [*others, (start, end, self._frozen_at)]
-        self.tokens -= self._frozen.tokens
-        self.samples -= self._frozen.samples
-        self.steps -= self._frozen.steps
-        self._frozen = Snapshot()
+        self.tokens -= self._marked.tokens
+        self.samples -= self._marked.samples
+        self.steps -= self._marked.steps
+        self._marked = Snapshot()
 
-    def spend(self, samples: int) -> None:
+    def subtract_consumed(self, samples: int) -> None:
         """A round took that many from the beginning of the ranges, and holds nothing of this progress."""
         self.samples = max(0, self.samples - samples)
 
-    def thaw(self) -> None:
+    def discard_snapshot(self) -> None:
         """The marked part was not committed; it stays progress."""
-        self._frozen = Snapshot()
+        self._marked = Snapshot()

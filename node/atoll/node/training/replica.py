@@ -29,7 +29,7 @@ from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.sample_feed import SampleFeed
 
-PIECE_ELEMENTS = 1 << 22  # of a pseudo-gradient that the device has at once
+CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient that the device has at once
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Replica:
         self.committed_tokens = 0
         self._anchor = torch.zeros(weights.elements, device=weights.device)  # of the elements that are here
         self._snapshot: Tensor | None = None
-        self._snapped = ALL  # its part
+        self._snapshot_part = ALL  # its part
 
     def load(self, anchor_E: Tensor, *, ranges: Sequence[SampleRange] = (), committed_tokens: int = 0) -> None:
         """Weights := anchor; progress is forgotten; the optimiser's state stays when there is one."""
-        self._anchor.copy_(self.weights.take(anchor_E))
-        with self.weights.changed() as weights:
+        self._anchor.copy_(self.weights.local_values(anchor_E))
+        with self.weights.modify() as weights:
             weights.copy_(self._anchor)
         self._snapshot = None
         self.progress.reset()
@@ -64,8 +64,8 @@ class Replica:
 
     def snapshot(self, part: slice = ALL) -> Snapshot:
         """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
-        self._snapshot, self._snapped = self.weights.read(part), part
-        return self.progress.freeze(part.start, part.stop)
+        self._snapshot, self._snapshot_part = self.weights.read(part), part
+        return self.progress.mark_snapshot(part.start, part.stop)
 
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
         """anchor − weights as of the snapshot, into the snapshot's part of a host vector.
@@ -73,17 +73,17 @@ class Replica:
         A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`: such weights
         do not become good again, so who has them starts anew from the anchor.
         """
-        frozen, done = self._frozen(), 0
-        start, end, _ = self._snapped.indices(len(out_E))
-        for first in range(start, end, PIECE_ELEMENTS):
-            piece = slice(first, min(first + PIECE_ELEMENTS, end))
+        frozen, done = self._require_snapshot(), 0
+        start, end, _ = self._snapshot_part.indices(len(out_E))
+        for first in range(start, end, CHUNK_ELEMENTS):
+            piece = slice(first, min(first + CHUNK_ELEMENTS, end))
             anchor = self._anchor_of(piece)
             moved = torch.sub(anchor, frozen[done : done + len(anchor)])
             if not is_finite(moved):
                 raise WeightsNotFinite(
                     "the weights hold values that are not finite: hardware that errs, or a run that diverged"
                 )
-            self.weights.put(moved, out_E, piece)
+            self.weights.write_to(moved, out_E, piece)
             done += len(anchor)
 
     def apply(
@@ -99,10 +99,10 @@ class Replica:
         `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
         `moved` holds the snapshot's part and all other elements in which the new anchor differs: those are rebased.
         """
-        self._anchor_of(self._snapped).copy_(self._frozen())
-        self._move_to(new_anchor_E, moved)
+        self._anchor_of(self._snapshot_part).copy_(self._require_snapshot())
+        self._rebase_onto(new_anchor_E, moved)
         self._snapshot = None
-        self.progress.commit()
+        self.progress.commit_snapshot()
         if ranges is not None:
             self.set_ranges(ranges)
         if committed_tokens is not None:
@@ -114,32 +114,32 @@ class Replica:
         *,
         ranges: Sequence[SampleRange],
         committed_tokens: int,
-        spent: int = 0,
+        consumed_samples: int = 0,
         moved: slice = ALL,
     ) -> None:
         """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
 
         It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor, without the
-        `spent` samples that an earlier life of this node brought to the round; `moved` holds the elements in which the
+        `consumed_samples` samples that an earlier life of this node brought to the round; `moved` holds the elements in which the
         new anchor differs.
         """
-        self._move_to(new_anchor_E, moved)
+        self._rebase_onto(new_anchor_E, moved)
         self.discard()
-        self.progress.spend(spent)
+        self.progress.subtract_consumed(consumed_samples)
         self.set_ranges(ranges)
         self.set_committed_tokens(committed_tokens)
 
     def discard(self) -> None:
         """An abandoned round: forget the snapshot, keep all progress."""
         self._snapshot = None
-        self.progress.thaw()
+        self.progress.discard_snapshot()
 
-    def _move_to(self, new_anchor_E: Tensor, moved: slice) -> None:
+    def _rebase_onto(self, new_anchor_E: Tensor, moved: slice) -> None:
         """Keep the distance from the anchor."""
         anchor = self._anchor_of(moved)
-        with self.weights.changed(moved) as weights:
+        with self.weights.modify(moved) as weights:
             weights.sub_(anchor)
-            anchor.copy_(self.weights.take(new_anchor_E, moved))
+            anchor.copy_(self.weights.local_values(new_anchor_E, moved))
             weights.add_(anchor)
 
     def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
@@ -165,9 +165,9 @@ class Replica:
         self._loader.close()
 
     def _anchor_of(self, part: slice) -> Tensor:
-        return self._anchor[self.weights.here(part)]
+        return self._anchor[self.weights.local_slice(part)]
 
-    def _frozen(self) -> Tensor:
+    def _require_snapshot(self) -> Tensor:
         if self._snapshot is None:
             raise ValueError("there is no snapshot")
         return self._snapshot

@@ -16,7 +16,7 @@ from atoll.core.data_position import SampleRange, drop_samples
 
 
 @dataclass(frozen=True)
-class Taken:
+class SampleNumbers:
     """Sample numbers for one step; the first `fresh` of them are new, the rest are repeated."""
 
     samples: tuple[int, ...]
@@ -42,7 +42,7 @@ class SampleFeed:
         """Whether there is nothing to train, not even again."""
         return not self._all
 
-    def take(self, count: int) -> Taken:
+    def take(self, count: int) -> SampleNumbers:
         """The next `count` samples. Must not be called on an empty feed."""
         samples: list[int] = []
         fresh = 0
@@ -55,4 +55,4 @@ class SampleFeed:
             samples.extend(range(start, stop))
             fresh += 0 if self._dry else stop - start
             self._left = ((stop, end), *self._left[1:]) if stop < end else self._left[1:]
-        return Taken(tuple(samples), fresh)
+        return SampleNumbers(tuple(samples), fresh)

@@ -9,10 +9,10 @@ arithmetic only, equal on every machine.
 from __future__ import annotations
 
 _MASK = (1 << 64) - 1
-_ROUNDS = 6
+_FEISTEL_ROUNDS = 6
 
 
-def mix(value: int) -> int:
+def splitmix64(value: int) -> int:
     """The finaliser of SplitMix64: a bijection of 64-bit integers that looks random."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -27,7 +27,7 @@ class SampleOrder:
         if samples < 1:
             raise ValueError("an order needs at least one sample")
         self.samples = samples
-        self._seed = mix(seed & _MASK)
+        self._seed = splitmix64(seed & _MASK)
         self._half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
         self._half_mask = (1 << self._half_bits) - 1
         self._epoch = -1
@@ -38,7 +38,9 @@ class SampleOrder:
         epoch, position = divmod(sample, self.samples)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._keys = tuple(mix(self._seed ^ mix(epoch * _ROUNDS + i)) for i in range(_ROUNDS))
+            self._keys = tuple(
+                splitmix64(self._seed ^ splitmix64(epoch * _FEISTEL_ROUNDS + i)) for i in range(_FEISTEL_ROUNDS)
+            )
         position = self._permute(position)
         while position >= self.samples:  # fewer than four turns on average: the domain is at most 4× too large
             position = self._permute(position)
@@ -47,5 +49,5 @@ class SampleOrder:
     def _permute(self, position: int) -> int:
         left, right = position >> self._half_bits, position & self._half_mask
         for key in self._keys:
-            left, right = right, left ^ (mix(right ^ key) & self._half_mask)
+            left, right = right, left ^ (splitmix64(right ^ key) & self._half_mask)
         return left << self._half_bits | right

@@ -14,7 +14,7 @@ from atoll.coordinator.planner.problem import Wishes
 from atoll.coordinator.planner.question import Measured
 from atoll.coordinator.planner.tables import Tables
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.model.memory_estimate import Traffic, trainer_memory
+from atoll.node.model.memory_estimate import StageTraffic, stage_trainer_memory_bytes
 from atoll.node.model.span import Span
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
@@ -104,8 +104,8 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     assert planned is not None
     ahead = spec.pipeline.ahead
     most = min(micro_batches, (1 + ahead) * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
-    traffic = Traffic(4 * sequence_length, sequence_length, credits=most)
-    needed = trainer_memory(table, Span(first, last), traffic)
+    traffic = StageTraffic(4 * sequence_length, sequence_length, credits=most)
+    needed = stage_trainer_memory_bytes(table, Span(first, last), traffic)
     assert planned.device_bytes(first, last) >= 0.97 * needed
     assert planned.device_bytes(first, last) <= 1.1 * needed
 
