@@ -23,10 +23,10 @@ from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import allocate_span
 from atoll.node.model.span import equal_cuts
 from atoll.node.pipeline import message_codec
-from atoll.node.pipeline.flush_machine import Runner
-from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.flush_machine import FlushMachine
+from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.pipeline.stage import MicroBatchShape, Stage
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loop import InnerLoop
@@ -78,11 +78,14 @@ class RouteLoop(InnerLoop):
         super().__init__(spec, corpus, "cpu")
         self.stage_bytes = 0
         self._codec = CODECS[codec]
-        self._channel = message_codec.Channel.of(spec, self.run.table, plan_version=1, route=0)
-        room = Room(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
+        self._channel = message_codec.LinkFormat.of(spec, self.run.table, plan_version=1, route=0)
+        room = MicroBatchShape(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
         spans = equal_cuts(self.run.architecture.layers, stages)
         self._stages = [Stage(allocate_span(self.run, span, self.device), spec.optimizer, room) for span in spans]
-        runners = [Runner(Place(i, stages), stage, spec.optimizer.clip_norm) for i, stage in enumerate(self._stages)]
+        runners = [
+            FlushMachine(StagePosition(i, stages), stage, spec.optimizer.clip_norm)
+            for i, stage in enumerate(self._stages)
+        ]
         self._route = InProcessRoute(runners, carry=self._carry)
 
     def step(self) -> StepResult:

@@ -66,13 +66,13 @@ class Pretended(Noted):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._forward_seconds, self._backward_seconds = map(float, os.environ["STAGE_SECONDS"].split())
-        size = self._room.samples, self._room.tokens, self.model.span_definition.dimension
+        size = self._micro_batch_shape.samples, self._micro_batch_shape.tokens, self.model.span_definition.dimension
         self._passed_BTD = torch.randn(
             size, generator=torch.Generator().manual_seed(self.model.span_definition.span.first)
         )
         self.optimizer.step = lambda: None  # type: ignore[method-assign]
 
-    def _lose(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
         time.sleep(self._forward_seconds)
         self._inputs[micro_batch] = x
         return torch.zeros(())

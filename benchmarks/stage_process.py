@@ -14,7 +14,7 @@ from atoll.core.errors import ChildDied
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.route_connection import RouteBridge
+from atoll.node.pipeline.route_connection import RouteConnection
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 _LOAD = timedelta(minutes=3)
@@ -27,7 +27,7 @@ class StageProcess:
     """From `start` to `stop`."""
 
     trainer: Trainer
-    bridge: RouteBridge
+    bridge: RouteConnection
     _running: asyncio.Task[None]
 
     @classmethod
@@ -50,7 +50,7 @@ class StageProcess:
             await trainer.enter_route(place)
             assert trainer.cable is not None
             spec = parse_run_spec(config.run_spec_toml)
-            bridge = RouteBridge(dispatcher, trainer.cable, place, spec, trainer.facts.layers, SystemClock())
+            bridge = RouteConnection(dispatcher, trainer.cable, place, spec, trainer.facts.layers, SystemClock())
             running = asyncio.create_task(_bridged(bridge))
             await trainer.train()
         except BaseException:
@@ -65,6 +65,6 @@ class StageProcess:
         await self.trainer.stop(_ENDS)
 
 
-async def _bridged(bridge: RouteBridge) -> None:
+async def _bridged(bridge: RouteConnection) -> None:
     with suppress(ChildDied):
         await bridge.run()

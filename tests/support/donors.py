@@ -28,8 +28,8 @@ OPERATOR = Identity.generate()
 OFFSETS = (0, 40, 100, 100, 164)  # the third layer has no parameters of its own
 QUICK = FetchPolicy(
     chunk_elements=16,
-    pipelined=4,
-    patience=timedelta(milliseconds=40),
+    max_requests_in_flight=4,
+    slow_after=timedelta(milliseconds=40),
     answer=timedelta(milliseconds=200),
     failures=3,
     pause=timedelta(milliseconds=1),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from atoll.core.errors import InvalidTransition
-from atoll.node.pipeline.flush_machine import Flushed, Runner
+from atoll.node.pipeline.flush_machine import FlushMachine, FlushResult
 from atoll.node.pipeline.messages import Message
 
 Link = tuple[int, int]  # from stage, to stage; from a stage to itself: its next action
@@ -33,19 +33,19 @@ class InProcessRoute:
     """Runners in the order of their stages, and what is on its way between them; `carry` is what links do to it."""
 
     def __init__(
-        self, runners: Sequence[Runner], pick: Pick = oldest, carry: Callable[[Message], Message] = as_it_is
+        self, runners: Sequence[FlushMachine], pick: Pick = oldest, carry: Callable[[Message], Message] = as_it_is
     ) -> None:
         self.runners, self._pick, self._carry = tuple(runners), pick, carry
         self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
         self._incarnation = 0
         self.reconnect()
 
-    def flush(self, tokens: Sequence[Tensor], anchor: int | None = None) -> Flushed:
+    def flush(self, tokens: Sequence[Tensor], anchor: int | None = None) -> FlushResult:
         """One optimiser step over micro-batches of tokens [B, T+1], or an evaluation. Raises what a stage raises."""
         flush = self.begin(tokens, anchor)
-        while any(runner.ended < flush for runner in self.runners):
+        while any(runner.last_flush < flush for runner in self.runners):
             self._go_on(f"flush {flush}")
-        flushed = self.runners[0].finished
+        flushed = self.runners[0].last_result
         assert flushed is not None
         return flushed
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.span import Span, equal_cuts
 from atoll.node.model.span_model import Architecture, SpanModel
-from atoll.node.pipeline.flush_machine import Runner
-from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.flush_machine import FlushMachine
+from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.pipeline.stage import MicroBatchShape, Stage
 
 
 class Reef:
@@ -25,7 +25,7 @@ class Reef:
         architecture: Architecture,
         stages: int | Sequence[Span],
         section: OptimizerSection,
-        room: Room,
+        room: MicroBatchShape,
         ahead: int = 0,
         pick: Pick = oldest,
         carry: Callable[[Message], Message] = as_it_is,
@@ -34,9 +34,9 @@ class Reef:
         self.models = [SpanModel(architecture.span_definition(span), torch.device("cpu")) for span in spans]
         self.stages = [Stage(model, section, room) for model in self.models]
         tied = self.models[0].span_definition.tie is not None
-        places = [Place(index, len(spans), tied, ahead) for index in range(len(spans))]
+        places = [StagePosition(index, len(spans), tied, ahead) for index in range(len(spans))]
         self.runners = [
-            Runner(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
+            FlushMachine(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
         ]
         self.route = InProcessRoute(self.runners, pick, carry)
 

@@ -9,8 +9,8 @@ from support.flush_ledger import Ledger
 from support.in_process_route import InProcessRoute, Link, oldest
 from torch import Tensor
 
-from atoll.node.pipeline.flush_machine import Flushed, Runner
-from atoll.node.pipeline.inbox import Place
+from atoll.node.pipeline.flush_machine import FlushMachine, FlushResult
+from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
 
 
@@ -74,7 +74,7 @@ class ScriptedStage:
     def tied_weights(self) -> Tensor:
         return torch.tensor(0)
 
-    def borrow(self, weights_VD: Tensor) -> None: ...
+    def set_tied_weights(self, weights_VD: Tensor) -> None: ...
 
     def tied_gradient(self) -> Tensor:
         return torch.tensor(0)
@@ -89,20 +89,22 @@ class ScriptedRoute:
         self, stages: int, tied: bool = False, ahead: int = 0, pick: Callable[[Sequence[Link]], Link] = oldest
     ) -> None:
         self.stages = [ScriptedStage(number, number == stages - 1) for number in range(stages)]
-        self.runners = [Runner(Place(each.number, stages, tied, ahead), each, 1.0) for each in self.stages]
+        self.runners = [
+            FlushMachine(StagePosition(each.number, stages, tied, ahead), each, 1.0) for each in self.stages
+        ]
         self.route = InProcessRoute(self.runners, pick)
         self.ledger = Ledger()
 
-    def flush(self, count: int) -> Flushed:
+    def flush(self, count: int) -> FlushResult:
         """To its end, and into the ledger if that knows of it."""
         flushed = self.route.flush(self._tokens(count))
         if self.ledger.under_way:
             self.ledger.decide(self.ledger.flush)
         return flushed
 
-    def evaluate(self, anchor: int) -> Flushed:
+    def evaluate(self, anchor: int) -> FlushResult:
         """As many micro-batches as a flush of it may have; the stages' anchor is 0."""
-        return self.route.flush(self._tokens(self.runners[0].most_evaluated), anchor)
+        return self.route.flush(self._tokens(self.runners[0].max_evaluation_micro_batches), anchor)
 
     def settle(self) -> None:
         """Until all stages are ready."""
@@ -113,7 +115,7 @@ class ScriptedRoute:
         self.route.begin(self._tokens(count))
         for _ in range(turns):
             self.route.turn()
-        decided = self.runners[0].finished is not None
+        decided = self.runners[0].last_result is not None
         if self.ledger.under_way:
             (self.ledger.decide if decided else self.ledger.abort)(self.ledger.flush)
         if replaced is not None and replaced < len(self.stages):
@@ -123,7 +125,7 @@ class ScriptedRoute:
 
     def _replace(self, number: int) -> None:
         stage = self.stages[number] = ScriptedStage(number, self.stages[number].last)
-        self.runners[number] = Runner(self.runners[number].place, stage, 1.0)
+        self.runners[number] = FlushMachine(self.runners[number].place, stage, 1.0)
         self.route.runners = tuple(self.runners)
 
     @staticmethod

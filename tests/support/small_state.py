@@ -18,17 +18,17 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.export.stored_model import StoredModel, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.outer_step import layer_states
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.v1 import manifest_pb2
 
 SPEC: RunSpec = parse_run_spec(
     'version = 1\n[run]\nname = "reef"\nstop_tokens = 1000\n[data]\npath = "corpus"\n[sync]\nround_tokens = 100\n'
 )
-LAYERS = Layers(("embedding", "block.0", "head"), (0, 5, 12, 16))
+LAYERS = LayerLayout(("embedding", "block.0", "head"), (0, 5, 12, 16))
 ANN, BOB = Identity.generate(), Identity.generate()
 
 
-def state_of(number: int, salt: float = 0.0, layers: Layers = LAYERS, seconds: float = 0.0) -> CheckpointState:
+def state_of(number: int, salt: float = 0.0, layers: LayerLayout = LAYERS, seconds: float = 0.0) -> CheckpointState:
     """The state of round `number`, committed `seconds` after 1970; another `salt`, another history."""
     anchor_E = torch.arange(layers.elements, dtype=torch.float32) + number + salt
     return of_vectors(number, anchor_E, -anchor_E, layers, seconds=seconds)
@@ -38,7 +38,7 @@ def of_vectors(
     number: int,
     anchor_E: torch.Tensor,
     momentum_E: torch.Tensor,
-    layers: Layers,
+    layers: LayerLayout,
     run: str = "reef",
     seconds: float = 0.0,
 ) -> CheckpointState:

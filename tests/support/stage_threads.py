@@ -22,8 +22,8 @@ from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.route_connection import RouteBridge
-from atoll.node.pipeline.stage_socket import Cable
+from atoll.node.pipeline.route_connection import RouteConnection
+from atoll.node.pipeline.stage_socket import StageSocket
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.session import Session
@@ -35,7 +35,7 @@ from atoll.v1 import plan_pb2
 class StageThread:
     """A session that holds a span, or with None the whole model. Made by `start`; `stop` it in the end."""
 
-    cable: Cable
+    cable: StageSocket
     anchor: Tensor
     pseudo_gradient: Tensor
     ready: ms.Ready
@@ -56,7 +56,7 @@ class StageThread:
         """Ready."""
         self = cls(config)
         near, self._far = socket.socketpair()
-        self.cable = await Cable.over(near)
+        self.cable = await StageSocket.from_socket(near)
         self._thread.start()
         ready = await self._answers[0]
         if isinstance(ready, ms.Refused):
@@ -120,11 +120,11 @@ class StageThread:
         return self.session._loop.weights.read()
 
 
-def bridge_of(trainer: StageThread, dispatcher: RouteDispatcher, place: RoutePlace) -> RouteBridge:
+def bridge_of(trainer: StageThread, dispatcher: RouteDispatcher, place: RoutePlace) -> RouteConnection:
     """To be run when the trainer has entered the route."""
     spec = parse_run_spec(trainer._config.run_spec_toml)
     table = plan_pb2.LayerTable.FromString(bytes.fromhex(trainer.ready.layer_table_hex))
-    return RouteBridge(dispatcher, trainer.cable, place, spec, table, SystemClock())
+    return RouteConnection(dispatcher, trainer.cable, place, spec, table, SystemClock())
 
 
 @asynccontextmanager
@@ -146,7 +146,7 @@ async def trainers_of(
 @asynccontextmanager
 async def bridged(
     trainers: Sequence[StageThread], networks: Sequence[Network], dispatchers: Sequence[RouteDispatcher], plan: int = 1
-) -> AsyncIterator[list[RouteBridge]]:
+) -> AsyncIterator[list[RouteConnection]]:
     """The trainers as one route, in this order."""
     peers = tuple(network.peer_id for network in networks)
     bridges, tasks = [], []

@@ -21,10 +21,10 @@ from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.prefetch import Preparing, Present, is_true_of
-from atoll.node.state.previous_spans import Formers
+from atoll.node.state.prefetch import CurrentLayers, LayerPrefetcher, is_current_at
+from atoll.node.state.previous_spans import PreviousSpans
 from atoll.node.state.state_server import StateServer
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.node.wire.transport import Network
 
@@ -53,21 +53,21 @@ class LocalState:
         self._missing_layers: frozenset[int] = frozenset()  # layers of the state that must be fetched
         self.lost: frozenset[int] = frozenset()  # nobody who answered has them as they are now, nor do we
         self._base_without_checkpoint = b""  # the base for which there is no checkpoint here
-        self._previous_spans = Formers()  # what was held under other plans
+        self._previous_spans = PreviousSpans()  # what was held under other plans
         self._facts: TrainerFacts | None = None
         self._sources = sources
         self._server = StateServer(
             sources.network, sources.run_id, sources.manifests, self._current, self._staged, self._idle_states
         )
-        self.prefetcher = Preparing(
+        self.prefetcher = LayerPrefetcher(
             sources.network,
             sources.directives,
             sources.operator_key,
             sources.run_dir,
             self._followed_layers,
             ready=sources.send_heartbeat_now,
-            believed=self._server.learn,
-            others=self._states_not_moving,
+            on_head=self._server.remember_head,
+            local_states=self._states_not_moving,
         )
 
     async def hold(self, trainer: Trainer) -> None:
@@ -108,7 +108,7 @@ class LocalState:
         def believe(head: Head) -> None:
             nonlocal asked
             asked = True
-            self._server.learn(head)
+            self._server.remember_head(head)
 
         def on_lost_layers(layers: frozenset[int]) -> None:
             self.lost = layers
@@ -120,9 +120,9 @@ class LocalState:
                 self.state,
                 self.head,
                 operator_key=sources.operator_key,
-                lacking=bool(self._missing_layers),
-                believed=believe,
-                others=lambda: self._previous_spans.held,
+                incomplete=bool(self._missing_layers),
+                on_head=believe,
+                local_states=lambda: self._previous_spans.held,
                 on_lost_layers=on_lost_layers,
             )
         except Unreachable:
@@ -133,8 +133,8 @@ class LocalState:
         if fetched is None:
             assert self.head is not None
             return self.head
-        await asyncio.to_thread(sources.manifests.keep, fetched.head)
-        await asyncio.to_thread(self.state.adopt, fetched)
+        await asyncio.to_thread(sources.manifests.try_append, fetched.head)
+        await asyncio.to_thread(self.state.load_fetched, fetched)
         self._missing_layers = self.lost = frozenset()
         self._drop_unneeded(fetched.head)
         return fetched.head
@@ -148,7 +148,7 @@ class LocalState:
         """What a checkpoint would hold; None while this node has no head or lacks layers of it."""
         if self.head is None or self.state is None or self._facts is None or self._missing_layers:
             return None
-        layers = Layers.of(self._facts.layers, self.state.layers)
+        layers = LayerLayout.of(self._facts.layers, self.state.layers)
         return CheckpointState(self.head, layers, self.state.anchor_E, self.state.momentum_E)
 
     # --- where it comes from ---------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class LocalState:
     async def _restore(self, facts: TrainerFacts) -> None:
         """What the last process of this node held, of whichever layers; the others tell what happened since."""
         await asyncio.to_thread(self._sources.manifests.sweep)
-        found = await self._sources.checkpoints.restore(Layers.of(facts.layers))
+        found = await self._sources.checkpoints.restore(LayerLayout.of(facts.layers))
         if found is None:
             return
         numbers = found.layers.numbers
@@ -171,7 +171,7 @@ class LocalState:
         assert self.state is not None
         if self._base_without_checkpoint == plan.base.manifest_hash:
             return
-        found = await self._sources.checkpoints.of_round(plan.base.round, Layers.of(self._facts.layers))
+        found = await self._sources.checkpoints.of_round(plan.base.round, LayerLayout.of(self._facts.layers))
         if found is None or found.head.hash != plan.base.manifest_hash:
             self._base_without_checkpoint = plan.base.manifest_hash
             return
@@ -200,7 +200,7 @@ class LocalState:
 
     def _drop_unneeded(self, head: Head) -> None:
         if self.state is not None and not self._missing_layers:
-            self._previous_spans.let_go(head, self.state.layers)
+            self._previous_spans.prune(head, self.state.layers)
 
     # --- what others may know --------------------------------------------------------------------------
 
@@ -213,11 +213,11 @@ class LocalState:
     def _staged(self, payload_hash: bytes) -> Staged | None:
         return self.engine.staged(payload_hash) if self.engine is not None else None
 
-    def _followed_layers(self) -> Present:
+    def _followed_layers(self) -> CurrentLayers:
         offsets = self._facts.layer_offsets if self._facts is not None else ()
         if self.state is None or self._missing_layers or self.engine is None:
-            return Present(offsets)  # nothing here follows the rounds
-        return Present(offsets, self.state.layers, self.engine.head)
+            return CurrentLayers(offsets)  # nothing here follows the rounds
+        return CurrentLayers(offsets, self.state.layers, self.engine.head)
 
     def _idle_states(self) -> tuple[tuple[Head, AnchorState], ...]:
         """What is not the present state, and nobody changes: held before, or fetched for a plan to come.
@@ -225,8 +225,8 @@ class LocalState:
         Of the latter what is true now: that we have an older one would hide that layers are lost.
         """
         head = self.engine.head if self.engine is not None else self.head
-        fetched = (*self.prefetcher.held, *self.prefetcher.aside)
-        return (*self._previous_spans.held, *(item for item in fetched if head is None or is_true_of(item, head)))
+        fetched = (*self.prefetcher.held, *self.prefetcher.set_aside)
+        return (*self._previous_spans.held, *(item for item in fetched if head is None or is_current_at(item, head)))
 
     def _states_not_moving(self) -> tuple[tuple[Head, AnchorState], ...]:
         """What stands still here."""

@@ -15,11 +15,11 @@ from atoll.core.errors import ChildDied
 from atoll.core.plan import Plan
 from atoll.core.run_spec import RunSpec
 from atoll.node.pipeline.dispatcher import RouteDispatcher
-from atoll.node.pipeline.link_codec import LinkCodes
-from atoll.node.pipeline.message_codec import Channel
+from atoll.node.pipeline.link_codec import LinkCodecs
+from atoll.node.pipeline.message_codec import LinkFormat
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.route_connection import RouteBridge
-from atoll.node.pipeline.stage_socket import Cable
+from atoll.node.pipeline.route_connection import RouteConnection
+from atoll.node.pipeline.stage_socket import StageSocket
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 
@@ -33,10 +33,10 @@ class RouteMembership:
         """`on_broken` is called when a neighbour is missing."""
         self.place: RoutePlace | None = None
         self.number: int | None = None  # of the route, in the plan that is followed
-        self._cable: Cable | None = None
+        self._cable: StageSocket | None = None
         self._network, self._spec, self._me, self._clock, self._on_broken = network, spec, peer_id, clock, on_broken
         self._dispatcher = RouteDispatcher(network)
-        self._bridge: RouteBridge | None = None
+        self._bridge: RouteConnection | None = None
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -45,9 +45,9 @@ class RouteMembership:
         return self._bridge.incarnations if self._bridge is not None else 0
 
     @property
-    def missing(self) -> str:
+    def unreachable_neighbour(self) -> str:
         """Peer id of the neighbour that is out of reach; empty: none is."""
-        return self._bridge.missing if self._bridge is not None else ""
+        return self._bridge.unreachable_neighbour if self._bridge is not None else ""
 
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
         """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""
@@ -63,19 +63,19 @@ class RouteMembership:
             self._begin(place, cable, trainer)
         self.number = number
 
-    def _begin(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> None:
+    def _begin(self, place: RoutePlace, cable: StageSocket, trainer: Trainer) -> None:
         self.place, self._cable = place, cable
-        self._bridge = RouteBridge(
+        self._bridge = RouteConnection(
             self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._on_broken
         )
         self._running = asyncio.create_task(self._run(self._bridge, self._link_codec_choice(place, cable, trainer)))
 
-    def _link_codec_choice(self, place: RoutePlace, cable: Cable, trainer: Trainer) -> LinkCodes | None:
+    def _link_codec_choice(self, place: RoutePlace, cable: StageSocket, trainer: Trainer) -> LinkCodecs | None:
         if self._spec.pipeline.codec != "auto":
             return None
-        channel = Channel.of(self._spec, trainer.facts.layers, *place.name)
+        channel = LinkFormat.of(self._spec, trainer.facts.layers, *place.name)
         tokens = channel.samples * channel.tokens
-        return LinkCodes(
+        return LinkCodecs(
             cable,
             place,
             tokens * channel.dimension,
@@ -83,7 +83,7 @@ class RouteMembership:
             self._network.rate_to,
         )
 
-    async def _run(self, bridge: RouteBridge, codes: LinkCodes | None) -> None:
+    async def _run(self, bridge: RouteConnection, codes: LinkCodecs | None) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if codes is not None:

@@ -70,7 +70,7 @@ class LiveStatus:
         if training and training.busy_seconds_per_token and self.facts is not None and self.facts.span is not None:
             status.computed.layers.first, status.computed.layers.last = self.facts.span
             status.computed.seconds_per_token = training.busy_seconds_per_token
-        status.missing_stage = self.route.missing if self.route is not None else ""
+        status.missing_stage = self.route.unreachable_neighbour if self.route is not None else ""
         prepared = self.holdings.prefetcher.span if self.holdings is not None else range(0)
         refused = self.holdings.prefetcher.refused if self.holdings is not None else range(0)
         status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())

@@ -20,7 +20,7 @@ from atoll.node.control.checkpoint_upload import CheckpointUploads, upload
 from atoll.node.export.joined_checkpoint import join
 from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore, read_checkpoint
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 
@@ -29,7 +29,7 @@ NAMES = tuple(LAYERS)
 
 
 def store_with(directory, number: int, elements: int) -> CheckpointStore:
-    layers = Layers(NAMES, tuple(index * elements for index in range(len(NAMES) + 1)))
+    layers = LayerLayout(NAMES, tuple(index * elements for index in range(len(NAMES) + 1)))
     store = CheckpointStore(directory, SPEC, keep=1)
     anchor_E = torch.rand(layers.elements)
     store.write(of_vectors(number, anchor_E, -anchor_E, layers, RUN))
@@ -56,7 +56,7 @@ async def test_what_the_operator_gets_is_what_the_node_has(tmp_path, elements):
 async def test_what_stages_have_is_a_model_that_can_be_read(tmp_path):
     elements = 200_001
     offsets = tuple(index * elements for index in range(len(NAMES) + 1))
-    layers, anchor_E = Layers(NAMES, offsets), torch.rand(offsets[-1])
+    layers, anchor_E = LayerLayout(NAMES, offsets), torch.rand(offsets[-1])
     whole = of_vectors(5, anchor_E, -anchor_E, layers, RUN)
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         stores = []

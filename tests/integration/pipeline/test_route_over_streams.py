@@ -25,9 +25,9 @@ from atoll.node.direct.path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.pipeline import link_codec, stage_streams
 from atoll.node.pipeline.dispatcher import RouteDispatcher
-from atoll.node.pipeline.message_codec import Channel, read_header
+from atoll.node.pipeline.message_codec import LinkFormat, read_header
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.route_connection import RouteBridge
+from atoll.node.pipeline.route_connection import RouteConnection
 from atoll.node.route_membership import RouteMembership
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.trainer import messages as ms
@@ -137,7 +137,7 @@ class Swarm:
         await trainer.enter_route(place)
         assert trainer.cable is not None
         spec, layers = parse_run_spec(SPEC), trainer.facts.layers
-        bridge = RouteBridge(self._dispatchers[stage], trainer.cable, place, spec, layers, SystemClock())
+        bridge = RouteConnection(self._dispatchers[stage], trainer.cable, place, spec, layers, SystemClock())
         task = asyncio.create_task(bridge.run())
         self._stack.push_async_callback(self._leave, task)
         return task
@@ -173,7 +173,7 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
 ) -> None:
     codes: dict[str, list[str]] = {}  # in which activations and gradients came, in turn
 
-    def noting(data: bytes, channel: Channel) -> pb.StageMessage:
+    def noting(data: bytes, channel: LinkFormat) -> pb.StageMessage:
         header = read_header(data, channel)
         kind = header.WhichOneof("content")
         if kind in ("activation", "gradient"):

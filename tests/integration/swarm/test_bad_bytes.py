@@ -30,7 +30,7 @@ from atoll.node.rounds.member_streams import PROTOCOL as ROUND
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.state_client import PROTOCOL as STATE
-from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_client import StateClient
 from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.door import MAX_STREAMS_PER_PEER
 from atoll.node.swarm.hello import PROTOCOL as HELLO
@@ -169,7 +169,7 @@ async def nobody_hears(peer: str, message: dp.RoundMessage) -> None:
 
 async def honest_life_goes_on(lab: Lab, node: Node, name: str) -> None:
     honest = await lab.start(name, seeds=node.host.multiaddrs())
-    conversation = await Conversation.begin(honest, node.host.peer_id, "r", SOON)
+    conversation = await StateClient.connect(honest, node.host.peer_id, "r", SOON)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     await conversation.close()
     links = RoundLinks(honest, nobody_hears)

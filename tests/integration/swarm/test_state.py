@@ -16,7 +16,7 @@ from atoll.node.state import heads as heads_of_members
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_client import StateClient
 from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.host import SwarmHost
 
@@ -88,9 +88,9 @@ async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tm
         with pytest.raises(Unreachable, match="month's traffic is spent"):
             await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key)
     assert allowed <= ann.traffic.bytes_total < allowed + 3 * ELEMENTS
-    conversation = await Conversation.begin(us, ann.peer_id, "r", SOON)
+    conversation = await StateClient.connect(us, ann.peer_id, "r", SOON)
     assert (await conversation.manifest(None)).hash == head.hash
-    await conversation.ask("anchor", head.hash, 0, 1)  # not even a small piece
+    await conversation.request_slice("anchor", head.hash, 0, 1)  # not even a small piece
     with pytest.raises(Busy):
         await conversation.answer(1)
     await conversation.close()

@@ -25,7 +25,7 @@ from atoll.node.rounds.background import Beside
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.policy import policy_of
 from atoll.node.rounds.staged_results import Results
-from atoll.node.state.anchor import AnchorState, Staging
+from atoll.node.state.anchor import AnchorState, OuterStepBuilder
 from atoll.node.state.outer_step import layer_states, outer_step
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -93,16 +93,16 @@ class Trio:
 
 
 @pytest.fixture
-def finishes(monkeypatch: pytest.MonkeyPatch) -> list[Staging]:
+def finishes(monkeypatch: pytest.MonkeyPatch) -> list[OuterStepBuilder]:
     """Every staging whose digests were begun."""
-    begun: list[Staging] = []
-    finish: Callable[..., object] = Staging.finish
+    begun: list[OuterStepBuilder] = []
+    finish: Callable[..., object] = OuterStepBuilder.finish
 
-    def noted(staging: Staging, *arguments: object) -> object:
+    def noted(staging: OuterStepBuilder, *arguments: object) -> object:
         begun.append(staging)
         return finish(staging, *arguments)
 
-    monkeypatch.setattr(Staging, "finish", noted)
+    monkeypatch.setattr(OuterStepBuilder, "finish", noted)
     return begun
 
 
@@ -112,7 +112,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finishes: list[Staging]) -> None:
+async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finishes: list[OuterStepBuilder]) -> None:
     trio = Trio()
     digests = await trio.average()
     await until(lambda: len(finishes) == len(PEERS))
@@ -125,7 +125,7 @@ async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finish
     await trio.close()
 
 
-async def test_what_was_settled_otherwise_is_the_state(finishes: list[Staging]) -> None:
+async def test_what_was_settled_otherwise_is_the_state(finishes: list[OuterStepBuilder]) -> None:
     trio = Trio()
     digests = await trio.average()
     await until(lambda: len(finishes) == len(PEERS))
@@ -141,15 +141,15 @@ async def test_what_was_settled_otherwise_is_the_state(finishes: list[Staging]) 
 
 
 async def test_a_word_that_comes_while_the_state_is_made_waits_for_that_or_makes_another(
-    finishes: list[Staging], monkeypatch: pytest.MonkeyPatch
+    finishes: list[OuterStepBuilder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, noted = threading.Event(), Staging.finish
+    go, noted = threading.Event(), OuterStepBuilder.finish
 
-    def held_up(staging: Staging, *arguments: object) -> object:
+    def held_up(staging: OuterStepBuilder, *arguments: object) -> object:
         assert go.wait(PATIENCE)
         return noted(staging, *arguments)
 
-    monkeypatch.setattr(Staging, "finish", held_up)
+    monkeypatch.setattr(OuterStepBuilder, "finish", held_up)
     trio = Trio()
     digests = await trio.average()
     trio.results["a"].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
@@ -167,15 +167,15 @@ async def test_a_word_that_comes_while_the_state_is_made_waits_for_that_or_makes
 
 
 async def test_a_state_that_could_not_be_made_before_the_word_is_made_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, failed = Staging.finish, []
+    finish, failed = OuterStepBuilder.finish, []
 
-    def fails_once_each(staging: Staging, *arguments: object) -> object:
+    def fails_once_each(staging: OuterStepBuilder, *arguments: object) -> object:
         if staging not in failed:
             failed.append(staging)
             raise MemoryError
         return finish(staging, *arguments)
 
-    monkeypatch.setattr(Staging, "finish", fails_once_each)
+    monkeypatch.setattr(OuterStepBuilder, "finish", fails_once_each)
     trio = Trio()
     digests = await trio.average()
     await until(lambda: len(failed) == len(PEERS))

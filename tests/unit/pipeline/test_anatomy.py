@@ -14,7 +14,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
-from atoll.node.pipeline.stage import Room
+from atoll.node.pipeline.stage import MicroBatchShape
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -111,7 +111,7 @@ def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
     tokens = [torch.arange(2 * 13).view(2, 13) % 48]
     norms = []
     for stages in (1, 4):
-        reef = Reef(HuggingFaceArchitecture(config), stages, OptimizerSection(), Room(2, 12))
+        reef = Reef(HuggingFaceArchitecture(config), stages, OptimizerSection(), MicroBatchShape(2, 12))
         for model in reef.models:
             initialise_span(model, 1, 0.2)
         norms.append(reef.route.flush(tokens).norms)

@@ -14,13 +14,28 @@ import torch
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.pipeline.message_codec import Channel, pack
+from atoll.node.pipeline.message_codec import LinkFormat, pack
 from atoll.node.pipeline.messages import Begin, Gradient
-from atoll.node.pipeline.stage_io import Arrived, Attached, CableEnd, Detached, RouteEvent, Spoiled
-from atoll.node.pipeline.stage_socket import PREFIX, WINDOW_FRAMES, Cable, CableFrame, Word, heard, pack_prefix
+from atoll.node.pipeline.stage_io import (
+    IncarnationBegan,
+    IncarnationEnded,
+    MessageInvalid,
+    MessageReceived,
+    RouteEvent,
+    StageIO,
+)
+from atoll.node.pipeline.stage_socket import (
+    PREFIX,
+    WINDOW_FRAMES,
+    FrameType,
+    SocketFrame,
+    StageSocket,
+    decode_error,
+    pack_prefix,
+)
 from atoll.v1 import pipeline_pb2 as pb
 
-CHANNEL = Channel(1, 0, samples=2, tokens=4, dimension=8, vocabulary=16)
+CHANNEL = LinkFormat(1, 0, samples=2, tokens=4, dimension=8, vocabulary=16)
 
 
 class Pair:
@@ -28,17 +43,17 @@ class Pair:
 
     def __init__(self, near: socket.socket, far: socket.socket) -> None:
         self.events: queue.SimpleQueue[RouteEvent] = queue.SimpleQueue()
-        self.end = CableEnd(far, self.events.put)
+        self.end = StageIO(far, self.events.put)
         self.end.channel, self.end.codec = CHANNEL, CODECS["fp32"]
         self.near = near
         near.settimeout(5)
 
-    def send(self, word: Word, stage: int, incarnation: int, payload: bytes = b"") -> None:
+    def send(self, word: FrameType, stage: int, incarnation: int, payload: bytes = b"") -> None:
         self.near.sendall(pack_prefix(word, stage, incarnation, len(payload)) + payload)
 
-    def receive(self) -> CableFrame:
+    def receive(self) -> SocketFrame:
         word, stage, incarnation, size = PREFIX.unpack(self._exactly(PREFIX.size))
-        return CableFrame(Word(word), stage, incarnation, self._exactly(size))
+        return SocketFrame(FrameType(word), stage, incarnation, self._exactly(size))
 
     def _exactly(self, size: int) -> bytes:
         data = b""
@@ -62,7 +77,7 @@ def joined() -> Iterator[Pair]:
     pair = Pair(near, far)
     yield pair
     near.close()
-    while not isinstance(pair.events.get(timeout=5), Detached):
+    while not isinstance(pair.events.get(timeout=5), IncarnationEnded):
         pass
 
 
@@ -76,9 +91,9 @@ def test_a_neighbour_that_takes_nothing_has_two_frames_and_holds_nobody_up() -> 
         pair.end.send(2, Begin(1, 1))
         assert pair.receive().stage == 2
         assert pair.nothing_comes()
-        pair.send(Word.TAKEN, 1, 2)  # of another incarnation
+        pair.send(FrameType.SENT, 1, 2)  # of another incarnation
         assert pair.nothing_comes()
-        pair.send(Word.TAKEN, 1, 3)
+        pair.send(FrameType.SENT, 1, 3)
         frame = pair.receive()
         assert pb.StageMessage.FromString(frame.payload).flush == WINDOW_FRAMES + 1
         pair.end.begin(4)  # what waited is of no use any more
@@ -93,14 +108,14 @@ def test_a_link_is_coded_as_the_swarm_process_says_until_the_stage_has_another_p
         header = pb.StageMessage.FromString(pair.receive().payload)
         assert len(pair.receive().payload) == header.body_bytes
         for _ in range(WINDOW_FRAMES):
-            pair.send(Word.TAKEN, receiver, 3)
+            pair.send(FrameType.SENT, receiver, 3)
         return header.gradient.codec
 
     with joined() as pair:
         pair.end.begin(3)
-        pair.send(Word.CODE, 1, 0, b"bf16")
-        pair.send(Word.ATTACH, 0, 3)
-        assert pair.events.get(timeout=5) == Attached(3)  # so what was said before it was heard
+        pair.send(FrameType.CODEC, 1, 0, b"bf16")
+        pair.send(FrameType.ATTACH, 0, 3)
+        assert pair.events.get(timeout=5) == IncarnationBegan(3)  # so what was said before it was heard
         assert (codec_to(1), codec_to(2)) == (CODECS["bf16"].number, CODECS["fp32"].number)
         pair.end.enter(CHANNEL)
         assert codec_to(1) == CODECS["fp32"].number
@@ -108,39 +123,39 @@ def test_a_link_is_coded_as_the_swarm_process_says_until_the_stage_has_another_p
 
 def test_what_comes_from_several_neighbours_at_once_is_put_together() -> None:
     message = Gradient(1, 0, torch.arange(64.0).view(2, 4, 8))
-    header, body = pack(message, Channel(1, 0, 2, 4, 8, 16, incarnation=3))
+    header, body = pack(message, LinkFormat(1, 0, 2, 4, 8, 16, incarnation=3))
     with joined() as pair:
-        pair.send(Word.ATTACH, 0, 3)
+        pair.send(FrameType.ATTACH, 0, 3)
         for word, payload in (
-            (Word.HEADER, header.SerializeToString()),
-            (Word.BODY, body[:100]),
-            (Word.BODY, body[100:]),
+            (FrameType.HEADER, header.SerializeToString()),
+            (FrameType.BODY, body[:100]),
+            (FrameType.BODY, body[100:]),
         ):
             for sender in (1, 2):
                 pair.send(word, sender, 3, payload)
-        assert pair.events.get(timeout=5) == Attached(3)
+        assert pair.events.get(timeout=5) == IncarnationBegan(3)
         for sender in (1, 2):
             event = pair.events.get(timeout=5)
-            assert isinstance(event, Arrived)
+            assert isinstance(event, MessageReceived)
             assert event.sender == sender
             assert isinstance(event.message, Gradient)
             assert torch.equal(event.message.gradient_BTD, message.gradient_BTD)
 
 
 def test_bytes_that_are_no_message_are_an_event_and_the_next_one_arrives() -> None:
-    channel = Channel(1, 0, 2, 4, 8, 16, incarnation=3)
+    channel = LinkFormat(1, 0, 2, 4, 8, 16, incarnation=3)
     header, body = pack(Gradient(1, 0, torch.zeros(2, 4, 8)), channel)
     with joined() as pair:
-        pair.send(Word.HEADER, 1, 3, b"\xff\xff")
-        pair.send(Word.BODY, 1, 3, body)  # of that
-        pair.send(Word.HEADER, 1, 3, header.SerializeToString())
-        pair.send(Word.BODY, 1, 3, b"\xff" * len(body))
-        pair.send(Word.HEADER, 1, 3, pack(Begin(1, 2), channel)[0].SerializeToString())
+        pair.send(FrameType.HEADER, 1, 3, b"\xff\xff")
+        pair.send(FrameType.BODY, 1, 3, body)  # of that
+        pair.send(FrameType.HEADER, 1, 3, header.SerializeToString())
+        pair.send(FrameType.BODY, 1, 3, b"\xff" * len(body))
+        pair.send(FrameType.HEADER, 1, 3, pack(Begin(1, 2), channel)[0].SerializeToString())
         for _ in range(2):
             event = pair.events.get(timeout=5)
-            assert isinstance(event, Spoiled)
+            assert isinstance(event, MessageInvalid)
             assert isinstance(event.error, PeerMisbehaved)
-        assert pair.events.get(timeout=5) == Arrived(3, 1, Begin(1, 2))
+        assert pair.events.get(timeout=5) == MessageReceived(3, 1, Begin(1, 2))
 
 
 def test_a_break_overtakes_what_waits() -> None:
@@ -152,8 +167,8 @@ def test_a_break_overtakes_what_waits() -> None:
             pair.receive()
         pair.end.break_off(PeerMisbehaved("it sent nonsense"))
         frame = pair.receive()
-        assert (frame.word, frame.incarnation) == (Word.BREAK, 3)
-        error = heard(frame.payload)
+        assert (frame.word, frame.incarnation) == (FrameType.BREAK, 3)
+        error = decode_error(frame.payload)
         assert isinstance(error, PeerMisbehaved)
         assert str(error) == "it sent nonsense"
 
@@ -171,8 +186,8 @@ async def test_nothing_of_no_bytes_is_given_to_the_transport() -> None:
         def writelines(self, lines: Iterable[bytes]) -> None:
             given.extend(map(bytes, lines))
 
-    cable = Cable(asyncio.StreamReader(), cast("asyncio.StreamWriter", Writer()))
-    cable.post(Word.TAKEN, 1, 1)
-    cable.post(Word.BODY, 1, 1, b"abc")
-    assert b"".join(given) == pack_prefix(Word.TAKEN, 1, 1, 0) + pack_prefix(Word.BODY, 1, 1, 3) + b"abc"
+    cable = StageSocket(asyncio.StreamReader(), cast("asyncio.StreamWriter", Writer()))
+    cable.send_nowait(FrameType.SENT, 1, 1)
+    cable.send_nowait(FrameType.BODY, 1, 1, b"abc")
+    assert b"".join(given) == pack_prefix(FrameType.SENT, 1, 1, 0) + pack_prefix(FrameType.BODY, 1, 1, 3) + b"abc"
     assert all(given)

@@ -11,7 +11,7 @@ from support.routes import Reef
 
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.pipeline.stage import Room
+from atoll.node.pipeline.stage import MicroBatchShape
 from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
@@ -69,7 +69,7 @@ def test_the_trainer_s_loop_and_routes_of_1_2_and_4_stages_are_equal(
         loop.close()
     assert losses[-1] < 0.7 * losses[0]
     for stages in (1, 2, 4):
-        reef = Reef(loop.run.architecture, stages, spec.optimizer, Room(SAMPLES, TOKENS))
+        reef = Reef(loop.run.architecture, stages, spec.optimizer, MicroBatchShape(SAMPLES, TOKENS))
         reef.load(anchor_E)
         assert [reef.route.flush(tokens).loss for tokens in batches(spec, corpus)] == losses
         assert torch.equal(reef.weights(), loop.weights_E)

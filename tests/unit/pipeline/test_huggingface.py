@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.huggingface import HuggingFaceArchitecture
-from atoll.node.pipeline.stage import Room
+from atoll.node.pipeline.stage import MicroBatchShape
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -71,7 +71,7 @@ def check_equal(family: str, tied: bool, adapted: bool, steps: int) -> None:
     plain: OneProcess | None = None
     losses: list[float] = []
     for stages in (4, 2, 1):
-        reef = Reef(architecture, stages, SECTION, Room(SAMPLES, TOKENS))
+        reef = Reef(architecture, stages, SECTION, MicroBatchShape(SAMPLES, TOKENS))
         for model in reef.models:
             initialise_span(model, 7, 0.1)
         if plain is None:

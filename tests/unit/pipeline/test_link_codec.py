@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.pipeline.link_codec import KEEP, NARROW, ROOM, WIDE, LinkCodes, code_of
+from atoll.node.pipeline.link_codec import NARROW_ABOVE, NARROW_CODEC, WIDE_CODEC, WIDEN_BELOW, LinkCodecs, choose_codec
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.stage_socket import Cable, Word
+from atoll.node.pipeline.stage_socket import FrameType, StageSocket
 from atoll.node.route_membership import RouteMembership
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.trainer.trainer import Trainer
@@ -41,53 +41,58 @@ codec = "{codec}"
 RATES = st.floats(min_value=1.0, max_value=1e12)
 
 
-@given(st.sampled_from((NARROW, WIDE)), RATES, RATES)
+@given(st.sampled_from((NARROW_CODEC, WIDE_CODEC)), RATES, RATES)
 def test_bf16_is_where_it_takes_little_of_the_link_and_stays_while_it_takes_no_more_than_most(
     before: str, wanted: float, rate: float
 ) -> None:
-    chosen = code_of(before, wanted, rate)
-    assert code_of(chosen, wanted, rate) == chosen  # nobody goes to and fro
-    if wanted <= ROOM * rate:
-        assert chosen == WIDE
-    elif wanted > KEEP * rate:
-        assert chosen == NARROW
+    chosen = choose_codec(before, wanted, rate)
+    assert choose_codec(chosen, wanted, rate) == chosen  # nobody goes to and fro
+    if wanted <= WIDEN_BELOW * rate:
+        assert chosen == WIDE_CODEC
+    elif wanted > NARROW_ABOVE * rate:
+        assert chosen == NARROW_CODEC
     else:
         assert chosen == before
 
 
-@given(st.sampled_from((NARROW, WIDE)), RATES)
+@given(st.sampled_from((NARROW_CODEC, WIDE_CODEC)), RATES)
 def test_what_is_not_known_is_int8_unless_the_other_side_is_near(before: str, known: float) -> None:
-    assert code_of(before, 0.0, known) == code_of(before, known, 0.0) == code_of(before, 0.0, 0.0) == NARROW
-    assert code_of(before, 0.0, math.inf) == code_of(before, known, math.inf) == WIDE
+    assert (
+        choose_codec(before, 0.0, known)
+        == choose_codec(before, known, 0.0)
+        == choose_codec(before, 0.0, 0.0)
+        == NARROW_CODEC
+    )
+    assert choose_codec(before, 0.0, math.inf) == choose_codec(before, known, math.inf) == WIDE_CODEC
 
 
 class Told:
     """A cable that remembers."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[Word, int, bytes]] = []
+        self.words: list[tuple[FrameType, int, bytes]] = []
 
-    def post(self, word: Word, stage: int, incarnation: int, payload: bytes) -> None:
+    def send_nowait(self, word: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
         self.words.append((word, stage, payload))
 
 
-def codes_at(stage: int, rates: dict[str, float], seconds: list[float], told: Told) -> LinkCodes:
+def codes_at(stage: int, rates: dict[str, float], seconds: list[float], told: Told) -> LinkCodecs:
     place = RoutePlace(1, 0, ("ann", "bob", "cleo"), stage)
-    return LinkCodes(cast("Cable", told), place, 500_000, lambda: seconds[0], lambda peer: rates[peer])
+    return LinkCodecs(cast("StageSocket", told), place, 500_000, lambda: seconds[0], lambda peer: rates[peer])
 
 
 def test_a_trainer_is_told_of_each_link_when_its_code_changes() -> None:
     told, rates, seconds = Told(), {"ann": 50e6, "cleo": 1e6}, [0.0]
-    codes = codes_at(1, rates, seconds, told)
-    codes.look()
+    codecs = codes_at(1, rates, seconds, told)
+    codecs.update()
     assert told.words == []  # nobody knows how long computing takes
     seconds[0] = 0.1  # 10 MB/s in bf16
-    codes.look()
-    codes.look()
-    assert told.words == [(Word.CODE, 0, b"bf16")]
+    codecs.update()
+    codecs.update()
+    assert told.words == [(FrameType.CODEC, 0, b"bf16")]
     rates["cleo"], rates["ann"] = math.inf, 15e6
-    codes.look()
-    assert told.words[1:] == [(Word.CODE, 0, b"int8"), (Word.CODE, 2, b"bf16")]
+    codecs.update()
+    assert told.words[1:] == [(FrameType.CODEC, 0, b"int8"), (FrameType.CODEC, 2, b"bf16")]
 
 
 async def test_whatever_it_was_told_before_a_trainer_hears_the_codes_of_its_links_at_first() -> None:
@@ -95,7 +100,7 @@ async def test_whatever_it_was_told_before_a_trainer_hears_the_codes_of_its_link
     running = asyncio.create_task(codes_at(1, {"ann": math.inf, "cleo": 0.0}, [0.1], told).run())
     await asyncio.sleep(0)
     running.cancel()
-    assert told.words == [(Word.CODE, 0, b"int8"), (Word.CODE, 2, b"int8"), (Word.CODE, 0, b"bf16")]
+    assert told.words == [(FrameType.CODEC, 0, b"int8"), (FrameType.CODEC, 2, b"int8"), (FrameType.CODEC, 0, b"bf16")]
 
 
 def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_computes_it() -> None:
@@ -106,21 +111,23 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     network = SimpleNamespace(handle=lambda protocol, handler: None, rate_to=lambda peer: rates[peer])
     on_route = RouteMembership(cast("Network", network), spec, "ann", SystemClock())
     told = Told()
-    codes = on_route._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("Cable", told), cast("Trainer", trainer))
-    assert codes is not None
+    codecs = on_route._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer))
+    assert codecs is not None
     wanted = 2 * 64 / 0.001  # bytes of a token in bf16, and how long it is computed: 128 kB/s
-    rates = {"bob": 0.99 * wanted / ROOM}
-    codes.look()
+    rates = {"bob": 0.99 * wanted / WIDEN_BELOW}
+    codecs.update()
     assert told.words == []
-    rates["bob"] = 1.01 * wanted / ROOM
-    codes.look()
-    assert told.words == [(Word.CODE, 1, b"bf16")]
+    rates["bob"] = 1.01 * wanted / WIDEN_BELOW
+    codecs.update()
+    assert told.words == [(FrameType.CODEC, 1, b"bf16")]
     fixed = RouteMembership(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
-    assert fixed._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("Cable", told), cast("Trainer", trainer)) is None
+    assert (
+        fixed._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer)) is None
+    )
 
 
 def test_the_ends_of_a_route_have_one_link() -> None:
     for stage, neighbour in ((0, 1), (2, 1)):
         told = Told()
-        codes_at(stage, {"bob": math.inf}, [0.1], told).look()
-        assert told.words == [(Word.CODE, neighbour, b"bf16")]
+        codes_at(stage, {"bob": math.inf}, [0.1], told).update()
+        assert told.words == [(FrameType.CODEC, neighbour, b"bf16")]

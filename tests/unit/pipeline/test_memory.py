@@ -21,7 +21,7 @@ from atoll.node.model.memory_estimate import SpanMemory, StageTraffic, span_memo
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
-from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.pipeline.stage import MicroBatchShape, Stage
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.v1 import plan_pb2
@@ -44,7 +44,7 @@ def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:
         stage = Stage(
             SpanModel(architecture.span_definition(span), torch.device("cpu")),
             OptimizerSection(),
-            Room(SAMPLES, TOKENS),
+            MicroBatchShape(SAMPLES, TOKENS),
         )
         built = live.now
         flush(stage)

@@ -36,9 +36,9 @@ from atoll.node.pipeline import dispatcher, route_connection, stage_loop, stage_
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
 from atoll.node.pipeline.messages import Begin
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.route_connection import RouteBridge
+from atoll.node.pipeline.route_connection import RouteConnection
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.pipeline.stage_socket import Cable, Word, pack_prefix, said
+from atoll.node.pipeline.stage_socket import FrameType, StageSocket, encode_error, pack_prefix
 from atoll.node.trainer import messages as ms
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import common_pb2
@@ -97,7 +97,7 @@ class Route:
     def driver(self) -> StageThread:
         return self.stages[0]
 
-    def on(self, plan: int = 1) -> AbstractAsyncContextManager[list[RouteBridge]]:
+    def on(self, plan: int = 1) -> AbstractAsyncContextManager[list[RouteConnection]]:
         """The stages as one route of such a plan."""
         return bridged(self.stages, self.networks, self.dispatchers, plan)
 
@@ -184,7 +184,7 @@ async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
             await until(lambda: sent > 120)
             await route.stand_still()
             assert bridges[0].incarnations > 3
-            assert isinstance(bridges[1].trouble, AtollError)
+            assert isinstance(bridges[1].last_error, AtollError)
         assert route.driver.status.flushes_aborted > 0
         await route.assert_equal_to_one_process()
 
@@ -202,7 +202,7 @@ async def test_a_neighbour_that_goes_silent_costs_patience_and_not_the_route(cor
             with impatient(route.driver):
                 await until(lambda: route.driver.status.flushes_aborted > 0)
             assert "longer than" in route.driver.status.route_trouble
-            await until(lambda: isinstance(bridges[0].trouble, DeadlineExceeded))
+            await until(lambda: isinstance(bridges[0].last_error, DeadlineExceeded))
             silent = False
             await route.more(2)
             await route.stand_still()
@@ -215,9 +215,9 @@ def impatient(driver: StageThread) -> Iterator[None]:
     """Only while a flush is known to stand still: on a busy machine one that goes well takes as long."""
     loop = driver.session._loop
     assert isinstance(loop, StageLoop)
-    before, loop._patience = loop._patience, LearnedDeadline(0.3, 0.3)
+    before, loop._flush_deadline = loop._flush_deadline, LearnedDeadline(0.3, 0.3)
     yield
-    loop._patience = before
+    loop._flush_deadline = before
 
 
 async def test_a_stage_that_missed_a_verdict_steps_when_the_route_begins_anew(corpus: str) -> None:
@@ -304,7 +304,7 @@ async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus
 
 
 async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_streams, "_SLICE", timedelta(milliseconds=20))
+    monkeypatch.setattr(stage_streams, "_RECEIVE_TIMEOUT", timedelta(milliseconds=20))
     async with route_on(MemoryHub(), corpus) as route, route.on() as bridges:
         await route.more(1)
         await route.stand_still()
@@ -362,7 +362,7 @@ async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
         driver_loop = route.driver.session._loop
         assert isinstance(driver_loop, StageLoop)
-        driver_loop._patience = LearnedDeadline(300.0, 300.0)
+        driver_loop._flush_deadline = LearnedDeadline(300.0, 300.0)
         await until(lambda: not route.stages[1].session._between_steps)
         assert await route.stages[1].order(ms.Pause()) == ms.Done()
         await until(lambda: driver_loop.flushes_aborted > 0)
@@ -375,7 +375,7 @@ async def test_a_flush_of_more_micro_batches_than_the_run_s_is_refused(corpus: s
         loop = route.stages[1].session._loop
         assert isinstance(loop, StageLoop)
         with pytest.raises(PeerMisbehaved, match="of 4"):
-            loop._runner.deliver(0, Begin(loop._runner.ended + 1, 4))
+            loop._machine.deliver(0, Begin(loop._machine.last_flush + 1, 4))
 
 
 @pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])
@@ -426,18 +426,18 @@ async def test_an_evaluation_ends_with_an_error_when_a_stage_is_elsewhere_or_the
         assert route.driver.status.flushes_aborted <= 1
 
 
-def lone_bridge(hub: MemoryHub, cable: Cable, stage: int) -> RouteBridge:
+def lone_bridge(hub: MemoryHub, cable: StageSocket, stage: int) -> RouteConnection:
     """Of a route of two, with large micro-batches."""
     spec = parse_run_spec(SPEC.format(model="").replace("micro_batch_samples = 2", "micro_batch_samples = 512"))
     table = layer_table(spec, resolve_shape(spec.model, 256))
     place = RoutePlace(1, 0, ("reef", "lagoon"), stage)
-    return RouteBridge(RouteDispatcher(hub.join(place.peers[stage])), cable, place, spec, table, SystemClock())
+    return RouteConnection(RouteDispatcher(hub.join(place.peers[stage])), cable, place, spec, table, SystemClock())
 
 
 async def test_a_bridge_lets_go_of_a_trainer_that_stands_still() -> None:
     """Its socket is full, and nobody reads it."""
     near, far = socket.socketpair()
-    cable, hub = await Cable.over(near), MemoryHub()
+    cable, hub = await StageSocket.from_socket(near), MemoryHub()
     running = asyncio.create_task(lone_bridge(hub, cable, 1).run())
     stream = await hub.join("reef").open("lagoon", PROTOCOL, SOON)
     filling = asyncio.create_task(fill(stream))
@@ -454,7 +454,7 @@ async def test_a_bridge_lets_go_of_a_trainer_that_stands_still() -> None:
 @pytest.mark.parametrize("ticks", range(8))
 async def test_a_bridge_that_is_cancelled_while_its_route_breaks_ends(ticks: int) -> None:
     near, far = socket.socketpair()
-    cable, hub = await Cable.over(near), MemoryHub()
+    cable, hub = await StageSocket.from_socket(near), MemoryHub()
     opened = asyncio.Event()
 
     async def swallow(stream: Stream) -> None:
@@ -467,10 +467,10 @@ async def test_a_bridge_that_is_cancelled_while_its_route_breaks_ends(ticks: int
     running = asyncio.create_task(route.run())
     await until(lambda: route.incarnation > 0)
     word = header(route.incarnation, join=pb.StageJoin())
-    far.sendall(pack_prefix(Word.HEADER, 1, route.incarnation, len(word)) + word)
+    far.sendall(pack_prefix(FrameType.HEADER, 1, route.incarnation, len(word)) + word)
     await opened.wait()
-    why = said(FlushAborted("the trainer has enough"))
-    far.sendall(pack_prefix(Word.BREAK, 0, route.incarnation, len(why)) + why)
+    why = encode_error(FlushAborted("the trainer has enough"))
+    far.sendall(pack_prefix(FrameType.BREAK, 0, route.incarnation, len(why)) + why)
     assert route._links is not None
     await route._links._broken
     for _ in range(ticks):
@@ -548,9 +548,9 @@ async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused
             join = pb.StageJoin()
             assert isinstance(await answer_to(stranger, "reef", opening(header(now, join=join))), NotPermitted)
             assert isinstance(await answer_to(stranger, "reef", opening(b"\xff" * 9)), PeerMisbehaved)
-            over = await answer_to(route.networks[2], "lagoon", opening(header(now - 1, ready=pb.StageReady())))
-            assert isinstance(over, InvalidTransition)
-            assert "is over" in str(over)
+            from_socket = await answer_to(route.networks[2], "lagoon", opening(header(now - 1, ready=pb.StageReady())))
+            assert isinstance(from_socket, InvalidTransition)
+            assert "is over" in str(from_socket)
             ahead = await answer_to(route.networks[2], "lagoon", opening(header(now + 9, ready=pb.StageReady())))
             assert "has not begun" in str(ahead)
             unknown = pb.StageMessage(plan_version=1, route=4, incarnation=now).SerializeToString()
@@ -589,9 +589,9 @@ async def test_a_body_of_another_length_and_a_header_of_another_incarnation_brea
             return Frame(frame.kind, b"", bytes(frame.body) + b"x")
         if spoilt == "header" and kind_of(passage) == "gradient":
             spoilt = ""
-            said = pb.StageMessage.FromString(frame.header)
-            said.incarnation += 1
-            return Frame(frame.kind, said.SerializeToString())
+            encode_error = pb.StageMessage.FromString(frame.header)
+            encode_error.incarnation += 1
+            return Frame(frame.kind, encode_error.SerializeToString())
         return frame
 
     async with route_on(MemoryHub(fault), corpus) as route:

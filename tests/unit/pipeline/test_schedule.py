@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.scripted_stages import ScriptedRoute
 
 from atoll.core.errors import InvalidTransition
-from atoll.node.pipeline.schedule import Backward, Forward, Settle, Step, actions, credits_of
+from atoll.node.pipeline.schedule import Backward, Forward, SendReport, Step, flush_actions, stage_credits
 
 ROUTES = st.integers(1, 6)
 COUNTS = st.integers(1, 12)
@@ -20,22 +20,22 @@ SEEDS = st.integers(0, 2**32)  # of the order in which links deliver and stages 
 
 @given(ROUTES, COUNTS, st.integers(0, 3))
 def test_every_micro_batch_goes_forward_then_backward_once_and_in_order(stages: int, count: int, ahead: int) -> None:
-    for credit in credits_of(stages, count, ahead):
-        order = actions(count, credit)
+    for credit in stage_credits(stages, count, ahead):
+        order = flush_actions(count, credit)
         assert [each.micro_batch for each in order if isinstance(each, Forward)] == list(range(count))
         assert [each.micro_batch for each in order if isinstance(each, Backward)] == list(range(count))
         assert all(order.index(Forward(number)) < order.index(Backward(number)) for number in range(count))
-        assert order[-2:] == (Settle(), Step())
+        assert order[-2:] == (SendReport(), Step())
 
 
 @given(ROUTES, COUNTS, st.integers(0, 3))
 def test_no_stage_holds_more_than_its_credits_and_later_ones_never_more(stages: int, count: int, ahead: int) -> None:
-    credits = credits_of(stages, count, ahead)
+    credits = stage_credits(stages, count, ahead)
     assert list(credits) == sorted(credits, reverse=True)
     assert credits[-1] == 1
     for credit in credits:
         held = 0
-        for action in actions(count, credit):
+        for action in flush_actions(count, credit):
             held += isinstance(action, Forward) - isinstance(action, Backward)
             assert held <= credit
 
@@ -52,7 +52,7 @@ def test_no_interleaving_of_deliveries_deadlocks_or_changes_an_order(
     for stage in route.stages:
         assert stage.backwards == [*range(count), *range(count)]
         assert stage.steps == 2
-        assert stage.most_held <= credits_of(stages, count, ahead)[stage.number]
+        assert stage.most_held <= stage_credits(stages, count, ahead)[stage.number]
         assert stage.added_gradient == 2 * sum(range(1, count + 1))
 
 
@@ -120,7 +120,7 @@ def test_an_evaluation_between_flushes_trains_nothing_and_says_whether_all_stand
     route = ScriptedRoute(stages, tied, ahead, Random(seed).choice)
     route.flush(count)
     found = route.evaluate(anchor)
-    assert (found.loss, found.agreed) == (1.0, anchor == 0)
+    assert (found.loss, found.at_same_anchor) == (1.0, anchor == 0)
     route.flush(count)
     for stage in route.stages:
         assert stage.steps == 2
@@ -148,6 +148,6 @@ def test_a_stage_that_fails_in_its_step_must_be_replaced(seed: int, stages: int,
     route.stages[which % stages].step = fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         route.flush(count)
-    for ask in (broken.advance, broken.cut_off):
+    for ask in (broken.advance, broken.disconnect):
         with pytest.raises(InvalidTransition, match="failed in the midst of a step"):
             ask()

@@ -33,11 +33,11 @@ from atoll.node.pipeline.messages import (
     TiedWeights,
     Verdict,
 )
-from atoll.node.pipeline.stage import Room
+from atoll.node.pipeline.stage import MicroBatchShape
 
 SHAPE = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True)
 SECTION = OptimizerSection(learning_rate=0.01, clip_norm=0.3)
-ROOM = Room(samples=2, tokens=6)
+ROOM = MicroBatchShape(samples=2, tokens=6)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def decided_before_break(reef: Reef, tokens: list[Tensor], turns: int) -> bool:
     reef.route.begin(tokens)
     for _ in range(turns):
         reef.route.turn()
-    decided = reef.runners[0].finished is not None
+    decided = reef.runners[0].last_result is not None
     reef.route.reconnect()
     return decided
 
@@ -113,10 +113,10 @@ def test_what_was_settled_and_not_decided_is_dropped_when_other_weights_are_load
     reef = route(2)
     reef.route.begin(flush_of(0))
     last = reef.runners[1]
-    while not (last.ended == 0 and last.deciding):
+    while not (last.last_flush == 0 and last.awaiting_verdict):
         reef.route.turn()
-    last.cut_off()
-    last.forget()
+    last.disconnect()
+    last.drop_undecided()
     assert not bool(reef.models[1].gradients_E.any())
 
 
@@ -166,11 +166,11 @@ def test_what_a_peer_may_not_send_is_refused_and_the_flush_goes_on(name: str) ->
     receiver, sender, message = BAD[name]
     disturbed, plain = route(3), route(3)
     flush = disturbed.route.begin(flush_of(0))
-    while disturbed.runners[1].held == 0:
+    while disturbed.runners[1].in_flight == 0:
         disturbed.route.turn()
     with pytest.raises(PeerMisbehaved):
         disturbed.runners[receiver].deliver(sender, message)
-    while any(runner.ended < flush for runner in disturbed.runners):
+    while any(runner.last_flush < flush for runner in disturbed.runners):
         assert disturbed.route.turn(), "it stands still"
     plain.route.flush(flush_of(0))
     assert torch.equal(disturbed.weights(), plain.weights())
@@ -179,7 +179,7 @@ def test_what_a_peer_may_not_send_is_refused_and_the_flush_goes_on(name: str) ->
 def test_a_report_of_another_number_of_layers_is_refused() -> None:
     reef = route(2)
     flush = reef.route.begin(flush_of(0, 1))
-    while reef.runners[0].held == 0:
+    while reef.runners[0].in_flight == 0:
         reef.route.turn()
     with pytest.raises(PeerMisbehaved, match="has 5 norms"):
         reef.runners[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))

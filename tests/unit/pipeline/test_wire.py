@@ -19,8 +19,8 @@ from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.pipeline import messages as ms
-from atoll.node.pipeline.message_codec import FP32_BYTES, Channel, pack, read_header, unpack
-from atoll.node.pipeline.stage import Room
+from atoll.node.pipeline.message_codec import FP32_BYTES, LinkFormat, pack, read_header, unpack
+from atoll.node.pipeline.stage import MicroBatchShape
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
@@ -28,10 +28,10 @@ from atoll.node.training.sample_feed import SampleFeed
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
 
-CHANNEL = Channel(plan_version=3, route=1, samples=2, tokens=5, dimension=8, vocabulary=11, incarnation=9)
+CHANNEL = LinkFormat(plan_version=3, route=1, samples=2, tokens=5, dimension=8, vocabulary=11, incarnation=9)
 
 
-def carried(channel: Channel, codec: str) -> Callable[[ms.Message], ms.Message]:
+def carried(channel: LinkFormat, codec: str) -> Callable[[ms.Message], ms.Message]:
     """There and back again."""
 
     def carry(message: ms.Message) -> ms.Message:
@@ -48,7 +48,7 @@ def random(*shape: int) -> Tensor:
 MESSAGES: list[ms.Message] = [
     ms.Begin(7, 3),
     ms.Begin(7, 3, 0),
-    ms.Report(7, (), 3.25, agreed=False),
+    ms.Report(7, (), 3.25, at_same_anchor=False),
     ms.Activation(7, 2, random(2, 5, 8), torch.arange(10).view(2, 5)),
     ms.Gradient(7, 1, random(1, 5, 8)),
     ms.Report(7, (0.1, 2.0), 3.25),
@@ -81,7 +81,7 @@ def test_every_message_arrives(message: ms.Message, codec: str, tolerance: float
 
 
 def test_int8_takes_a_quarter_of_the_bytes() -> None:
-    channel = Channel(1, 0, 2, 64, 128, 11)
+    channel = LinkFormat(1, 0, 2, 64, 128, 11)
     message = ms.Gradient(1, 0, random(2, 64, 128))
     plain, coded = (len(pack(message, channel, CODECS[name])[1]) for name in ("fp32", "int8"))
     assert coded == plain // 4 + 2 * plain // 4 // 128
@@ -100,8 +100,8 @@ def test_what_is_not_finite_arrives_as_that(value: float) -> None:
 
 @pytest.mark.parametrize("broken_layer", [0, 2, 4], ids=["tied matrix", "activations", "gradients"])
 def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weights(broken_layer: int) -> None:
-    shape, room = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True), Room(samples=2, tokens=6)
-    channel = Channel(plan_version=3, route=1, samples=2, tokens=6, dimension=16, vocabulary=48)
+    shape, room = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True), MicroBatchShape(samples=2, tokens=6)
+    channel = LinkFormat(plan_version=3, route=1, samples=2, tokens=6, dimension=16, vocabulary=48)
     reef = Reef(BuiltInArchitecture(shape), 3, OptimizerSection(), room, carry=carried(channel, "int8"))
     reef.load(random(shape.parameters) * 0.1)
     before_E, tokens = reef.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
@@ -196,10 +196,10 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
     initial_E = torch.empty(loop.layout.elements)
     loop.initialise_into(initial_E)
     found = {}
-    channel = Channel(1, 0, 4, 32, 64, 256)
+    channel = LinkFormat(1, 0, 4, 32, 64, 256)
     try:
         for codec in ("fp32", "int8"):
-            reef = Reef(loop.run.architecture, 4, spec.optimizer, Room(4, 32), carry=carried(channel, codec))
+            reef = Reef(loop.run.architecture, 4, spec.optimizer, MicroBatchShape(4, 32), carry=carried(channel, codec))
             reef.load(initial_E)
             loader = Loader(corpus, 0, 8, SystemClock())
             loader.restart(SampleFeed(((0, 10_000),)))

@@ -41,10 +41,10 @@ from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_staged
-from atoll.node.state.fetch import Wanted, fetch_state
+from atoll.node.state.fetch import FetchTarget, fetch_state
 from atoll.node.state.outer_step import holds
 from atoll.node.state.pieces import Workspace, pieces_of
-from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_client import StateClient
 
 STATE = state_of(3.0)
 DONORS = (ANN, BOB, DAN, EVE)
@@ -149,7 +149,7 @@ async def test_a_stream_that_breaks_costs_what_was_under_way(reef):
 
     reef.behaviours[ANN.peer_id] = breaks_once
     assert is_true(await fetch(reef))
-    assert reef.bodies[ANN.peer_id] <= CHUNKS + 2 * QUICK.pipelined
+    assert reef.bodies[ANN.peer_id] <= CHUNKS + 2 * QUICK.max_requests_in_flight
 
 
 async def test_a_node_back_from_sleep_fetches_only_what_changed(reef):
@@ -202,7 +202,7 @@ async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_th
         reef.behaviours[member.peer_id] = goes_on(reef.serve(member, history(HEAD), STATE), head, later)
     reef.serve(EVE, history(HEAD), STATE)
     reef.behaviours[EVE.peer_id] = after(1, freezes)
-    slow = replace(QUICK, answer=timedelta(hours=1), rest=timedelta(milliseconds=100))
+    slow = replace(QUICK, answer=timedelta(hours=1), stragglers_timeout=timedelta(milliseconds=100))
     async with asyncio.timeout(20):
         assert is_true(await fetch(reef, policy=slow), later)
 
@@ -213,7 +213,7 @@ async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those
     for member in DONORS[:3]:
         reef.behaviours[member.peer_id] = goes_on(reef.serve(member, history(HEAD), STATE), head, later)
     reef.serve(EVE, history(HEAD), STATE)
-    assert is_true(await fetch(reef, policy=replace(QUICK, rest=timedelta(seconds=20))))
+    assert is_true(await fetch(reef, policy=replace(QUICK, stragglers_timeout=timedelta(seconds=20))))
 
 
 async def test_a_head_that_never_stands_still_is_an_error(reef):
@@ -299,7 +299,7 @@ async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(reef):
         return frame
 
     reef.behaviours[BOB.peer_id] = waits_for_dan
-    holders, at_once = [BOB.peer_id, DAN.peer_id], replace(QUICK, rest=timedelta())
+    holders, at_once = [BOB.peer_id, DAN.peer_id], replace(QUICK, stragglers_timeout=timedelta())
     found = await fetch_staged(
         reef.network, holders, result.committed.payload, "r", OFFSETS, whole.layers, policy=at_once
     )
@@ -310,14 +310,14 @@ async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(reef):
 
 
 async def talk(reef, run_id="r"):
-    return await Conversation.begin(reef.network, ANN.peer_id, run_id, timedelta(seconds=1))
+    return await StateClient.connect(reef.network, ANN.peer_id, run_id, timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 165), (5, 5), (6, 5), (2**63, 2**63 + 1), (0, 2**64 - 1)])
 async def test_nothing_outside_the_vector_is_served(reef, start, end):
     reef.serve(ANN, history(HEAD), STATE)
     conversation = await talk(reef)
-    await conversation.ask("anchor", HEAD.hash, start, end)
+    await conversation.request_slice("anchor", HEAD.hash, start, end)
     with pytest.raises(PeerMisbehaved):
         await conversation.answer(1)
 
@@ -327,9 +327,9 @@ async def test_no_more_than_the_cap_is_served_at_once(reef):
     head = commit(big, 1, list(DONORS), after=GENESIS)
     reef.serve(ANN, history(head), big)
     conversation = await talk(reef)
-    await conversation.ask("momentum", head.hash, 0, 1 << 20)
+    await conversation.request_slice("momentum", head.hash, 0, 1 << 20)
     assert len(await conversation.answer(1 << 20)) == 4 << 20
-    await conversation.ask("momentum", head.hash, 0, (1 << 20) + 1)
+    await conversation.request_slice("momentum", head.hash, 0, (1 << 20) + 1)
     with pytest.raises(PeerMisbehaved):
         await conversation.answer((1 << 20) + 1)
 
@@ -361,7 +361,7 @@ async def test_what_is_not_held_is_refused_by_name(reef):
     for state_hash, moving, error in ((GENESIS.hash, False, NotFound), (HEAD.hash, True, Busy)):
         holding.moving = moving
         conversation = await talk(reef)
-        await conversation.ask("anchor", state_hash, 0, 1)
+        await conversation.request_slice("anchor", state_hash, 0, 1)
         with pytest.raises(error):
             await conversation.answer(1)
         await conversation.close()
@@ -459,14 +459,14 @@ async def test_what_no_round_has_changed_is_given_out_under_an_older_head(reef):
     """Else nobody could catch up whose link is slower than the rounds of fragments."""
     holding = reef.serve(ANN, history(HEAD), STATE)
     first, second = split_into_fragments(OFFSETS, 2)
-    conversation = await Conversation.begin(reef.network, ANN.peer_id, "r", QUICK.answer)
+    conversation = await StateClient.connect(reef.network, ANN.peer_id, "r", QUICK.answer)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     _, state, head = stepped(STATE, HEAD, 0)
     holding.hold(head, state)
-    await conversation.ask("anchor", HEAD.hash, second.start, second.start + 8)
+    await conversation.request_slice("anchor", HEAD.hash, second.start, second.start + 8)
     body = await conversation.answer(8)
     assert bytes(body) == STATE.anchor_E[second.start : second.start + 8].numpy().tobytes()
-    await conversation.ask("anchor", HEAD.hash, first.start, first.start + 8)
+    await conversation.request_slice("anchor", HEAD.hash, first.start, first.start + 8)
     with pytest.raises(NotFound):
         await conversation.answer(8)
     await conversation.close()
@@ -501,7 +501,9 @@ async def test_who_goes_back_to_an_earlier_head_finds_nothing_of_a_later_one(ree
     reef.serve(ANN, history(HEAD), old)
     reef.serve(BOB, history(HEAD, later), new)
     reef.behaviours[BOB.peer_id] = after(5, dies)
-    wanted = {head.round: Wanted("r", head.hash, pieces_of(head.manifest.layers, OFFSETS)) for head in (HEAD, later)}
+    wanted = {
+        head.round: FetchTarget("r", head.hash, pieces_of(head.manifest.layers, OFFSETS)) for head in (HEAD, later)
+    }
     await fetch_state(reef.network, [ANN.peer_id], wanted[1], workspace, QUICK)
     with pytest.raises(Unreachable):
         await fetch_state(reef.network, [BOB.peer_id], wanted[2], workspace, QUICK)

@@ -29,7 +29,7 @@ from atoll.node.state.checkpoint import (
 from atoll.node.state.checkpoint import (
     SPEC as SPEC_FILE,
 )
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 
 FILES = (ANCHOR, MOMENTUM, MANIFEST, SPEC_FILE, SUMS)
 
@@ -85,7 +85,7 @@ def test_equal_states_are_equal_files(tmp_path):
 
 
 def test_a_model_of_real_size_takes_several_pieces(tmp_path):
-    layers = Layers(("embedding", "head"), (0, 3_000_000, 3_000_001))
+    layers = LayerLayout(("embedding", "head"), (0, 3_000_000, 3_000_001))
     anchor_E = torch.rand(layers.elements)
     store = open_store(tmp_path)
     store.write(of_vectors(1, anchor_E, anchor_E * 2, layers))
@@ -309,7 +309,7 @@ def test_junk_in_a_file_is_a_typed_error_even_with_a_true_sum(tmp_path, name, ju
 
 def test_another_models_checkpoint_and_one_under_a_wrong_name_are_not_loaded(tmp_path):
     open_store(tmp_path).write(state_of(1))
-    other = Layers(("embedding", "block.0", "tail"), LAYERS.offsets)
+    other = LayerLayout(("embedding", "block.0", "tail"), LAYERS.offsets)
     open_store(tmp_path).write(state_of(2, layers=other))
     shutil.copytree(tmp_path / "000000001", tmp_path / "000000007")
     assert_is(open_store(tmp_path).newest(LAYERS), 1)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState
-from atoll.node.state.previous_spans import Formers
+from atoll.node.state.previous_spans import PreviousSpans
 from atoll.v1 import manifest_pb2
 
 OFFSETS = (0, 2, 3, 7, 8, 12)
@@ -38,7 +38,7 @@ def blank(span: range) -> AnchorState:
 @given(st.lists(st.tuples(SPANS, st.sets(st.sampled_from(LAYERS))), min_size=1, max_size=6), SPANS)
 def test_a_span_is_filled_with_what_is_true_and_with_nothing_else(past, wanted):
     """Spans that were held one after another, each with the layers that changed after it."""
-    formers, versions, known = Formers(), [0] * len(LAYERS), set()
+    formers, versions, known = PreviousSpans(), [0] * len(LAYERS), set()
     for number, (span, changed) in enumerate(past, 1):
         formers.add(head(versions), held(span, versions))
         known = (known | set(span)) - changed
@@ -56,17 +56,17 @@ def test_a_span_is_filled_with_what_is_true_and_with_nothing_else(past, wanted):
 
 
 def test_it_is_let_go_once_its_other_layers_were_averaged_by_somebody_else():
-    formers = Formers()
+    formers = PreviousSpans()
     formers.add(head([1, 1, 1, 1, 1]), held(range(3), [1] * 5))
-    formers.let_go(head([1, 1, 2, 2, 2]), range(2, 5))
+    formers.prune(head([1, 1, 2, 2, 2]), range(2, 5))
     assert formers.held  # layers 0 and 1 are as they were: perhaps nobody else has them
-    formers.let_go(head([3, 1, 2, 2, 2]), range(2, 5))
+    formers.prune(head([3, 1, 2, 2, 2]), range(2, 5))
     assert formers.held
-    formers.let_go(head([3, 4, 2, 2, 2]), range(2, 5))
+    formers.prune(head([3, 4, 2, 2, 2]), range(2, 5))
     assert not formers.held
 
 
 def test_without_a_head_nothing_is_true():
-    formers = Formers()
+    formers = PreviousSpans()
     formers.add(head([1] * 5), held(range(5), [1] * 5))
     assert formers.fill(blank(range(2)), None) == {0, 1}

@@ -300,9 +300,9 @@ async def test_a_history_longer_than_can_be_followed_needs_a_majority(reef, monk
     for member in (ANN, BOB):
         reef.serve(member, history(FIRST_OF_TWO), ONE)
     reef.serve(DAN, run.heads, TWO)
-    monkeypatch.setattr(heads, "LONGEST_HISTORY", 3)
+    monkeypatch.setattr(heads, "MAX_HISTORY_ROUNDS", 3)
     assert await believed(reef, run.plan, held=FIRST_OF_TWO) is None
-    monkeypatch.setattr(heads, "LONGEST_HISTORY", 4)
+    monkeypatch.setattr(heads, "MAX_HISTORY_ROUNDS", 4)
     assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
 
 

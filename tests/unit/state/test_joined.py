@@ -24,7 +24,7 @@ from atoll.node.export.joined_checkpoint import join
 from atoll.node.export.stored_model import StoredModel
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.outer_step import layer_states
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.v1 import manifest_pb2
 
 OFFSETS = (0, 3, 4, 9, 9, 12)
@@ -45,7 +45,7 @@ def head(number: int = 3) -> Head:
 def held(first: int, last: int, number: int = 3) -> CheckpointState:
     start, end = OFFSETS[first], OFFSETS[last + 1]
     names = tuple(f"layer {layer}" for layer in range(first, last + 1))
-    layers = Layers(names, tuple(offset - start for offset in OFFSETS[first : last + 2]), first)
+    layers = LayerLayout(names, tuple(offset - start for offset in OFFSETS[first : last + 2]), first)
     return CheckpointState(head(number), layers, ANCHOR[start:end], MOMENTUM[start:end])
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.node.state.fetch_scheduler import Ledger
+from atoll.node.state.fetch_scheduler import FetchScheduler
 from atoll.node.state.pieces import Piece
 
 TRUE = b"true"
@@ -23,7 +23,7 @@ class Simulation:
     def __init__(self, sizes: list[int], donors: dict, chunk_elements: int = 4) -> None:
         self.pieces = pieces_of(sizes)
         self.donors = donors  # name -> whether its k-th chunk is true
-        self.ledger = Ledger(self.pieces, chunk_elements, list(donors))
+        self.ledger = FetchScheduler(self.pieces, chunk_elements, list(donors))
         self.answers = dict.fromkeys(donors, 0)
         self.bytes: dict[tuple[int, int], bytes] = {}
         self.now = 0.0
@@ -32,22 +32,22 @@ class Simulation:
 
     def ask(self, donor: str, depth: int = 3) -> bool:
         asked = False
-        while self.ledger.asks(donor) and self.ledger.may_ask(donor, depth):
-            if self.ledger.take(donor, self.now) is None:
+        while self.ledger.is_active(donor) and self.ledger.may_ask(donor, depth):
+            if self.ledger.next_chunk(donor, self.now) is None:
                 break
             asked = True
         return asked
 
     def answer(self, donor: str) -> bool:
-        chunk = self.ledger.expected(donor) if self.ledger.asks(donor) else None
+        chunk = self.ledger.expected(donor) if self.ledger.is_active(donor) else None
         if chunk is None:
             return False
         self.now += 1.0
         honest = self.donors[donor](self.answers[donor])
         self.answers[donor] += 1
-        if self.ledger.arrived(donor, self.now):
+        if self.ledger.on_answer(donor, self.now):
             self.bytes[chunk.piece, chunk.index] = TRUE if honest else donor.encode()
-            if self.ledger.to_check(chunk.piece):
+            if self.ledger.is_complete(chunk.piece):
                 self.check(chunk.piece)
         return True
 
@@ -55,7 +55,7 @@ class Simulation:
         values = [value for (number, _), value in sorted(self.bytes.items()) if number == piece]
         true = all(value == TRUE for value in values)
         digests = [self.bytes[chunk.piece, chunk.index] for chunk in self.ledger.chunks_to_hash(piece, true)]
-        self.ledger.checked(piece, true, digests)
+        self.ledger.on_checked(piece, true, digests)
 
     def run(self) -> None:
         while not self.ledger.finished and self._everyone_once():
@@ -91,7 +91,7 @@ def test_one_honest_donor_is_enough_and_only_liars_are_distrusted(sizes, limits,
             case "answer":
                 world.answer(name)
             case "break":
-                if world.ledger.asks(name):
+                if world.ledger.is_active(name):
                     world.ledger.left(name)
                     world.ledger.join(name)
             case "slow":
@@ -146,13 +146,13 @@ def test_a_silent_donors_questions_go_to_others_and_its_late_answer_is_not_neede
         pass
     assert world.ledger.finished
     assert world.answer("silent")
-    assert world.ledger.asks("silent")
+    assert world.ledger.is_active("silent")
 
 
 def test_a_slow_donor_keeps_no_large_part_to_itself():
     """Two share a link unequally; each answers in order, one chunk after the other."""
     seconds_per_chunk = {"fast": 0.02, "slow": 0.4}
-    ledger = Ledger(pieces_of([4, 4, 4000]), 4, list(seconds_per_chunk))
+    ledger = FetchScheduler(pieces_of([4, 4, 4000]), 4, list(seconds_per_chunk))
     answers = {}  # donor -> when its oldest question is answered
     deepest = dict.fromkeys(seconds_per_chunk, 0)
     for donor in seconds_per_chunk:
@@ -160,14 +160,14 @@ def test_a_slow_donor_keeps_no_large_part_to_itself():
     now = 0.0
     while not ledger.finished:
         for donor, seconds in seconds_per_chunk.items():
-            while ledger.may_ask(donor, 32) and ledger.take(donor, now) is not None:
+            while ledger.may_ask(donor, 32) and ledger.next_chunk(donor, now) is not None:
                 answers.setdefault(donor, now + seconds)
         donor = min(answers, key=lambda donor: answers[donor])
         now = answers.pop(donor)
         chunk = ledger.expected(donor)
-        if ledger.arrived(donor, now) and ledger.to_check(chunk.piece):
-            ledger.checked(chunk.piece, True, [])
-        left = len(ledger._donors[donor].wire)
+        if ledger.on_answer(donor, now) and ledger.is_complete(chunk.piece):
+            ledger.on_checked(chunk.piece, True, [])
+        left = len(ledger._donors[donor].in_flight)
         deepest[donor] = max(deepest[donor], left)
         if left:
             answers[donor] = now + seconds_per_chunk[donor]
@@ -179,7 +179,7 @@ def test_a_slow_donor_keeps_no_large_part_to_itself():
 @pytest.mark.parametrize("turned", [2.9, 14.0])
 def test_a_fast_donor_that_turns_slow_holds_nobody_up(turned):
     """It has much on the wire by then, and answers just in time to be called alive."""
-    ledger = Ledger(pieces_of([4, 4, 4000]), 4, ["steady", "turning"])
+    ledger = FetchScheduler(pieces_of([4, 4, 4000]), 4, ["steady", "turning"])
     due = {}  # donor -> when its oldest question is answered
     now, answered = 0.0, dict.fromkeys(("steady", "turning"), 0)
 
@@ -190,7 +190,7 @@ def test_a_fast_donor_that_turns_slow_holds_nobody_up(turned):
         ledger.join(donor)
     while not ledger.finished:
         for donor in answered:
-            while ledger.may_ask(donor, 32) and ledger.take(donor, now) is not None:
+            while ledger.may_ask(donor, 32) and ledger.next_chunk(donor, now) is not None:
                 due.setdefault(donor, now + seconds(donor))
         donor = min(due, key=due.__getitem__)
         if due[donor] > now + 0.5:  # nothing happens: the shell looks again
@@ -199,8 +199,8 @@ def test_a_fast_donor_that_turns_slow_holds_nobody_up(turned):
         now = due.pop(donor)
         answered[donor] += 1
         chunk = ledger.expected(donor)
-        if ledger.arrived(donor, now) and ledger.to_check(chunk.piece):
-            ledger.checked(chunk.piece, True, [])
+        if ledger.on_answer(donor, now) and ledger.is_complete(chunk.piece):
+            ledger.on_checked(chunk.piece, True, [])
         if ledger.expected(donor) is not None:
             due[donor] = now + seconds(donor)
     assert now < 1.3 * 1002 * 0.02
@@ -248,18 +248,18 @@ def test_a_false_piece_of_many_is_fetched_from_one_alone_and_then_the_liar_is_kn
 
 
 def test_a_piece_whose_donor_left_while_it_was_checked_is_fetched_from_others():
-    ledger = Ledger(pieces_of([8]), 4, ["x", "y", "z"])
+    ledger = FetchScheduler(pieces_of([8]), 4, ["x", "y", "z"])
     for donor in ("x", "y", "z"):
         ledger.join(donor)
-    assert ledger.take("x", 0.0) is not None
-    assert ledger.arrived("x", 1.0)
+    assert ledger.next_chunk("x", 0.0) is not None
+    assert ledger.on_answer("x", 1.0)
     ledger.give_up("x", "it froze")
-    while ledger.take("y", 2.0) is not None:
-        assert ledger.arrived("y", 3.0)
-    assert ledger.to_check(0)
+    while ledger.next_chunk("y", 2.0) is not None:
+        assert ledger.on_answer("y", 3.0)
+    assert ledger.is_complete(0)
     ledger.give_up("y", "it refused")  # meanwhile
-    ledger.checked(0, False, [b"x", b"y"])
-    assert {ledger.take("z", 4.0), ledger.take("z", 4.0)} != {None}
+    ledger.on_checked(0, False, [b"x", b"y"])
+    assert {ledger.next_chunk("z", 4.0), ledger.next_chunk("z", 4.0)} != {None}
 
 
 def test_what_a_liar_delivered_elsewhere_is_fetched_again():

@@ -19,7 +19,7 @@ from atoll.node.state.anchor import AnchorState
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import plan_pb2
 
@@ -65,7 +65,7 @@ class Node:
         self.store = CheckpointStore(folder / "checkpoints", SPEC, keep=3)
         for number in rounds:
             it = part(number, OURS)
-            self.store.write(CheckpointState(HEADS[number], Layers.of(TABLE, OURS), it.anchor_E, it.momentum_E))
+            self.store.write(CheckpointState(HEADS[number], LayerLayout.of(TABLE, OURS), it.anchor_E, it.momentum_E))
         self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
         self.holdings = LocalState(
             StateSources(

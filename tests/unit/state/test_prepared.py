@@ -1,4 +1,4 @@
-"""Layers of a plan to come are fetched beside what a node holds, followed round by round, and handed over."""
+"""LayerLayout of a plan to come are fetched beside what a node holds, followed round by round, and handed over."""
 
 import asyncio
 from dataclasses import replace
@@ -13,7 +13,7 @@ from atoll.core.membership import MembershipVerifier
 from atoll.node.control.directives import Directives
 from atoll.node.state import prefetch
 from atoll.node.state.mapped_vectors import mapped_vector
-from atoll.node.state.prefetch import Preparing, Present, lacking
+from atoll.node.state.prefetch import CurrentLayers, LayerPrefetcher, missing_ranges
 
 DONORS = (ANN, BOB, DAN)
 STATE = state_of(3.0)
@@ -38,9 +38,9 @@ class Node:
         self.folder.mkdir()
         self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
         self.directives.plan = PLAN
-        self.present = Present(OFFSETS, held, HEAD if held else None)
+        self.present = CurrentLayers(OFFSETS, held, HEAD if held else None)
         self.told = 0
-        self.prefetcher = Preparing(
+        self.prefetcher = LayerPrefetcher(
             self.reef.network, self.directives, OPERATOR.public_key, self.folder, lambda: self.present, self.ready
         )
         self.holdings = [self.reef.serve(member, history(HEAD), STATE) for member in DONORS]
@@ -97,7 +97,7 @@ async def test_what_finds_no_room_is_not_fetched_and_said_for_as_long_as_it_is_w
 
 
 async def test_a_member_fetches_only_what_it_lacks(node):
-    node.present = Present(OFFSETS, range(1, 2), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1, 2), HEAD)
     node.wants(range(4))
     await node.until(lambda: node.prefetcher.span == range(4))
     assert [state.layers for _, state in node.prefetcher.held] == [range(1), range(2, 4)]
@@ -106,7 +106,7 @@ async def test_a_member_fetches_only_what_it_lacks(node):
 
 
 async def test_what_is_held_already_needs_nothing(node):
-    node.present = Present(OFFSETS, range(4), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(4), HEAD)
     node.wants(range(1, 3))
     await node.until(lambda: node.prefetcher.span == range(1, 3))
     assert node.prefetcher.held == ()
@@ -115,14 +115,14 @@ async def test_what_is_held_already_needs_nothing(node):
 
 async def test_it_follows_the_rounds_until_the_plan_is_there(node):
     node.directives.plan = plan_with(range(3, 4), version=1)
-    node.present = Present(OFFSETS, range(3, 4), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(3, 4), HEAD)
     node.wants(range(4))
     await node.until(lambda: node.prefetcher.span == range(4))
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
     for holding in node.holdings:
         holding.hold(head, later)
-    node.present = Present(OFFSETS, range(3, 4), head)
+    node.present = CurrentLayers(OFFSETS, range(3, 4), head)
     node.directives.wake()
     async with asyncio.timeout(10):
         while node.prefetcher.held[0][0].hash != head.hash:
@@ -150,12 +150,12 @@ async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
 
 
 async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
-    monkeypatch.setattr(prefetch, "_ASIDE", prefetch._ASIDE / 3000)
+    monkeypatch.setattr(prefetch, "_SET_ASIDE_TIME", prefetch._SET_ASIDE_TIME / 3000)
     node.wants(range(4))
     await node.until(lambda: node.prefetcher.span == range(4))
     node.wants(range(0))
     async with asyncio.timeout(10):
-        while list(node.folder.iterdir()) or node.prefetcher.held or node.prefetcher.aside:
+        while list(node.folder.iterdir()) or node.prefetcher.held or node.prefetcher.set_aside:
             await asyncio.sleep(0.01)
     assert not node.prefetcher.span
 
@@ -171,7 +171,7 @@ async def test_another_span_takes_the_place_of_the_first(node):
 async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_is_wanted(node):
     """As when a stage takes over its neighbour's layers, and is to have others of the next one at once."""
     node.directives.plan = plan_with(range(1), version=1)
-    node.present = Present(OFFSETS, range(1), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     node.directives.plan = plan_with(range(3), version=2)
@@ -184,9 +184,9 @@ async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_
 
 async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, monkeypatch):
     """Nobody else may have it."""
-    monkeypatch.setattr(prefetch, "_OWED", prefetch._OWED / 6_000)
+    monkeypatch.setattr(prefetch, "_LOAD_TIMEOUT", prefetch._LOAD_TIMEOUT / 6_000)
     node.directives.plan = plan_with(range(1), version=1)
-    node.present = Present(OFFSETS, range(1), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     node.directives.plan = plan_with(range(4), version=2)
@@ -230,13 +230,13 @@ async def test_what_the_plan_gives_anyway_is_nothing_to_prepare(node):
 
 async def test_another_plan_that_is_prepared_in_between_makes_nobody_fetch_twice(node):
     node.directives.plan = plan_with(range(1), version=1)
-    node.present = Present(OFFSETS, range(1), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     node.wants(range(3, 4))
     await node.until(lambda: node.prefetcher.span == range(3, 4))
     fetched = sum(node.reef.bodies.values())
-    assert [state.layers for _, state in node.prefetcher.aside] == [range(1, 2)]
+    assert [state.layers for _, state in node.prefetcher.set_aside] == [range(1, 2)]
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     assert sum(node.reef.bodies.values()) == fetched
@@ -262,12 +262,12 @@ async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
 
 async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(node, monkeypatch):
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
-    node.present = Present(OFFSETS, range(1), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
-    node.present = Present(OFFSETS, range(1), head)
+    node.present = CurrentLayers(OFFSETS, range(1), head)
     node.directives.wake()
     await asyncio.sleep(0.1)
     assert node.prefetcher.round == 1
@@ -279,7 +279,7 @@ async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(n
 
 
 async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_went(node):
-    node.present = Present(OFFSETS, range(1), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.directives.plan = plan_with(range(1), version=1)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
@@ -292,7 +292,7 @@ async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_we
 
 async def test_rounds_of_other_layers_copy_nothing(node):
     """A second copy is followed for as long as a run: only what was averaged is written anew."""
-    node.present = Present(OFFSETS, range(1), HEAD)
+    node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     ((_, before),) = node.prefetcher.held
@@ -300,7 +300,7 @@ async def test_rounds_of_other_layers_copy_nothing(node):
     later = commit(STATE, 2, list(DONORS), after=HEAD, layers=HEAD.manifest.layers)
     for holding in node.holdings:
         holding.hold(later, STATE)
-    node.present = Present(OFFSETS, range(1), later)
+    node.present = CurrentLayers(OFFSETS, range(1), later)
     node.directives.wake()
     async with asyncio.timeout(10):
         while node.prefetcher.round < 2:
@@ -343,7 +343,7 @@ async def test_when_nobody_can_be_reached_it_tries_again(node, monkeypatch):
     ],
 )
 def test_what_is_lacking(span, held, gaps):
-    assert lacking(span, held) == gaps
+    assert missing_ranges(span, held) == gaps
 
 
 def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
@@ -354,14 +354,14 @@ def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
 
 async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
     node = Node(tmp_path)
-    node.prefetcher = Preparing(
+    node.prefetcher = LayerPrefetcher(
         node.reef.network,
         node.directives,
         OPERATOR.public_key,
         node.folder,
         lambda: node.present,
         node.ready,
-        others=lambda: ((HEAD, STATE),),
+        local_states=lambda: ((HEAD, STATE),),
     )
     running = asyncio.create_task(node.prefetcher.run())
     node.wants(range(4))

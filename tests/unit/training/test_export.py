@@ -26,7 +26,7 @@ from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder, initialise
 from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -61,7 +61,7 @@ def trained(model: str, run: str = "reef", number: int = 7, tokenizer: str = "by
         named = dict(decoder.named_parameters())
         for name, view_E in FlatLayout.of(decoder).views(anchor_E):
             view_E.copy_(named[name])
-    layers = Layers.of(layer_table(spec, shape))
+    layers = LayerLayout.of(layer_table(spec, shape))
     return decoder.eval(), spec, of_vectors(number, anchor_E, torch.zeros_like(anchor_E), layers, run)
 
 

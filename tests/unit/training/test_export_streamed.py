@@ -20,7 +20,7 @@ from atoll.node.export import safetensors_writer
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 
 BUILT_IN = """[model]
 dimension = {dimension}
@@ -68,7 +68,7 @@ def spec_of(section: str) -> RunSpec:
 
 
 def state_of(spec: RunSpec, base: Path | None = None, number: int = 7) -> CheckpointState:
-    layers = Layers.of(run_model(spec, 256, base).table)
+    layers = LayerLayout.of(run_model(spec, 256, base).table)
     anchor_E = torch.randn(layers.elements, generator=torch.Generator().manual_seed(2)) * 0.05
     return of_vectors(number, anchor_E, torch.zeros_like(anchor_E), layers, spec.run.name)
 

@@ -27,7 +27,7 @@ from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.loading import load as load_trainer
 from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.trainer.messages import TrainerConfig
@@ -86,7 +86,7 @@ def test_the_loop_has_the_bits_of_a_plain_loop_and_exports_what_it_trained(
         assert [plain.step([loader.next().tokens_BT]) for _ in range(STEPS)] == losses
     assert torch.equal(plain.weights(), loop.weights_E)
 
-    layers = Layers.of(loop.run.table)
+    layers = LayerLayout.of(loop.run.table)
     state = of_vectors(7, loop.weights_E, torch.zeros_like(loop.weights_E), layers, "t")
     tokens_BT = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), stored(spec, state) as checkpoint:
@@ -158,7 +158,7 @@ def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_ge
         *("embedding", "block", "head")
     ]
     write_initial_weights(loaded.run, tmp_path / "genesis")
-    genesis_E = torch.from_file(str(tmp_path / "genesis"), size=Layers.of(loaded.run.table).elements)
+    genesis_E = torch.from_file(str(tmp_path / "genesis"), size=LayerLayout.of(loaded.run.table).elements)
     theirs = load(base)
     assert torch.equal(genesis_E, torch.cat([values.detach().flatten() for values in theirs.parameters()]))
     with pytest.raises(ModelTooLarge, match="layers 0 to 7"):

@@ -8,7 +8,7 @@ PROGRAM = """
 import json, queue, socket, sys
 import torch
 from atoll.core.clock import SystemClock
-from atoll.node.pipeline.stage_io import CableEnd
+from atoll.node.pipeline.stage_io import StageIO
 from atoll.node.trainer import loading
 from atoll.node.training.device import (choose_device, device_facts)
 from atoll.node.trainer.messages import (TrainerConfig)
@@ -19,7 +19,7 @@ one, _ = socket.socketpair()
 times = (("embedding", 1e-6, 1e-6), ("block", 1e-6, 1e-6), ("head", 1e-6, 1e-6))  # of a trainer that is loaded again
 config = TrainerConfig({spec!r}, device="cpu", memory_bytes=10**10, span={span!r}, layer_times=times)
 facts = device_facts(choose_device("cpu"), 1.0, config.memory_bytes)
-here = loading.load(config, facts, CableEnd(one, queue.SimpleQueue().put), SystemClock())
+here = loading.load(config, facts, StageIO(one, queue.SimpleQueue().put), SystemClock())
 scratch_E = torch.zeros(here.elements)
 if not {span!r}:
     here.loop.initialise_into(scratch_E)

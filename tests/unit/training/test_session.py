@@ -23,7 +23,7 @@ from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.model.llama import Decoder, initialise
 from atoll.node.model.run_model import run_model
-from atoll.node.pipeline.stage_io import CableEnd, RouteEvent
+from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer import session as session_module
@@ -122,7 +122,7 @@ def test_layers_that_an_earlier_trainer_measured_are_not_measured_again(tmp_path
     near, far = socket.socketpair()
     with near, far:
         config = ms.TrainerConfig(spec, device="cpu", span=(0, 1), layer_times=known)
-        state = load(config, device_facts(choose_device("cpu")), CableEnd(far, lambda _: None), SystemClock())
+        state = load(config, device_facts(choose_device("cpu")), StageIO(far, lambda _: None), SystemClock())
         ready = state.ready_message(state.probe(torch.empty(0), 0.0))
         assert state.loop is not None
         state.loop.close()

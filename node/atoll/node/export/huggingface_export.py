@@ -27,7 +27,7 @@ from atoll.node.model.built_in_shape import ModelShape, layer_table, resolve_sha
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import NORM_EPSILON, Decoder
 from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 
 DEFAULT_SHARD_BYTES = 50e9  # that of `transformers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,7 +120,7 @@ def shape_of(model: StoredModel, section: ModelSection) -> ModelShape:
     shape = resolve_shape(section, 1)
     vocabulary, rest = divmod(model.layers.offsets[1], shape.dimension) if model.layers.names else (0, 0)
     shape = replace(shape, vocabulary=vocabulary)
-    if rest or Layers.of(layer_table(model.spec, shape)) != model.layers:
+    if rest or LayerLayout.of(layer_table(model.spec, shape)) != model.layers:
         raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
     return shape
 

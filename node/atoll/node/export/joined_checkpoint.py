@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from atoll.core.errors import CheckpointCorrupt, NotFound
 from atoll.core.units import layers_text
 from atoll.node.export.stored_model import LayerLocation, StoredModel
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 
 
 def join(models: Sequence[StoredModel]) -> StoredModel:
@@ -37,4 +37,4 @@ def join(models: Sequence[StoredModel]) -> StoredModel:
         tuple(known[layer][0] for layer in range(count)),
         tuple(known[layer][2] for layer in range(count)),
     )
-    return StoredModel(one.spec, one.head, Layers(names, tuple(offsets)), layer_locations)
+    return StoredModel(one.spec, one.head, LayerLayout(names, tuple(offsets)), layer_locations)

@@ -23,8 +23,8 @@ from atoll.core.errors import CheckpointCorrupt
 from atoll.core.manifest import Head
 from atoll.core.run_spec import RunSpec
 from atoll.node.state import tensor_file
-from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, SUMS, damage_told, read_frame, require_files
-from atoll.node.state.tensor_file import Layers, bytes_of
+from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, SUMS, checkpoint_errors, read_metadata, require_files
+from atoll.node.state.tensor_file import LayerLayout, bytes_of
 from atoll.v1 import manifest_pb2
 
 _FP32_BYTES = 4
@@ -44,7 +44,7 @@ class StoredModel:
 
     spec: RunSpec
     head: Head
-    layers: Layers
+    layers: LayerLayout
     layer_locations: tuple[LayerLocation, ...]  # by layer
 
     def read(self, start: int, end: int) -> Tensor:
@@ -73,8 +73,8 @@ class StoredModel:
 
 def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
     """A checkpoint, every byte of it checked; `exit_stack` closes it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
-    with damage_told(directory):
-        frame = read_frame(directory)
+    with checkpoint_errors(directory):
+        frame = read_metadata(directory)
         file = exit_stack.enter_context((directory / ANCHOR).open("rb", buffering=0))
         anchor = tensor_file.scan(file, directory / ANCHOR)
         with (directory / MOMENTUM).open("rb", buffering=0) as other:

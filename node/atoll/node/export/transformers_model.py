@@ -29,7 +29,7 @@ from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel, layout_of
 from atoll.node.model.tokenizer import Tokenizer
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 
 ConvertTensors = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -50,7 +50,7 @@ def write_huggingface_model(
     sequence_length = model.spec.data.sequence_length
     architecture = architecture_of(section, tokenizer.vocabulary, sequence_length)
     table = layer_table(architecture, sequence_length, model.spec.model_hash())
-    if Layers.of(table) != model.layers:
+    if LayerLayout.of(table) != model.layers:
         raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
     if base is not None and not architecture.has_adapters:
         raise UsageError("--base merges adapters into their base; this run trained the whole model")

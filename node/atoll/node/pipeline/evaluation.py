@@ -23,7 +23,7 @@ class Evaluation:
         self.anchor, self._done = anchor, done  # committed tokens
         self._corpus, self._samples = corpus, samples
         self._windows = list(corpus.validation_windows())
-        self._under_way = 0  # samples of the flush
+        self._flush_samples = 0  # samples of the flush
         self._total, self._count = 0.0, 0
 
     def next(self, most: int) -> list[Tensor]:
@@ -31,17 +31,17 @@ class Evaluation:
         size = min(self._samples, len(self._windows))
         count = min(most, len(self._windows) // size)
         taken, self._windows = self._windows[: count * size], self._windows[count * size :]
-        self._under_way = len(taken)
+        self._flush_samples = len(taken)
         return list(torch.split(torch.from_numpy(self._corpus.windows(taken)), size))
 
     def add(self, loss: float) -> bool:
         """The mean loss of that flush; whether it was the last one."""
-        self._total += loss * self._under_way
-        self._count += self._under_way
+        self._total += loss * self._flush_samples
+        self._count += self._flush_samples
         if not self._windows:
             self._done(self._total / self._count)
         return not self._windows
 
-    def give_up(self, error: AtollError) -> None:
+    def fail(self, error: AtollError) -> None:
         """There will be no loss."""
         self._done(error)

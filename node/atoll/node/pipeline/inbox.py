@@ -23,7 +23,7 @@ from atoll.node.pipeline.messages import (
     TiedWeights,
     Verdict,
 )
-from atoll.node.pipeline.schedule import credits_of
+from atoll.node.pipeline.schedule import stage_credits
 
 MAX_MICRO_BATCHES = 2**16
 
@@ -31,13 +31,13 @@ M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePosition:
     """Where on its route a stage stands."""
 
     stage: int
     stages: int
     tied: bool = False  # the last stage borrows a matrix of the first
-    ahead: int = 0  # see `schedule.credits_of`
+    ahead: int = 0  # see `schedule.stage_credits`
     micro_batches: int = MAX_MICRO_BATCHES  # of a flush that trains, at most
 
     @property
@@ -49,12 +49,12 @@ class Place:
         return self.stage == self.stages - 1
 
     @property
-    def lends(self) -> bool:
+    def sends_tied_weights(self) -> bool:
         """Whether a matrix of this stage travels to another one."""
         return self.tied and self.first and not self.last
 
     @property
-    def borrows(self) -> bool:
+    def receives_tied_weights(self) -> bool:
         """Whether it comes from another one."""
         return self.tied and self.last and not self.first
 
@@ -70,23 +70,23 @@ class Place:
             Verdict: upstream,
             Gradient: downstream,
             Report: downstream,
-            TiedGradient: self.stages - 1 if self.lends else None,
-            TiedWeights: 0 if self.borrows else None,
+            TiedGradient: self.stages - 1 if self.sends_tied_weights else None,
+            TiedWeights: 0 if self.receives_tied_weights else None,
         }[kind]
 
     def credits(self, micro_batches: int) -> int:
         """How many micro-batches this stage may hold."""
-        return credits_of(self.stages, micro_batches, self.ahead)[self.stage]
+        return stage_credits(self.stages, micro_batches, self.ahead)[self.stage]
 
     def credits_upstream(self, micro_batches: int) -> int:
         """How many of them the stage before may hold, and so have on their way here."""
-        return credits_of(self.stages, micro_batches, self.ahead)[self.stage - 1]
+        return stage_credits(self.stages, micro_batches, self.ahead)[self.stage - 1]
 
 
 class Inbox:
     """The messages of one flush."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StagePosition) -> None:
         self.forwarded = self.backwarded = 0  # by this stage
         self.reported = False
         self._place = place

@@ -15,35 +15,35 @@ from typing import NoReturn
 
 from atoll.core import log
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.stage_socket import Cable, Word
+from atoll.node.pipeline.stage_socket import FrameType, StageSocket
 
-NARROW, WIDE = "int8", "bf16"
+NARROW_CODEC, WIDE_CODEC = "int8", "bf16"
 WIDE_BYTES = 2  # an element
-ROOM = 0.3  # of the measured rate, to turn to `bf16`: a stage in the middle has two links, and rounds send, too
-KEEP = 0.45  # to stay with it: rates waver
+WIDEN_BELOW = 0.3  # of the measured rate, to turn to `bf16`: a stage in the middle has two links, and rounds send, too
+NARROW_ABOVE = 0.45  # to stay with it: rates waver
 LOOK_SECONDS = 5.0
 
 _log = log.get("route")
 
 
-def code_of(before: str, wanted: float, rate: float) -> str:
+def choose_codec(before: str, wanted: float, rate: float) -> str:
     """The code of a link that had `before`.
 
     `wanted`: bytes per second in `bf16`, 0 while nobody knows. `rate`: what our side carries, infinite where the other
     one is near, 0 while nobody knows.
     """
     if math.isinf(rate):
-        return WIDE
-    fits = 0 < wanted <= (KEEP if before == WIDE else ROOM) * rate
-    return WIDE if fits else NARROW
+        return WIDE_CODEC
+    fits = 0 < wanted <= (NARROW_ABOVE if before == WIDE_CODEC else WIDEN_BELOW) * rate
+    return WIDE_CODEC if fits else NARROW_CODEC
 
 
-class LinkCodes:
+class LinkCodecs:
     """Tells a trainer the codes of its links for as long as it has its place; it begins with `int8` in all of them."""
 
     def __init__(
         self,
-        cable: Cable,
+        cable: StageSocket,
         place: RoutePlace,
         micro_batch_elements: int,
         micro_batch_seconds: Callable[[], float],
@@ -51,29 +51,29 @@ class LinkCodes:
     ) -> None:
         """`micro_batch_seconds`: what computing takes, 0 while unknown. `rate_to`: bytes per second to a peer."""
         neighbours = (stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < place.stages)
-        self.codes = dict.fromkeys(neighbours, NARROW)  # by the stage that a link leads to
+        self.codecs = dict.fromkeys(neighbours, NARROW_CODEC)  # by the stage that a link leads to
         self._cable, self._peers = cable, place.peers
         self._bytes = WIDE_BYTES * micro_batch_elements
         self._seconds, self._rate_to = micro_batch_seconds, rate_to
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        for stage in self.codes:
+        for stage in self.codecs:
             self._tell(stage)  # what was on its way to the trainer for another place may reach it in this one
         while True:
-            self.look()
+            self.update()
             await asyncio.sleep(LOOK_SECONDS)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Choose anew."""
         seconds = self._seconds()
         wanted = self._bytes / seconds if seconds else 0.0
-        for stage, before in self.codes.items():
-            code = code_of(before, wanted, self._rate_to(self._peers[stage]))
+        for stage, before in self.codecs.items():
+            code = choose_codec(before, wanted, self._rate_to(self._peers[stage]))
             if code != before:
-                self.codes[stage] = code
+                self.codecs[stage] = code
                 _log.info("activations and gradients have another code", peer=self._peers[stage], codec=code)
                 self._tell(stage)
 
     def _tell(self, stage: int) -> None:
-        self._cable.post(Word.CODE, stage, 0, self.codes[stage].encode())
+        self._cable.send_nowait(FrameType.CODEC, stage, 0, self.codecs[stage].encode())

@@ -57,7 +57,7 @@ _CLASSES: dict[str, type[Message]] = {
 
 
 @dataclass(frozen=True)
-class Channel:
+class LinkFormat:
     """What both ends of a link know beforehand: the plan's route, and the largest tensors of its run."""
 
     plan_version: int
@@ -69,7 +69,7 @@ class Channel:
     incarnation: int = 0  # of the route: 0 before it has begun
 
     @classmethod
-    def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> Channel:
+    def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> LinkFormat:
         """From what every node of a run knows."""
         return cls(
             plan_version,
@@ -81,7 +81,7 @@ class Channel:
         )
 
 
-def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
+def pack(message: Message, channel: LinkFormat, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
     """Header and body. `codec` is for activations and gradients."""
     header = pb.StageMessage(
         plan_version=channel.plan_version,
@@ -102,8 +102,8 @@ def pack(message: Message, channel: Channel, codec: Codec = CODECS["fp32"]) -> t
             body = b"".join((_put(header.activation, x_BTD, codec, number), targets))
         case Gradient(micro_batch=number, gradient_BTD=gradient_BTD):
             body = _put(header.gradient, gradient_BTD, codec, number)
-        case Report(norms=norms, loss=loss, agreed=agreed):
-            header.report.CopyFrom(pb.StageReport(norms=norms, loss=loss, other_anchor=not agreed))
+        case Report(norms=norms, loss=loss, at_same_anchor=at_same_anchor):
+            header.report.CopyFrom(pb.StageReport(norms=norms, loss=loss, other_anchor=not at_same_anchor))
         case Verdict(factor=None):
             header.verdict.skipped = True
         case Verdict(factor=float(factor)):
@@ -138,7 +138,7 @@ def parse_header(data: bytes) -> pb.StageMessage:
         raise PeerMisbehaved("a message between stages does not parse") from error
 
 
-def class_of(header: pb.StageMessage) -> type[Message]:
+def message_class(header: pb.StageMessage) -> type[Message]:
     """What a header announces. Raises `PeerMisbehaved`."""
     kind = header.WhichOneof("content")
     if kind is None:
@@ -146,7 +146,7 @@ def class_of(header: pb.StageMessage) -> type[Message]:
     return _CLASSES[kind]
 
 
-def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
+def read_header(data: bytes, channel: LinkFormat) -> pb.StageMessage:
     """Parse a header and check that its body is as long as it must be. Raises `PeerMisbehaved`."""
     header = parse_header(data)
     if (header.plan_version, header.route, header.incarnation) != (
@@ -158,7 +158,7 @@ def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
             f"a message for route {header.route} of plan {header.plan_version}, incarnation {header.incarnation}, came "
             f"to route {channel.route} of plan {channel.plan_version}, incarnation {channel.incarnation}"
         )
-    class_of(header)
+    message_class(header)
     kind = header.WhichOneof("content")
     assert kind is not None
     expected = sum(_body_bytes(kind, header, channel))
@@ -167,7 +167,7 @@ def read_header(data: bytes, channel: Channel) -> pb.StageMessage:
     return header
 
 
-def _body_bytes(kind: str, header: pb.StageMessage, channel: Channel) -> tuple[int, int]:
+def _body_bytes(kind: str, header: pb.StageMessage, channel: LinkFormat) -> tuple[int, int]:
     """Of the tensor and of the targets; the shape is checked, so both are bounded."""
     if kind in ("join", "ready", "begin", "report", "verdict"):
         return 0, 0
@@ -179,13 +179,13 @@ def _body_bytes(kind: str, header: pb.StageMessage, channel: Channel) -> tuple[i
     return coded, _TARGET_BYTES * shape[0] * shape[1] if kind == "activation" else 0
 
 
-def _fits(kind: str, shape: tuple[int, ...], channel: Channel) -> bool:
+def _fits(kind: str, shape: tuple[int, ...], channel: LinkFormat) -> bool:
     if kind.startswith("tied"):
         return shape == (channel.vocabulary, channel.dimension)
     return len(shape) == 3 and 1 <= shape[0] <= channel.samples and shape[1:] == (channel.tokens, channel.dimension)
 
 
-def unpack(header: pb.StageMessage, body: Buffer, channel: Channel) -> Message:
+def unpack(header: pb.StageMessage, body: Buffer, channel: LinkFormat) -> Message:
     """The message of a header that was checked. Raises `PeerMisbehaved` for bytes that are no such tensor."""
     kind, flush = header.WhichOneof("content"), header.flush
     assert kind is not None

@@ -74,7 +74,7 @@ class Report:
     flush: int
     norms: tuple[float, ...]  # one a layer, from the sender's first layer to the model's last
     loss: float  # nats per token, mean over the flush
-    agreed: bool = True  # of an evaluation: the sender and all after it stand at that anchor
+    at_same_anchor: bool = True  # of an evaluation: the sender and all after it stand at that anchor
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Compute:
+class RankOrder:
     """To followers: their part of what a stage of a route does now. Without an answer, like `Step`."""
 
-    what: str  # a method of `SpreadStage`
+    method: str  # a method of `ShardedStage`
     micro_batch: int = 0
     rows: int = 0  # samples of the micro-batch
     micro_batches: int = 0

@@ -6,7 +6,7 @@ from atoll.core.clock import Clock
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
-from atoll.node.pipeline.sharded_stage import SpreadStage, part_of_stage
+from atoll.node.pipeline.sharded_stage import ShardedStage, build_sharded_stage
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.learning_rate import learning_rate
@@ -14,7 +14,7 @@ from atoll.node.training.loader import Loader
 from atoll.node.training.replica import Replica
 
 
-class FollowingStage(Replica):
+class RankStage(Replica):
     """Weights and rounds as those of `StageLoop`; data and flushes are the first device's."""
 
     def __init__(
@@ -22,7 +22,7 @@ class FollowingStage(Replica):
     ) -> None:
         """Raises `InvalidRequest`, `ConfigError`."""
         self.span, self.run = span, run
-        self.stage: SpreadStage = part_of_stage(spec, run, span, group)
+        self.stage: ShardedStage = build_sharded_stage(spec, run, span, group)
         super().__init__(spec, self.stage.model.weights, Loader(corpus, spec.run.seed, 1, clock))
         self.stage.anchor = self._anchor
 

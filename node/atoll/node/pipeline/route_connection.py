@@ -17,12 +17,12 @@ from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.errors import AtollError, ChildDied, FlushAborted, InvalidTransition, first_error
 from atoll.core.run_spec import RunSpec
-from atoll.node.pipeline.dispatcher import WAIT, RouteDispatcher
-from atoll.node.pipeline.inbox import Place
-from atoll.node.pipeline.message_codec import Channel
+from atoll.node.pipeline.dispatcher import START_TIMEOUT, RouteDispatcher
+from atoll.node.pipeline.inbox import StagePosition
+from atoll.node.pipeline.message_codec import LinkFormat
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.stage_socket import Cable
-from atoll.node.pipeline.stage_streams import Links
+from atoll.node.pipeline.stage_socket import StageSocket
+from atoll.node.pipeline.stage_streams import StageStreams
 from atoll.node.wire.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
 from atoll.v1 import plan_pb2
@@ -33,36 +33,36 @@ _LONGEST_PAUSE = timedelta(seconds=1)  # who was started again is met so soon; a
 _log = log.get("route")
 
 
-class RouteBridge:
+class RouteConnection:
     """Joins one trainer that holds a span to its neighbours. The trainer knows its place (`Trainer.enter_route`)."""
 
     def __init__(
         self,
         dispatcher: RouteDispatcher,
-        cable: Cable,
+        cable: StageSocket,
         route: RoutePlace,
         spec: RunSpec,
         layers: plan_pb2.LayerTable,
         clock: Clock,
-        broke: Callable[[], None] = lambda: None,
+        on_neighbour_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`broke` is called when another neighbour is missing than before."""
+        """`on_neighbour_lost` is called when another neighbour is missing than before."""
         self.incarnations = 0  # begun
-        self.trouble: AtollError | None = None  # why the last one ended
+        self.last_error: AtollError | None = None  # why the last one ended
         self._dispatcher, self._cable, self._route = dispatcher, cable, route
-        self._channel = Channel.of(spec, layers, *route.name)
-        self._place = Place(route.stage, route.stages, bool(layers.layers[-1].tied_to), spec.pipeline.ahead)
+        self._channel = LinkFormat.of(spec, layers, *route.name)
+        self._place = StagePosition(route.stage, route.stages, bool(layers.layers[-1].tied_to), spec.pipeline.ahead)
         self._clock = clock
-        self._links: Links | None = None
+        self._links: StageStreams | None = None
         self._was_ready = False  # the incarnation before
-        self._called = 0  # an incarnation that the stage before has begun and we have not
+        self._upstream_incarnation = 0  # an incarnation that the stage before has begun and we have not
         self._last = 0
         self._changed = asyncio.Condition()
         self._missing: int | None = None
-        self._broke = broke
+        self._on_neighbour_lost = on_neighbour_lost
 
     @property
-    def missing(self) -> str:
+    def unreachable_neighbour(self) -> str:
         """Peer id of the neighbour that was out of reach when the route broke; empty: none, or it works again."""
         works = self._links is not None and (self._links.was_ready or self._place.last)
         return "" if works or self._missing is None else self._route.peers[self._missing]
@@ -82,8 +82,8 @@ class RouteBridge:
         await self._dispatcher.add(self._route.name, self)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._pass_out())
-                await self._again_and_again()
+                tasks.create_task(self._forward_from_trainer())
+                await self._run_incarnations()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
@@ -93,46 +93,46 @@ class RouteBridge:
         """A neighbour's stream, for as long as its incarnation lasts."""
         number, sender = header.incarnation, self._route.stage_of(stream.peer_id)
         if sender == self._route.stage - 1:
-            await self._follow(number)
+            await self._join_upstream_incarnation(number)
         try:
-            async with asyncio.timeout(WAIT.total_seconds()), self._changed:
+            async with asyncio.timeout(START_TIMEOUT.total_seconds()), self._changed:
                 await self._changed.wait_for(lambda: self._links is not None and self._links.number >= number)
         except TimeoutError:
             raise InvalidTransition(f"incarnation {number} of the route has not begun here") from None
         links = self._links
         if links is None or links.number != number:
             raise InvalidTransition(f"incarnation {number} of the route is over here")
-        await links.carry_in(stream, first)
+        await links.forward_incoming(stream, first)
 
-    async def _pass_out(self) -> NoReturn:
+    async def _forward_from_trainer(self) -> NoReturn:
         while True:
             frame = await self._cable.receive()
             if self._links is not None:
-                self._links.carry_out(frame)
+                self._links.forward_outgoing(frame)
 
-    async def _again_and_again(self) -> NoReturn:
+    async def _run_incarnations(self) -> NoReturn:
         pause = _FIRST_PAUSE
         while True:
             number = await self._next_number()
             began = self._clock.monotonic()
             try:
-                await self._one_incarnation(number)
+                await self._run_incarnation(number)
             except ChildDied:
                 raise
             except AtollError as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
-                if self._was_ready or str(error) != str(self.trouble):  # not every second while somebody is away
+                if self._was_ready or str(error) != str(self.last_error):  # not every second while somebody is away
                     _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
-                self.trouble = error
+                self.last_error = error
             if self._place.first:
                 lasted = timedelta(seconds=self._clock.monotonic() - began) if self._was_ready else timedelta(0)
                 pause = _FIRST_PAUSE if lasted > 2 * pause else min(2 * pause, _LONGEST_PAUSE)
                 await asyncio.sleep(pause.total_seconds())
 
-    async def _one_incarnation(self, number: int) -> NoReturn:
+    async def _run_incarnation(self, number: int) -> NoReturn:
         channel = replace(self._channel, incarnation=number)
-        links = Links(self._dispatcher.network, self._route, self._place, channel, self._cable)
+        links = StageStreams(self._dispatcher.network, self._route, self._place, channel, self._cable)
         self.incarnations += 1
         try:
             async with self._changed:
@@ -140,25 +140,25 @@ class RouteBridge:
                 self._changed.notify_all()
             await links.run()  # its tasks can be joined by those who were woken: nothing runs in between
         finally:
-            before, self._missing = self._missing, links.missing
+            before, self._missing = self._missing, links.unreachable_neighbour
             self._links, self._was_ready = None, links.was_ready
             if self._missing not in (None, before):
-                self._broke()
+                self._on_neighbour_lost()
 
     async def _next_number(self) -> int:
         if self._place.first:
             self._last = max(self._last + 1, unix_ms(self._clock))
         else:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._called)
-            self._last, self._called = self._called, 0
+                await self._changed.wait_for(lambda: self._upstream_incarnation)
+            self._last, self._upstream_incarnation = self._upstream_incarnation, 0
         return self._last
 
-    async def _follow(self, number: int) -> None:
+    async def _join_upstream_incarnation(self, number: int) -> None:
         """The stage before is at this incarnation."""
-        if number <= max(self._called, self._links.number if self._links is not None else 0):
+        if number <= max(self._upstream_incarnation, self._links.number if self._links is not None else 0):
             return
-        self._called = number
+        self._upstream_incarnation = number
         if self._links is not None:
             self._links.break_off(FlushAborted("the route begins anew"))
         async with self._changed:

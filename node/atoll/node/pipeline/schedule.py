@@ -27,7 +27,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Settle:
+class SendReport:
     """The span's gradient is whole, and so are those downstream: tell their norms upstream."""
 
 
@@ -36,10 +36,10 @@ class Step:
     """Clip by the factor that the first stage made of all norms, step, and leave the gradients zero."""
 
 
-Action = Forward | Backward | Settle | Step
+Action = Forward | Backward | SendReport | Step
 
 
-def credits_of(stages: int, micro_batches: int, ahead: int = 0) -> tuple[int, ...]:
+def stage_credits(stages: int, micro_batches: int, ahead: int = 0) -> tuple[int, ...]:
     """For each stage, how many micro-batches it may have taken forward and not yet backward.
 
     `ahead` is how many more each link keeps on their way, so that computing overlaps transfers: 0 is plain 1F1B. A
@@ -50,16 +50,16 @@ def credits_of(stages: int, micro_batches: int, ahead: int = 0) -> tuple[int, ..
     return tuple(max(1, min(micro_batches, (stages - 1 - stage) * (1 + ahead) + 1)) for stage in range(stages))
 
 
-def actions(micro_batches: int, credits: int) -> tuple[Action, ...]:
+def flush_actions(micro_batches: int, credits: int) -> tuple[Action, ...]:
     """One stage's flush."""
     order: list[Action] = [Forward(number) for number in range(min(credits, micro_batches))]
     for number in range(micro_batches):
         order.append(Backward(number))
         if number + credits < micro_batches:
             order.append(Forward(number + credits))
-    return (*order, Settle(), Step())
+    return (*order, SendReport(), Step())
 
 
-def evaluation(micro_batches: int) -> tuple[Action, ...]:
+def evaluation_actions(micro_batches: int) -> tuple[Action, ...]:
     """One stage's part in a flush that only goes forward; it has no more micro-batches than there are credits."""
-    return (*(Forward(number) for number in range(micro_batches)), Settle())
+    return (*(Forward(number) for number in range(micro_batches)), SendReport())

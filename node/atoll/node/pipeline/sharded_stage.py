@@ -1,6 +1,6 @@
 """A stage of a node with several devices: each computes its samples of every micro-batch, over its pieces of the span.
 
-The first process has the route (`LedStage`). What it does it tells the others, which do the same at that moment;
+The first process has the route (`LeaderStage`). What it does it tells the others, which do the same at that moment;
 samples go out to them and what comes of theirs comes back, so that neighbours see whole tensors. Losses, norms and
 gradients are sums over all devices.
 """
@@ -16,28 +16,32 @@ from atoll.core.run_spec import OptimizerSection, RunSpec
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.rank_order import Compute
-from atoll.node.pipeline.stage import Room, Stage
+from atoll.node.pipeline.rank_order import RankOrder
+from atoll.node.pipeline.stage import MicroBatchShape, Stage
 from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import ZERO_WEIGHT_DIVISOR, DeviceGroup
 from atoll.node.training.fsdp_model import FsdpModel, shard_model
 
 
-class SpreadStage(Stage):
+class ShardedStage(Stage):
     """One device's part. Tensors that the route brings are None on all but the first."""
 
     def __init__(
-        self, model: FsdpModel, section: OptimizerSection, room: Room, precision: str, group: DeviceGroup
+        self, model: FsdpModel, section: OptimizerSection, room: MicroBatchShape, precision: str, group: DeviceGroup
     ) -> None:
         super().__init__(model, section, room, precision)
         self._spread, self._group = model, group
         self._rows: dict[int, int] = {}  # samples of micro-batches in flight, of all devices
-        self._times = 1.0  # that the mean of the samples here goes into that of their micro-batch
-        self._returned_VD: Tensor | None = None
+        self._loss_divisor = 1.0  # that the mean of the samples here goes into that of their micro-batch
+        self._tied_gradient_VD: Tensor | None = None
 
     def forward_part(self, micro_batch: int, rows: int, x: Tensor | None, targets_BT: Tensor | None) -> Tensor:
         """`forward` of this device's samples of `rows`; on the first device, what came of all of them."""
-        span_definition, tokens, before = self._spread.span_definition, self._room.tokens, self._flush_tokens
+        span_definition, tokens, before = (
+            self._spread.span_definition,
+            self._micro_batch_shape.tokens,
+            self._flush_tokens,
+        )
         own = self._group.own(rows)
         shape, dtype = (
             ((tokens,), torch.int64) if span_definition.first else ((tokens, span_definition.dimension), torch.float32)
@@ -45,7 +49,7 @@ class SpreadStage(Stage):
         x_here = self._group.scatter(rows, shape, dtype, x)
         targets_here = self._group.scatter(rows, (tokens,), torch.int64, targets_BT)
         self._rows[micro_batch] = rows
-        self._times = rows / (own.stop - own.start) if own.stop > own.start else ZERO_WEIGHT_DIVISOR
+        self._loss_divisor = rows / (own.stop - own.start) if own.stop > own.start else ZERO_WEIGHT_DIVISOR
         output = self.forward(micro_batch, x_here, targets_here)
         self._flush_tokens = before + rows * tokens
         return output if span_definition.last else self._group.gather(rows, output)
@@ -53,22 +57,22 @@ class SpreadStage(Stage):
     def backward_part(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """`backward` of this device's samples; on the first device, the gradient of all of them."""
         span_definition, rows = self._spread.span_definition, self._rows.pop(micro_batch)
-        shape = (self._room.tokens, span_definition.dimension)
+        shape = (self._micro_batch_shape.tokens, span_definition.dimension)
         gradient = None if span_definition.last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
         found = self.backward(micro_batch, gradient)
         return None if found is None else self._group.gather(rows, found)
 
     def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
-        return super()._mean_loss(x, targets_BT) / self._times
+        return super()._mean_loss(x, targets_BT) / self._loss_divisor
 
     def _samples(self, micro_batch: int) -> int | None:
         return self._rows.get(micro_batch)
 
     def norms(self) -> tuple[float, ...]:
         self._spread.gather_gradients()
-        if self._returned_VD is not None:
-            self._spread.add_to_tied_gradient(self._returned_VD)
-            self._returned_VD = None
+        if self._tied_gradient_VD is not None:
+            self._spread.add_to_tied_gradient(self._tied_gradient_VD)
+            self._tied_gradient_VD = None
         return super().norms()
 
     def loss(self) -> float:
@@ -76,7 +80,7 @@ class SpreadStage(Stage):
 
     def abort(self) -> None:
         self._rows.clear()
-        self._returned_VD = None
+        self._tied_gradient_VD = None
         super().abort()
 
     def end_evaluation(self) -> int:
@@ -87,7 +91,7 @@ class SpreadStage(Stage):
         return self._spread.gather_tied_weight()
 
     def borrow_part(self, weights_VD: Tensor | None) -> None:
-        """`borrow` what the first device got."""
+        """`set_tied_weights` what the first device got."""
         with torch.no_grad():
             if weights_VD is not None:
                 self._spread.borrowed.copy_(weights_VD)
@@ -101,9 +105,9 @@ class SpreadStage(Stage):
         whole_VD = torch.empty(self._spread.owned.shape, device=self._spread.device)
         if gradient_VD is not None:
             whole_VD.copy_(gradient_VD)
-        self._returned_VD = self._group.broadcast(whole_VD)
+        self._tied_gradient_VD = self._group.broadcast(whole_VD)
 
-    def obey(self, order: Compute) -> None:
+    def run_order(self, order: RankOrder) -> None:
         """Do this device's part of what the first one does."""
         number = order.micro_batch
         does: dict[str, Callable[[], object]] = {
@@ -121,21 +125,21 @@ class SpreadStage(Stage):
             "tied_gradient": self.tied_gradient,
             "add_tied": lambda: self.add_tied_part(None),
         }
-        does[order.what]()
+        does[order.method]()
 
 
-def part_of_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> SpreadStage:
+def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> ShardedStage:
     """This device's part of a span in memory. Raises `InvalidRequest`, `ConfigError`."""
     section = spec.optimizer
-    room = Room(section.micro_batch_samples, spec.data.sequence_length)
+    room = MicroBatchShape(section.micro_batch_samples, spec.data.sequence_length)
     precision = working_precision(section.precision, group.device)
-    return SpreadStage(shard_model(run, span, group, section), section, room, precision, group)
+    return ShardedStage(shard_model(run, span, group, section), section, room, precision, group)
 
 
-class LedStage:
-    """The whole stage, on its first device: `runner.Compute`."""
+class LeaderStage:
+    """The whole stage, on its first device: `runner.RankOrder`."""
 
-    def __init__(self, part: SpreadStage, send_to_ranks: Callable[[Compute], object]) -> None:
+    def __init__(self, part: ShardedStage, send_to_ranks: Callable[[RankOrder], object]) -> None:
         """`send_to_ranks` the others."""
         self._part, self._tell = part, send_to_ranks
 
@@ -143,53 +147,53 @@ class LedStage:
         self._part.check(message)
 
     def begin(self, micro_batches: int) -> None:
-        self._tell(Compute("begin", micro_batches=micro_batches))
+        self._tell(RankOrder("begin", micro_batches=micro_batches))
         self._part.begin(micro_batches)
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        self._tell(Compute("forward", micro_batch, len(targets_BT)))
+        self._tell(RankOrder("forward", micro_batch, len(targets_BT)))
         return self._part.forward_part(micro_batch, len(targets_BT), x, targets_BT)
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
-        self._tell(Compute("backward", micro_batch))
+        self._tell(RankOrder("backward", micro_batch))
         return self._part.backward_part(micro_batch, gradient_BTD)
 
     def norms(self) -> tuple[float, ...]:
-        self._tell(Compute("norms"))
+        self._tell(RankOrder("norms"))
         return self._part.norms()
 
     def loss(self) -> float:
-        self._tell(Compute("loss"))
+        self._tell(RankOrder("loss"))
         return self._part.loss()
 
     def step(self, factor: float | None) -> None:
-        self._tell(Compute("step", factor=factor))
+        self._tell(RankOrder("step", factor=factor))
         self._part.step(factor)
 
     def abort(self) -> None:
-        self._tell(Compute("abort"))
+        self._tell(RankOrder("abort"))
         self._part.abort()
 
     def begin_evaluation(self, micro_batches: int) -> None:
-        self._tell(Compute("begin_evaluation", micro_batches=micro_batches))
+        self._tell(RankOrder("begin_evaluation", micro_batches=micro_batches))
         self._part.begin_evaluation(micro_batches)
 
     def end_evaluation(self) -> int:
-        self._tell(Compute("end_evaluation"))
+        self._tell(RankOrder("end_evaluation"))
         return self._part.end_evaluation()
 
     def tied_weights(self) -> Tensor:
-        self._tell(Compute("tied_weights"))
+        self._tell(RankOrder("tied_weights"))
         return self._part.tied_weights()
 
-    def borrow(self, weights_VD: Tensor) -> None:
-        self._tell(Compute("borrow"))
+    def set_tied_weights(self, weights_VD: Tensor) -> None:
+        self._tell(RankOrder("borrow"))
         self._part.borrow_part(weights_VD)
 
     def tied_gradient(self) -> Tensor:
-        self._tell(Compute("tied_gradient"))
+        self._tell(RankOrder("tied_gradient"))
         return self._part.tied_gradient()
 
     def add_tied(self, gradient_VD: Tensor) -> None:
-        self._tell(Compute("add_tied"))
+        self._tell(RankOrder("add_tied"))
         self._part.add_tied_part(gradient_VD)

@@ -25,7 +25,7 @@ from atoll.node.training.loop import cross_entropy
 
 
 @dataclass(frozen=True)
-class Room:
+class MicroBatchShape:
     """The largest micro-batch of a run."""
 
     samples: int  # at most
@@ -35,8 +35,10 @@ class Room:
 class Stage:
     """Holds one span in memory. fp32, or bf16 where matrices are multiplied; there is no loss scaling."""
 
-    def __init__(self, model: StageModel, section: OptimizerSection, room: Room, precision: str = "fp32") -> None:
-        self.model, self._room, self._precision = model, room, precision
+    def __init__(
+        self, model: StageModel, section: OptimizerSection, room: MicroBatchShape, precision: str = "fp32"
+    ) -> None:
+        self.model, self._micro_batch_shape, self._precision = model, room, precision
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.muon_matrices)
         self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
         self.anchor: Tensor | None = None  # what evaluations are of; its owner is the trainer's loop
@@ -64,13 +66,13 @@ class Stage:
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
         if self.model.span_definition.last:
-            return self._lose(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
+            return self._forward_loss(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
         if not self._evaluates:
             self._inputs[micro_batch] = x
         with torch.no_grad():
             return self._run(x)
 
-    def _lose(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
         if self._evaluates:
             with torch.no_grad():
                 loss = self._mean_loss(x, targets_BT)
@@ -133,16 +135,16 @@ class Stage:
     def begin_evaluation(self, micro_batches: int) -> None:
         """Forward only, over the anchor's parameters."""
         self.begin(micro_batches)
-        self._exchange()
+        self._swap_weights_and_anchor()
         self._evaluates = True
 
     def end_evaluation(self) -> int:
         """The committed tokens of the anchor; weights are the stage's own again."""
-        self._exchange()
+        self._swap_weights_and_anchor()
         self._evaluates = False
         return self.anchor_tokens
 
-    def _exchange(self) -> None:
+    def _swap_weights_and_anchor(self) -> None:
         """Weights for anchor, with room for a layer."""
         assert self.anchor is not None
         for start, end in pairwise(self.model.trained.layer_offsets):
@@ -158,7 +160,7 @@ class Stage:
         """A copy [V,D] of what this stage lends."""
         return self.model.owned.detach().clone()
 
-    def borrow(self, weights_VD: Tensor) -> None:
+    def set_tied_weights(self, weights_VD: Tensor) -> None:
         """Take over what its owner lends for this flush."""
         with torch.no_grad():
             self.model.borrowed.copy_(weights_VD)
@@ -208,7 +210,7 @@ class Stage:
         return None if held is None else len(held)
 
     def _misfit(self, x_BTD: Tensor) -> str:
-        room, span_definition = self._room, self.model.span_definition
+        room, span_definition = self._micro_batch_shape, self.model.span_definition
         fits = x_BTD.dim() == 3 and 1 <= x_BTD.shape[0] <= room.samples
         fits = (
             fits and tuple(x_BTD.shape[1:]) == (room.tokens, span_definition.dimension) and x_BTD.dtype is torch.float32

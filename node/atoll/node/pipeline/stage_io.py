@@ -15,23 +15,31 @@ from dataclasses import dataclass, field, replace
 
 from atoll.core.errors import AtollError, FlushAborted, PeerMisbehaved
 from atoll.node.exchange.codecs import CODECS, Codec
-from atoll.node.pipeline.message_codec import Channel, pack, read_header, unpack
+from atoll.node.pipeline.message_codec import LinkFormat, pack, read_header, unpack
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.stage_socket import BODY_BYTES, PREFIX, WINDOW_FRAMES, Word, heard, pack_prefix, said
+from atoll.node.pipeline.stage_socket import (
+    BODY_BYTES,
+    PREFIX,
+    WINDOW_FRAMES,
+    FrameType,
+    decode_error,
+    encode_error,
+    pack_prefix,
+)
 from atoll.v1 import pipeline_pb2 as pb
 
 WAITING_MESSAGES = 64  # posted and not taken; credits keep honest neighbours far below
 
 
 @dataclass(frozen=True)
-class Attached:
+class IncarnationBegan:
     """The route begins anew."""
 
     incarnation: int
 
 
 @dataclass(frozen=True)
-class Detached:
+class IncarnationEnded:
     """The route is over, for this reason."""
 
     incarnation: int
@@ -39,8 +47,8 @@ class Detached:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """A neighbour's message. Whoever takes it calls `CableEnd.taken`."""
+class MessageReceived:
+    """A neighbour's message. Whoever takes it calls `StageIO.taken`."""
 
     incarnation: int
     sender: int
@@ -48,15 +56,15 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Spoiled:
+class MessageInvalid:
     """A neighbour sent bytes that are no message."""
 
     incarnation: int
     error: AtollError
 
 
-RouteEvent = Attached | Detached | Arrived | Spoiled
-Frame = tuple[bytes, bytes | memoryview]
+RouteEvent = IncarnationBegan | IncarnationEnded | MessageReceived | MessageInvalid
+FrameParts = tuple[bytes, bytes | memoryview]
 
 
 @dataclass
@@ -64,7 +72,7 @@ class _Outbox:
     """What waits for one neighbour."""
 
     messages: deque[Message] = field(default_factory=deque)
-    frames: Iterator[Frame] | None = None  # of the message that is going out
+    frames: Iterator[FrameParts] | None = None  # of the message that is going out
     window: int = WINDOW_FRAMES
 
     @property
@@ -72,14 +80,14 @@ class _Outbox:
         return self.window > 0 and (self.frames is not None or bool(self.messages))
 
 
-class CableEnd:
+class StageIO:
     """Made once a process; its threads end with the socket."""
 
-    channel: Channel | None = None  # of the route; set before anything is attached
+    channel: LinkFormat | None = None  # of the route; set before anything is attached
     codec: Codec = CODECS["int8"]  # of links that nobody told another
 
-    def __init__(self, sock: socket.socket, post: Callable[[RouteEvent], None]) -> None:
-        self._sock, self._post = sock, post
+    def __init__(self, sock: socket.socket, on_event: Callable[[RouteEvent], None]) -> None:
+        self._sock, self._on_event = sock, on_event
         self._room = threading.Semaphore(WAITING_MESSAGES)
         self._changed = threading.Condition()
         self._incarnation = 0
@@ -93,7 +101,7 @@ class CableEnd:
 
     # --- the session's thread -----------------------------------------------------------------------
 
-    def enter(self, channel: Channel) -> None:
+    def enter(self, channel: LinkFormat) -> None:
         """Another place: its links are other ones."""
         self.channel, self._codes = channel, {}
 
@@ -110,10 +118,10 @@ class CableEnd:
 
     def break_off(self, error: AtollError) -> None:
         """End the incarnation, for everybody on the route."""
-        payload = said(error)
+        payload = encode_error(error)
         with self._changed:
             self._outboxes = {}
-            self._breaks.append(pack_prefix(Word.BREAK, 0, self._incarnation, len(payload)) + payload)
+            self._breaks.append(pack_prefix(FrameType.BREAK, 0, self._incarnation, len(payload)) + payload)
             self._changed.notify_all()
 
     def taken(self) -> None:
@@ -130,31 +138,31 @@ class CableEnd:
                     payload = file.read(size)
                     if len(payload) < size:
                         break
-                    self._handle(Word(word), stage, incarnation, payload)
+                    self._handle(FrameType(word), stage, incarnation, payload)
         except OSError:
             pass
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._post(Detached(self._incarnation, FlushAborted("the swarm process closed the cable")))
+        self._on_event(IncarnationEnded(self._incarnation, FlushAborted("the swarm process closed the cable")))
 
-    def _handle(self, word: Word, stage: int, incarnation: int, payload: bytes) -> None:
+    def _handle(self, word: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
         match word:
-            case Word.ATTACH:
+            case FrameType.ATTACH:
                 self._incoming.clear()
-                self._post(Attached(incarnation))
-            case Word.DETACH:
-                self._post(Detached(incarnation, heard(payload)))
-            case Word.CODE:
+                self._on_event(IncarnationBegan(incarnation))
+            case FrameType.DETACH:
+                self._on_event(IncarnationEnded(incarnation, decode_error(payload)))
+            case FrameType.CODEC:
                 self._codes[stage] = CODECS[payload.decode()]
-            case Word.TAKEN:
+            case FrameType.SENT:
                 self._widen(stage, incarnation)
-            case Word.HEADER | Word.BODY:
+            case FrameType.HEADER | FrameType.BODY:
                 try:
                     self._assemble(word, stage, incarnation, payload)
                 except PeerMisbehaved as error:
                     self._incoming.pop(stage, None)
-                    self._post(Spoiled(incarnation, error))
+                    self._on_event(MessageInvalid(incarnation, error))
 
     def _widen(self, stage: int, incarnation: int) -> None:
         with self._changed:
@@ -162,8 +170,8 @@ class CableEnd:
                 self._outboxes[stage].window += 1
                 self._changed.notify_all()
 
-    def _assemble(self, word: Word, sender: int, incarnation: int, payload: bytes) -> None:
-        if word is Word.HEADER:
+    def _assemble(self, word: FrameType, sender: int, incarnation: int, payload: bytes) -> None:
+        if word is FrameType.HEADER:
             assert self.channel is not None
             channel = replace(self.channel, incarnation=incarnation)
             self._incoming[sender] = read_header(payload, channel), bytearray()
@@ -175,7 +183,7 @@ class CableEnd:
             assert self.channel is not None
             message = unpack(header, body, self.channel)
             self._room.acquire()
-            self._post(Arrived(incarnation, sender, message))
+            self._on_event(MessageReceived(incarnation, sender, message))
 
     # --- writing ------------------------------------------------------------------------------------
 
@@ -186,7 +194,7 @@ class CableEnd:
                     self._changed.wait_for(lambda: self._closed or self._breaks or self._sendable())
                     if self._closed:
                         return
-                    frame: Frame | None = (self._breaks.popleft(), b"") if self._breaks else None
+                    frame: FrameParts | None = (self._breaks.popleft(), b"") if self._breaks else None
                     outbox, incarnation = self._sendable(), self._incarnation
                 if frame is None and outbox is not None:
                     frame = self._next_frame(*outbox, incarnation)
@@ -198,7 +206,7 @@ class CableEnd:
     def _sendable(self) -> tuple[int, _Outbox] | None:
         return next(((receiver, outbox) for receiver, outbox in self._outboxes.items() if outbox.can_go), None)
 
-    def _next_frame(self, receiver: int, outbox: _Outbox, incarnation: int) -> Frame | None:
+    def _next_frame(self, receiver: int, outbox: _Outbox, incarnation: int) -> FrameParts | None:
         """None at the end of a message."""
         if outbox.frames is None:
             outbox.frames = self._frames(receiver, incarnation, outbox.messages.popleft())
@@ -210,12 +218,12 @@ class CableEnd:
                 outbox.window -= 1
         return frame
 
-    def _frames(self, receiver: int, incarnation: int, message: Message) -> Iterator[Frame]:
+    def _frames(self, receiver: int, incarnation: int, message: Message) -> Iterator[FrameParts]:
         assert self.channel is not None
         codec = self._codes.get(receiver, self.codec)
         header, body = pack(message, replace(self.channel, incarnation=incarnation), codec)
         data = header.SerializeToString()
-        yield pack_prefix(Word.HEADER, receiver, incarnation, len(data)), data
+        yield pack_prefix(FrameType.HEADER, receiver, incarnation, len(data)), data
         for start in range(0, len(body), BODY_BYTES):
             part = memoryview(body)[start : start + BODY_BYTES]
-            yield pack_prefix(Word.BODY, receiver, incarnation, len(part)), part
+            yield pack_prefix(FrameType.BODY, receiver, incarnation, len(part)), part

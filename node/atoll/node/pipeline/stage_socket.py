@@ -6,7 +6,7 @@
 
 `stage` is the neighbour that a message comes from or goes to. Messages travel as on streams, a header and then bodies,
 so neither process holds more of one than a frame that it only passes on. The trainer has few frames for each neighbour
-on the cable at a time and waits for `TAKEN`: a slow neighbour holds up nobody else, and what waits for it waits in
+on the cable at a time and waits for `SENT`: a slow neighbour holds up nobody else, and what waits for it waits in
 the trainer, bounded by the schedule.
 
 This is the swarm process's end; the trainer's is `cable_end.py`. Both are the same version of the same code.
@@ -30,83 +30,83 @@ WINDOW_FRAMES = 2  # to one neighbour, on the cable or on its way to the stream
 _BUFFER_BYTES = 1 << 20
 
 
-class Word(IntEnum):
+class FrameType(IntEnum):
     """What a frame is."""
 
     ATTACH = 1  # to the trainer: the route begins anew, all links are fresh
     DETACH = 2  # to the trainer: it is over; payload: why, a Refusal
     HEADER = 3  # both ways: a StageMessage
     BODY = 4  # both ways: bytes of the message whose header came last for this stage
-    TAKEN = 5  # to the trainer: a frame for this stage went out
+    SENT = 5  # to the trainer: a frame for this stage went out
     BREAK = 6  # from the trainer: end this incarnation; payload: why, a Refusal
-    CODE = 7  # to the trainer: how tensors for this stage are encoded from now on; payload: the codec's name
+    CODEC = 7  # to the trainer: how tensors for this stage are encoded from now on; payload: the codec's name
 
 
 @dataclass(frozen=True, slots=True)
-class CableFrame:
+class SocketFrame:
     """One frame."""
 
-    word: Word
+    word: FrameType
     stage: int
     incarnation: int
     payload: bytes = b""
 
 
-def pack_prefix(word: Word, stage: int, incarnation: int, payload_bytes: int) -> bytes:
+def pack_prefix(word: FrameType, stage: int, incarnation: int, payload_bytes: int) -> bytes:
     """What goes before the payload."""
     return PREFIX.pack(word, stage, incarnation, payload_bytes)
 
 
-def said(error: AtollError) -> bytes:
+def encode_error(error: AtollError) -> bytes:
     """An error as a payload."""
     return dp.Refusal(reason=error.reason, message=str(error)).SerializeToString()
 
 
-def heard(payload: bytes) -> AtollError:
+def decode_error(payload: bytes) -> AtollError:
     """The error of a payload."""
     refusal = dp.Refusal.FromString(payload)
     return error_class(refusal.reason)(refusal.message)
 
 
-class Cable:
+class StageSocket:
     """The swarm process's end. One bridge uses it at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._prefix: tuple[Word, int, int, int] | None = None  # of a frame whose payload is not here
+        self._prefix: tuple[FrameType, int, int, int] | None = None  # of a frame whose payload is not here
         writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
 
     @classmethod
-    async def over(cls, sock: socket.socket) -> Cable:
+    async def from_socket(cls, sock: socket.socket) -> StageSocket:
         """Takes the socket over."""
         return cls(*await asyncio.open_connection(sock=sock, limit=_BUFFER_BYTES))
 
-    async def send(self, word: Word, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+    async def send(self, word: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
         """Returns when there is room for more. Raises `ChildDied`."""
-        self.post(word, stage, incarnation, payload)
+        self.send_nowait(word, stage, incarnation, payload)
         try:
             await self._writer.drain()
         except OSError as error:
             raise _gone() from error
 
-    def post(self, word: Word, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+    def send_nowait(self, word: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
         """Without waiting for room, for what is small and rare: a trainer that stands still must not hold us up."""
         self._writer.write(pack_prefix(word, stage, incarnation, len(payload)))
         if payload:  # of no bytes asyncio (from 3.12 on) would keep trying to send them, as fast as it can
             self._writer.write(payload)
 
-    async def receive(self) -> CableFrame:
+    async def receive(self) -> SocketFrame:
         """The next frame; when cancelled, it comes next time. Raises `ChildDied`."""
         try:
             if self._prefix is None:
                 word, stage, incarnation, size = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
-                self._prefix = Word(word), stage, incarnation, size
+                self._prefix = FrameType(word), stage, incarnation, size
             kind, stage, incarnation, size = self._prefix
             payload = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _gone() from error
         self._prefix = None
-        return CableFrame(kind, stage, incarnation, payload)
+        return SocketFrame(kind, stage, incarnation, payload)
 
     def close(self) -> None:
         """Never raises."""

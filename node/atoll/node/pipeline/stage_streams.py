@@ -24,30 +24,39 @@ from atoll.core.errors import (
     first_error,
 )
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.pipeline.dispatcher import PROTOCOL, header_of
-from atoll.node.pipeline.inbox import Place
-from atoll.node.pipeline.message_codec import Channel, class_of, read_header
+from atoll.node.pipeline.dispatcher import PROTOCOL, require_header
+from atoll.node.pipeline.inbox import StagePosition
+from atoll.node.pipeline.message_codec import LinkFormat, message_class, read_header
 from atoll.node.pipeline.messages import Ready
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.stage_socket import WINDOW_FRAMES, Cable, CableFrame, Word, heard, said
+from atoll.node.pipeline.stage_socket import (
+    WINDOW_FRAMES,
+    FrameType,
+    SocketFrame,
+    StageSocket,
+    decode_error,
+    encode_error,
+)
 from atoll.node.wire.refusals import refusal_header
 from atoll.node.wire.transport import Network, Stream
 
 _OPEN_TIMEOUT = timedelta(seconds=10)
-_LEAVE = timedelta(seconds=0.5)
-_SLICE = timedelta(minutes=10)  # of an idleness without end
+_CLOSE_TIMEOUT = timedelta(seconds=0.5)
+_RECEIVE_TIMEOUT = timedelta(minutes=10)  # of an idleness without end
 
 
-class Links:
+class StageStreams:
     """From `run` to the first thing that goes wrong."""
 
-    def __init__(self, network: Network, route: RoutePlace, place: Place, channel: Channel, cable: Cable) -> None:
+    def __init__(
+        self, network: Network, route: RoutePlace, place: StagePosition, channel: LinkFormat, cable: StageSocket
+    ) -> None:
         self.number = channel.incarnation
         self.was_ready = False  # whether the stages after this one said so
-        self.missing: int | None = None  # the stage that was out of reach, if that is what broke it
+        self.unreachable_neighbour: int | None = None  # the stage that was out of reach, if that is what broke it
         self._network, self._route, self._place, self._channel, self._cable = network, route, place, channel, cable
         self._tasks = asyncio.TaskGroup()
-        self._outgoing: dict[int, asyncio.Queue[CableFrame]] = {}
+        self._outgoing: dict[int, asyncio.Queue[SocketFrame]] = {}
         self._senders: set[int] = set()
         self._broken: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
 
@@ -55,7 +64,7 @@ class Links:
         """Raises what broke the route; whatever it is, the trainer is told last."""
         try:
             async with self._tasks:
-                self._cable.post(Word.ATTACH, 0, self.number)
+                self._cable.send_nowait(FrameType.ATTACH, 0, self.number)
                 try:
                     raise await asyncio.shield(self._broken)
                 finally:  # before the group waits for its tasks: nobody may start another one then
@@ -63,7 +72,7 @@ class Links:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            self._cable.post(Word.DETACH, 0, self.number, said(self._broken.result()))
+            self._cable.send_nowait(FrameType.DETACH, 0, self.number, encode_error(self._broken.result()))
 
     async def until_broken(self) -> None:
         """Return when it has ended, for whatever reason."""
@@ -82,7 +91,7 @@ class Links:
                 await work
             except Exception as error:
                 if isinstance(error, Unreachable) and not self._broken.done():
-                    self.missing = stage
+                    self.unreachable_neighbour = stage
                 self.break_off(error if isinstance(error, AtollError) else FlushAborted(f"a stage crashed: {error!r}"))
                 raise
 
@@ -92,7 +101,7 @@ class Links:
 
     # --- in -----------------------------------------------------------------------------------------
 
-    async def carry_in(self, stream: Stream, first: bytes) -> None:
+    async def forward_incoming(self, stream: Stream, first: bytes) -> None:
         """Pass a neighbour's messages on, until the incarnation ends; then raise why, for the neighbour to hear."""
         sender = self._route.stage_of(stream.peer_id)
         if self._broken.done():
@@ -114,19 +123,19 @@ class Links:
         data = first
         while True:
             left = self._checked(sender, data)
-            await self._cable.send(Word.HEADER, sender, self.number, data)
+            await self._cable.send(FrameType.HEADER, sender, self.number, data)
             while left:
-                part = await _patiently(stream)
+                part = await _receive_without_deadline(stream)
                 if part.kind is not FrameKind.BODY or not 0 < len(part.body) <= left:
                     raise FrameInvalid("the body of a message between stages has another length than its header says")
-                await self._cable.send(Word.BODY, sender, self.number, part.body)
+                await self._cable.send(FrameType.BODY, sender, self.number, part.body)
                 left -= len(part.body)
-            data = header_of(await _patiently(stream))
+            data = require_header(await _receive_without_deadline(stream))
 
     def _checked(self, sender: int, data: bytes) -> int:
         """Bytes of the body. Raises `PeerMisbehaved`."""
         header = read_header(data, self._channel)
-        kind = class_of(header)
+        kind = message_class(header)
         if self._place.sender_of(kind) != sender:
             raise PeerMisbehaved(f"stage {sender} sent {kind.__name__}, which is another one's to say")
         self.was_ready |= kind is Ready
@@ -134,12 +143,12 @@ class Links:
 
     # --- out ----------------------------------------------------------------------------------------
 
-    def carry_out(self, frame: CableFrame) -> None:
+    def forward_outgoing(self, frame: SocketFrame) -> None:
         """A frame of the trainer's; those of other incarnations are dropped."""
         if frame.incarnation != self.number or self._broken.done():
             return
-        if frame.word is Word.BREAK:
-            self.break_off(heard(frame.payload))
+        if frame.word is FrameType.BREAK:
+            self.break_off(decode_error(frame.payload))
             return
         if frame.stage not in self._outgoing:
             self._outgoing[frame.stage] = asyncio.Queue(WINDOW_FRAMES)
@@ -152,31 +161,31 @@ class Links:
         try:
             while True:
                 frame = await self._outgoing[receiver].get()
-                if frame.word is Word.HEADER:
+                if frame.word is FrameType.HEADER:
                     await stream.send(FrameKind.MESSAGE, frame.payload)
                 else:
                     await stream.send(FrameKind.BODY, b"", frame.payload)
-                await self._cable.send(Word.TAKEN, receiver, self.number)
+                await self._cable.send(FrameType.SENT, receiver, self.number)
         finally:
             watching.cancel()
-            await self._take_leave(stream)
+            await self._close_with_reason(stream)
 
-    async def _take_leave(self, stream: Stream) -> None:
+    async def _close_with_reason(self, stream: Stream) -> None:
         """Say why, if the other side listens."""
         if self._broken.done():
             with suppress(AtollError, TimeoutError):
-                async with asyncio.timeout(_LEAVE.total_seconds()):
+                async with asyncio.timeout(_CLOSE_TIMEOUT.total_seconds()):
                     await stream.send(FrameKind.REFUSAL, refusal_header(self._broken.result()))
         await stream.close()
 
 
-async def _patiently(stream: Stream) -> Frame:
+async def _receive_without_deadline(stream: Stream) -> Frame:
     while True:
         with suppress(DeadlineExceeded):
-            return await stream.receive(_SLICE)
+            return await stream.receive(_RECEIVE_TIMEOUT)
 
 
 async def _watch(stream: Stream) -> NoReturn:
     """Raise when the other side hangs up or refuses: it never answers on this protocol otherwise."""
-    await _patiently(stream)
+    await _receive_without_deadline(stream)
     raise PeerMisbehaved(f"peer {stream.peer_id} answered where nothing was asked")

@@ -37,7 +37,7 @@ from atoll.node.rounds.staged_results import Results
 from atoll.node.rounds.token_account import Tally
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
-from atoll.node.state.heads import follows
+from atoll.node.state.heads import is_valid_successor
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.trainer import Trainer
@@ -347,7 +347,7 @@ class AveragingEngine:
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
             self._begin_catch_up(f"the state of round {head.round} is not kept here any more", share)
             return
-        await asyncio.to_thread(self._manifests.keep, head)
+        await asyncio.to_thread(self._manifests.try_append, head)
         await self._move(head, self._state.commit, staged)
         self._results.forget()
         self._counters.committed += 1
@@ -377,7 +377,7 @@ class AveragingEngine:
         if head.manifest.previous_hash != self.head.hash:
             self._begin_catch_up(f"round {head.round} does not follow our state")
             return
-        await asyncio.to_thread(self._manifests.keep, head)
+        await asyncio.to_thread(self._manifests.try_append, head)
         await self._move(head, lambda: None)
         self._results.forget()
         self._counters.witnessed += 1
@@ -517,12 +517,12 @@ class AveragingEngine:
                     return
                 head = fetched.head
                 share = share or await self._share_after(before, head)
-                await asyncio.to_thread(self._manifests.keep, head)
+                await asyncio.to_thread(self._manifests.try_append, head)
             except AtollError as error:
                 _log.warning("catch-up failed", reason=str(error))
                 await asyncio.sleep(_CATCH_UP_PAUSE)  # the next message from ahead tries again
                 return
-            await self._move(head, self._state.adopt, fetched)
+            await self._move(head, self._state.load_fetched, fetched)
             self._results.forget()
             await self._keep_progress(before, head, share)
             self._catching_up = False  # it may not be the end of it
@@ -555,7 +555,7 @@ class AveragingEngine:
                 after = await fetch_manifest(self._network, peer, self._spec.run.name, before.round + 1)
             except AtollError:
                 return None
-            return after if follows(plan, self._operator_key, before, after) else None
+            return after if is_valid_successor(plan, self._operator_key, before, after) else None
 
         others = [peer for peer in plan.members if peer != self._me]
         answers = await asyncio.gather(*map(one, others))

@@ -26,7 +26,7 @@ from atoll.node.rounds import types as rt
 from atoll.node.rounds.background import Beside
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
-from atoll.node.state.anchor import AnchorState, Staged, Staging
+from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
 from atoll.node.state.catchup import fetch_staged
 from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
@@ -43,7 +43,7 @@ class _Running:
 
     exchange: Exchange
     before: Head
-    staging: Staging  # its own: a cancelled exchange may still write
+    staging: OuterStepBuilder  # its own: a cancelled exchange may still write
     task: asyncio.Task[None]
     making: asyncio.Task[None] | None = None  # of `made`, begun before the opener's word
     made: Staged | None = None  # what the average comes to if it is settled as it came

@@ -19,7 +19,7 @@ from atoll.node.state.outer_step import layer_state, layer_states, outer_step
 from atoll.node.state.pieces import Kind
 from atoll.v1 import manifest_pb2
 
-Each = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], Iterator[manifest_pb2.LayerState]]
+LayerMap = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], Iterator[manifest_pb2.LayerState]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedState:
     """The state of `head` as others hold it, every layer checked against its digest."""
 
     head: Head
@@ -45,7 +45,7 @@ class Fetched:
     momentum_E: Tensor
 
 
-class Staging:
+class OuterStepBuilder:
     """An outer step of one fragment that is taken part by part, as the average comes, beside the state before it."""
 
     def __init__(self, state: AnchorState, fragment: Fragment, learning_rate: float, momentum: float) -> None:
@@ -63,7 +63,7 @@ class Staging:
         anchor_P, momentum_P = (vector_E[part] for vector_E in self._made)
         outer_step(anchor_E[part], momentum_E[part], average_P, *self._schedule, (anchor_P, momentum_P))
 
-    def finish(self, before: Head, each: Each = map) -> Staged:
+    def finish(self, before: Head, each: LayerMap = map) -> Staged:
         """With the digests that a commit after `before` would have, once every element was stepped.
 
         `each` may do the layers side by side, as an executor's `map` does.
@@ -119,7 +119,7 @@ class AnchorState:
         """Where these elements of the model stand in our vectors."""
         return slice(start - self.start, end - self.start)
 
-    def take_over(self, other: AnchorState, layers: Iterable[int]) -> None:
+    def copy_layers(self, other: AnchorState, layers: Iterable[int]) -> None:
         """Copy these layers, which both hold."""
         for layer in layers:
             start, end = self.offsets[layer : layer + 2]
@@ -131,9 +131,9 @@ class AnchorState:
         """Digests of what stands now, where that is the whole model."""
         return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
 
-    def staging(self, fragment: Fragment, learning_rate: float, momentum: float) -> Staging:
+    def staging(self, fragment: Fragment, learning_rate: float, momentum: float) -> OuterStepBuilder:
         """The outer step of `fragment` beside the current state."""
-        return Staging(self, fragment, learning_rate, momentum)
+        return OuterStepBuilder(self, fragment, learning_rate, momentum)
 
     def commit(self, staged: Staged) -> None:
         """The staged fragment becomes part of the state."""
@@ -148,7 +148,7 @@ class AnchorState:
         """Anchor or momentum."""
         return self.anchor_E if kind == "anchor" else self.momentum_E
 
-    def adopt(self, fetched: Fetched) -> None:
+    def load_fetched(self, fetched: FetchedState) -> None:
         """Take state that was fetched and checked."""
         self.anchor_E.copy_(fetched.anchor_E)
         self.momentum_E = fetched.momentum_E

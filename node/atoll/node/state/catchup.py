@@ -19,11 +19,11 @@ from atoll.core import log
 from atoll.core.errors import PeerMisbehaved, Unreachable
 from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
-from atoll.node.state.anchor import AnchorState, Fetched, Staged
-from atoll.node.state.fetch import FetchPolicy, StateMoved, Wanted, fetch_state
-from atoll.node.state.heads import Believed, believe
+from atoll.node.state.anchor import AnchorState, FetchedState, Staged
+from atoll.node.state.fetch import FetchPolicy, FetchTarget, StateMoved, fetch_state
+from atoll.node.state.heads import ChosenHead, choose_head
 from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
-from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_client import StateClient
 from atoll.node.wire.transport import Network
 from atoll.v1 import manifest_pb2
 
@@ -38,7 +38,7 @@ async def fetch_manifest(network: Network, peer: str, run_id: str, number: int |
 
     Raises `NotFound`, `Unreachable`, `PeerMisbehaved`, `SignatureInvalid`.
     """
-    conversation = await Conversation.begin(network, peer, run_id, _ANSWER)
+    conversation = await StateClient.connect(network, peer, run_id, _ANSWER)
     try:
         return await conversation.manifest(number)
     finally:
@@ -47,7 +47,7 @@ async def fetch_manifest(network: Network, peer: str, run_id: str, number: int |
 
 async def newest_round(network: Network, plan: Plan, held: Head, *, operator_key: bytes) -> int:
     """The round of the head that `catch_up` would fetch; that of `held` when no head is believed."""
-    best = await believe(network, plan, operator_key, held)
+    best = await choose_head(network, plan, operator_key, held)
     if best is None:
         return held.round
     await best.end()
@@ -62,18 +62,18 @@ async def catch_up(
     *,
     operator_key: bytes,
     policy: FetchPolicy = _POLICY,
-    lacking: bool = False,
-    believed: Callable[[Head], None] = lambda head: None,
+    incomplete: bool = False,
+    on_head: Callable[[Head], None] = lambda head: None,
     allocate: Allocate = torch.empty,
-    others: Callable[[], Sequence[tuple[Head, AnchorState]]] = tuple,
+    local_states: Callable[[], Sequence[tuple[Head, AnchorState]]] = tuple,
     on_lost_layers: Callable[[frozenset[int]], None] = lambda layers: None,
-) -> Fetched | None:
+) -> FetchedState | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
-    None when `held` is that head, or is newer and part of the history that counts, unless `state` is `lacking` some of
+    None when `held` is that head, or is newer and part of the history that counts, unless `state` is `incomplete` some of
     its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
-    nothing is fetched; nor of what `others` hold, states that are whole for their layers, each with its head.
-    `believed` hears of the head that counts, and `on_lost_layers` which layers nobody who answered holds as they are there, nor
+    nothing is fetched; nor of what `local_states` hold, states that are whole for their layers, each with its head.
+    `on_head` hears of the head that counts, and `on_lost_layers` which layers nobody who answered holds as they are there, nor
     we. `allocate` makes the vectors that are returned.
 
     Raises `Unreachable` when no head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head
@@ -83,29 +83,29 @@ async def catch_up(
     followed = held  # what grew out of ours need not be followed again
     restarts, least = 0, math.inf
     while restarts < policy.restarts:
-        best = await believe(network, plan, operator_key, followed)
+        best = await choose_head(network, plan, operator_key, followed)
         if best is None:
             raise Unreachable("no head was found that enough members of the plan agree on")
         head = best.head
-        believed(head)
+        on_head(head)
         try:
             if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
-                if not lacking:
+                if not incomplete:
                     on_lost_layers(frozenset())
                     return None
                 if head.round < held.round:
                     raise Unreachable(f"the others are at round {head.round}, before ours")
-            followed = head if best.grown else followed
-            wanted = Wanted(plan.run_id, head.hash, _longest_lived_first(head, state.offsets, state.layers))
+            followed = head if best.descends_from_held else followed
+            wanted = FetchTarget(plan.run_id, head.hash, _recently_changed_first(head, state.offsets, state.layers))
             if workspace is None:
                 workspace = await asyncio.to_thread(Workspace, state.start, state.end, allocate)
                 if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
                     await asyncio.to_thread(
-                        workspace.take_over, state.start, state.anchor_E, state.momentum_E, wanted.pieces
+                        workspace.copy_matching, state.start, state.anchor_E, state.momentum_E, wanted.pieces
                     )
-            for then, other in others():
+            for then, other in local_states():
                 same = [piece for piece in wanted.pieces if _holds(then, other, head, piece)]
-                await asyncio.to_thread(workspace.take_over, other.start, other.anchor_E, other.momentum_E, same)
+                await asyncio.to_thread(workspace.copy_matching, other.start, other.anchor_E, other.momentum_E, same)
             on_lost_layers(_unheld(best, workspace, wanted.pieces))
             await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations, best.held)
         except StateMoved as error:
@@ -117,7 +117,7 @@ async def catch_up(
             continue
         finally:
             await best.end()
-        return Fetched(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
+        return FetchedState(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
     raise Unreachable(f"the head moved on {policy.restarts} times, and no more of it was fetched than before")
 
 
@@ -127,8 +127,8 @@ def _holds(then: Head, state: AnchorState, now: Head, piece: Piece) -> bool:
     return same and piece.layer in state.layers
 
 
-def _unheld(best: Believed, workspace: Workspace, pieces: Sequence[Piece]) -> frozenset[int]:
-    """Layers of which something is neither in the workspace nor with anybody who holds that head."""
+def _unheld(best: ChosenHead, workspace: Workspace, pieces: Sequence[Piece]) -> frozenset[int]:
+    """LayerLayout of which something is neither in the workspace nor with anybody who holds that head."""
     spans = [best.held.get(peer) for peer in best.holders]
     missing = {piece.layer for piece in pieces if not workspace.has(piece)}
     return frozenset(
@@ -136,7 +136,7 @@ def _unheld(best: Believed, workspace: Workspace, pieces: Sequence[Piece]) -> fr
     )
 
 
-def _longest_lived_first(head: Head, offsets: Sequence[int], held: range) -> tuple[Piece, ...]:
+def _recently_changed_first(head: Head, offsets: Sequence[int], held: range) -> tuple[Piece, ...]:
     """The pieces of these layers, those that changed last first: their fragment's turn comes last."""
     layers = head.manifest.layers
     pieces = (piece for piece in pieces_of(layers, offsets) if piece.layer in held)
@@ -170,10 +170,10 @@ async def fetch_staged(
     layers = range(max(changed.start, held.start), min(changed.stop, held.stop))
     workspace = Workspace(offsets[layers.start], offsets[layers.stop])
     pieces = tuple(piece for piece in pieces if piece.layer in layers)
-    wanted = Wanted(run_id, manifest_hash(payload), pieces)
+    wanted = FetchTarget(run_id, manifest_hash(payload), pieces)
     donors = [peer for peer in holders if peer != network.peer_id]
     try:
-        await fetch_state(network, donors, wanted, workspace, replace(policy, rest=None))
+        await fetch_state(network, donors, wanted, workspace, replace(policy, stragglers_timeout=None))
     except StateMoved as error:
         raise Unreachable(str(error)) from error
     start = offsets[layers.start]

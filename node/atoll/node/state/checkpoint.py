@@ -32,7 +32,7 @@ from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.state import tensor_file
 from atoll.node.state.outer_step import holds
-from atoll.node.state.tensor_file import Facts, Layers, ScannedFile, TensorFile
+from atoll.node.state.tensor_file import FileMetadata, LayerLayout, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -55,7 +55,7 @@ class Checkpoint:
 
     spec: RunSpec
     head: Head
-    layers: Layers
+    layers: LayerLayout
     anchor_E: Tensor
     momentum_E: Tensor
 
@@ -65,7 +65,7 @@ class CheckpointState:
     """What is to be written; vectors fp32 [E] that nobody changes meanwhile."""
 
     head: Head
-    layers: Layers
+    layers: LayerLayout
     anchor_E: Tensor
     momentum_E: Tensor
 
@@ -104,30 +104,30 @@ class CheckpointStore:
     def write(
         self,
         state: CheckpointState,
-        between: Callable[[], None] = lambda: None,
-        passing: Collection[int] = (),
+        before_piece: Callable[[], None] = lambda: None,
+        extra_rounds: Collection[int] = (),
     ) -> Path:
         """Make `state` durable, then drop what is older than the last few; returns the directory.
 
-        Of `passing` rounds the last two stay, and do not count among the others.
-        `between` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the vectors
+        Of `extra_rounds` rounds the last two stay, and do not count among the others.
+        `before_piece` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the vectors
         are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
         """
         head = state.head
-        if not _is_true(head, state.layers, state.anchor_E, state.momentum_E):
+        if not _matches_manifest(head, state.layers, state.anchor_E, state.momentum_E):
             raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
         target = self.path(head.round)
         with self._writing:
             if not self._holds(target, head, state.layers):
                 try:
-                    self._place(self._contents(state), target, between)
+                    self._place(self._contents(state), target, before_piece)
                 except OSError as error:
                     raise data_dir_unusable(target, error) from error
             self._void_later_than(target)
-            self._drop_older(passing)
+            self._drop_older(extra_rounds)
         return target
 
-    def newest(self, layers: Layers) -> Checkpoint | None:
+    def newest(self, layers: LayerLayout) -> Checkpoint | None:
         """The newest that is undamaged and of this model, of some of its `layers` or all.
 
         Damaged ones that are newer are set aside, with a warning. Raises `DataDirUnusable` when the directory cannot be
@@ -135,12 +135,12 @@ class CheckpointStore:
         """
         return self._first_of(self._newest_first(), layers)
 
-    def of_round(self, number: int, layers: Layers) -> Checkpoint | None:
+    def of_round(self, number: int, layers: LayerLayout) -> Checkpoint | None:
         """That of one round, if it is here, undamaged and of this model."""
         path = self.path(number)
         return self._first_of([path] if path.exists() else [], layers)
 
-    def _first_of(self, paths: Iterable[Path], layers: Layers) -> Checkpoint | None:
+    def _first_of(self, paths: Iterable[Path], layers: LayerLayout) -> Checkpoint | None:
         for path in paths:
             try:
                 found = read_checkpoint(path)
@@ -165,14 +165,14 @@ class CheckpointStore:
             SPEC: [self._spec.resolved_toml().encode()],
         }
 
-    def _place(self, contents: Mapping[str, Iterable[Bytes]], target: Path, between: Callable[[], None]) -> None:
+    def _place(self, contents: Mapping[str, Iterable[Bytes]], target: Path, before_piece: Callable[[], None]) -> None:
         temporary = self._hidden(target, "tmp")
         try:
             self._disk.mkdir(temporary, 0o700)
             sums = ""
             for name, pieces in contents.items():
                 hasher = hashlib.sha256()
-                write_synced(temporary / name, _observed(pieces, hasher.update, between), disk=self._disk)
+                write_synced(temporary / name, _observed(pieces, hasher.update, before_piece), disk=self._disk)
                 sums += f"{hasher.hexdigest()}  {name}\n"
             write_synced(temporary / SUMS, sums.encode(), disk=self._disk)
             self._disk.sync_directory(temporary)
@@ -191,9 +191,9 @@ class CheckpointStore:
             if int(path.name) > int(target.name):
                 self._set_aside(path, "void")
 
-    def _drop_older(self, passing: Collection[int]) -> None:
+    def _drop_older(self, extra_rounds: Collection[int]) -> None:
         held = self._newest_first()
-        few = [path for path in held if int(path.name) in passing]
+        few = [path for path in held if int(path.name) in extra_rounds]
         kept = {*few[:_KEPT_PASSING], *[path for path in held if path not in few][: self._keep]}
         for path in held:
             if path in kept:
@@ -237,7 +237,7 @@ class CheckpointStore:
         except OSError as error:
             raise data_dir_unusable(self._directory, error) from error
 
-    def _holds(self, path: Path, head: Head, layers: Layers) -> bool:
+    def _holds(self, path: Path, head: Head, layers: LayerLayout) -> bool:
         try:
             return _describe(path).manifest_hash == head.hash and tensor_file.read_layers(path / ANCHOR) == layers
         except (AtollError, DecodeError, OSError):
@@ -246,17 +246,17 @@ class CheckpointStore:
 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """A checkpoint, every byte of it checked. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
-    with damage_told(directory):
-        frame = read_frame(directory)
+    with checkpoint_errors(directory):
+        frame = read_metadata(directory)
         anchor, momentum = (tensor_file.read(directory / name) for name in (ANCHOR, MOMENTUM))
     require_files(directory, frame, anchor, momentum)
-    if not _is_true(frame.head, anchor.layers, anchor.vector_E, momentum.vector_E):
+    if not _matches_manifest(frame.head, anchor.layers, anchor.vector_E, momentum.vector_E):
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
     return Checkpoint(frame.spec, frame.head, anchor.layers, anchor.vector_E, momentum.vector_E)
 
 
 @dataclass(frozen=True)
-class Frame:
+class CheckpointMetadata:
     """What a checkpoint says beside its vectors."""
 
     spec: RunSpec
@@ -264,16 +264,16 @@ class Frame:
     sums: Mapping[str, str]  # hex SHA-256 by file name
 
 
-def read_frame(directory: Path) -> Frame:
-    """Checked by its sums, votes by their signatures. Raises what `damage_told` turns into errors of ours."""
+def read_metadata(directory: Path) -> CheckpointMetadata:
+    """Checked by its sums, votes by their signatures. Raises what `checkpoint_errors` turns into errors of ours."""
     sums = read_sums(directory)
     spec = parse_run_spec(_small(directory, SPEC, sums).decode(), str(directory / SPEC))
     committed = manifest_pb2.CommittedManifest.FromString(_small(directory, MANIFEST, sums))
-    return Frame(spec, parse_and_verify_head(committed, spec.run.name), sums)
+    return CheckpointMetadata(spec, parse_and_verify_head(committed, spec.run.name), sums)
 
 
 @contextlib.contextmanager
-def damage_told(directory: Path) -> Iterator[None]:
+def checkpoint_errors(directory: Path) -> Iterator[None]:
     """What goes wrong in the block, as `CheckpointCorrupt` or `DataDirUnusable`."""
     try:
         yield
@@ -302,7 +302,7 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def require_files(
-    directory: Path, frame: Frame, anchor: TensorFile | ScannedFile, momentum: TensorFile | ScannedFile
+    directory: Path, frame: CheckpointMetadata, anchor: TensorFile | ScannedFile, momentum: TensorFile | ScannedFile
 ) -> None:
     """Raise `CheckpointCorrupt` unless both files match their sums and are of the same layers in the same round."""
     if (anchor.sha256, momentum.sha256) != (frame.sums[ANCHOR], frame.sums[MOMENTUM]):
@@ -312,13 +312,13 @@ def require_files(
         raise CheckpointCorrupt(f"{directory}: the vectors are not of the manifest's round")
 
 
-def _is_true(head: Head, layers: Layers, anchor_E: Tensor, momentum_E: Tensor) -> bool:
+def _matches_manifest(head: Head, layers: LayerLayout, anchor_E: Tensor, momentum_E: Tensor) -> bool:
     """Whether the vectors are what the manifest says of these layers."""
     states = head.manifest.layers[layers.numbers]
     return holds(states, anchor_E, momentum_E, layers.offsets, layers.first)
 
 
-def _facts(head: Head, layers: Layers) -> Facts:
+def _facts(head: Head, layers: LayerLayout) -> FileMetadata:
     facts: dict[str, str | int] = {
         "run": head.manifest.round.run_id,
         "round": head.round,
@@ -362,8 +362,10 @@ def _bounded(path: Path) -> bytes:
     return data
 
 
-def _observed(pieces: Iterable[Bytes], seen: Callable[[Bytes], None], between: Callable[[], None]) -> Iterator[Bytes]:
+def _observed(
+    pieces: Iterable[Bytes], seen: Callable[[Bytes], None], before_piece: Callable[[], None]
+) -> Iterator[Bytes]:
     for piece in pieces:
-        between()
+        before_piece()
         seen(piece)
         yield piece

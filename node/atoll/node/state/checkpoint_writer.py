@@ -24,7 +24,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, CheckpointCorrupt, DeadlineExceeded
 from atoll.core.manifest import Head
 from atoll.node.state.checkpoint import Checkpoint, CheckpointState, CheckpointStore
-from atoll.node.state.tensor_file import Layers
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.v1 import membership_pb2 as mb
 
 MAX_TOLD = 64  # checkpoints; the coordinator takes no more of one node
@@ -45,13 +45,13 @@ class CheckpointWriter:
         self._slot = -1  # of the last round that was seen: intervals since 1970
         self._background: asyncio.Task[None] | None = None
         self._waiting: CheckpointState | None = None  # for the one that is being written
-        self._between: set[int] = set()  # rounds that were written because nobody else holds them
+        self._extra_rounds: set[int] = set()  # rounds that were written because nobody else holds them
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
         """The newest on disk, newest first; another object whenever that changed."""
         return self._held
 
-    async def restore(self, layers: Layers) -> Checkpoint | None:
+    async def restore(self, layers: LayerLayout) -> Checkpoint | None:
         """Tidy up after the last process and read its newest checkpoint of this model. Raises `DataDirUnusable`."""
         await asyncio.to_thread(self.store.sweep)
         found = await asyncio.to_thread(self.store.newest, layers)
@@ -60,7 +60,7 @@ class CheckpointWriter:
             _log.info("checkpoint read", round=found.head.round, path=str(self.store.path(found.head.round)))
         return found
 
-    async def of_round(self, number: int, layers: Layers) -> Checkpoint | None:
+    async def of_round(self, number: int, layers: LayerLayout) -> Checkpoint | None:
         """That of one round, if it is on disk. Raises `DataDirUnusable`."""
         found = await asyncio.to_thread(self.store.of_round, number, layers)
         if found is None:
@@ -76,15 +76,15 @@ class CheckpointWriter:
         if self._background is not None:
             self._waiting = state if only_copy or self._waiting is not None else None
         elif only_copy or self._is_due(state.head):
-            self._background = asyncio.create_task(self._write_beside(state))
+            self._background = asyncio.create_task(self._write_in_background(state))
 
     def _begin(self, head: Head) -> None:
         """Whether this write is one of an interval, or one in between."""
         if self._is_due(head):
             self._slot, self._written_at = self._slot_of(head), self._clock.monotonic()
-            self._between.discard(head.round)
+            self._extra_rounds.discard(head.round)
         else:
-            self._between.add(head.round)
+            self._extra_rounds.add(head.round)
 
     def _is_due(self, head: Head) -> bool:
         """Whether it is the first round of an interval, by its own time."""
@@ -117,7 +117,7 @@ class CheckpointWriter:
             self._background.cancel()
             await asyncio.wait([self._background])
 
-    async def _write_beside(self, state: CheckpointState) -> None:
+    async def _write_in_background(self, state: CheckpointState) -> None:
         due: CheckpointState | None = state
         try:
             while due is not None:
@@ -149,18 +149,20 @@ class CheckpointWriter:
     async def _write(self, state: CheckpointState) -> Path:
         given_up = threading.Event()
         try:
-            path = await asyncio.to_thread(self.store.write, state, _unless(given_up), frozenset(self._between))
+            path = await asyncio.to_thread(
+                self.store.write, state, _raise_if_set(given_up), frozenset(self._extra_rounds)
+            )
         except asyncio.CancelledError:
             given_up.set()  # the thread stops at its next piece
             raise
         self.problem = ""
         self._held = await self._newest_held()
-        self._between &= {item.round for item in self._held}
+        self._extra_rounds &= {item.round for item in self._held}
         _log.info("checkpoint written", round=state.head.round, path=str(path))
         return path
 
 
-def _unless(given_up: threading.Event) -> Callable[[], None]:
+def _raise_if_set(given_up: threading.Event) -> Callable[[], None]:
     def check() -> None:
         if given_up.is_set():
             raise DeadlineExceeded("given up")

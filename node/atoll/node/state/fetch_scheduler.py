@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 from atoll.node.state.pieces import Piece
 
-WAIT_SECONDS = 0.5  # for an answer, as long as that is more than two round trips
-SHORTEST_WAITS = 2.0
+TARGET_WAIT_SECONDS = 0.5  # for an answer, as long as that is more than two round trips
+MIN_WAIT_ROUND_TRIPS = 2.0
 FIRST_DEPTH, LEAST_DEPTH, MOST_DEPTH = 4, 2, 1024
-OVERDUE = 2.0  # times that wait, for all that a donor was asked: then others are asked for it, too
-_NEWEST = 0.2  # its part in what is smoothed
+OVERDUE_FACTOR = 2.0  # times that wait, for all that a donor was asked: then others are asked for it, too
+_EMA_WEIGHT = 0.2  # its part in what is smoothed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Chunk:
 
 
 @dataclass
-class _Work:
+class _PieceProgress:
     """How far one piece is."""
 
     piece: Piece
@@ -76,7 +76,7 @@ class _Work:
                 self.sources[index] = None
                 self.wanted.add(index)
 
-    def disown(self) -> None:
+    def release_owner(self) -> None:
         """Its owner is gone or slow: others may go on with it, or begin it anew where it must come from one."""
         self.owner = None
         if self.alone:
@@ -85,35 +85,38 @@ class _Work:
 
 @dataclass
 class _Donor:
-    wire: deque[tuple[Chunk, float]] = field(default_factory=deque)  # asked for, when, and not answered, in order
-    pace: float = 0.0  # seconds between two answers, smoothed
+    in_flight: deque[tuple[Chunk, float]] = field(default_factory=deque)  # asked for, when, and not answered, in order
+    seconds_per_answer: float = 0.0  # seconds between two answers, smoothed
     shortest_wait: float = math.inf
-    since: float = 0.0  # of the last answer, or of the first question after a pause
+    last_progress_at: float = 0.0  # of the last answer, or of the first question after a pause
     longest_wait: float = 0.0
     slow: bool = False
     present: bool = False
     delivered: int = 0  # chunks
     proven: bool = False
-    gone: str = ""  # why it is not asked any more
+    given_up: str = ""  # why it is not asked any more
 
     @property
     def depth(self) -> int:
         """How many questions may be under way."""
-        if not self.pace:
+        if not self.seconds_per_answer:
             return FIRST_DEPTH
-        return max(LEAST_DEPTH, math.ceil(min(self.usual_wait / max(self.pace, 1e-6), MOST_DEPTH)))
+        return max(LEAST_DEPTH, math.ceil(min(self.usual_wait / max(self.seconds_per_answer, 1e-6), MOST_DEPTH)))
 
     @property
     def usual_wait(self) -> float:
         """Seconds from a question to its answer, when as many are under way as may be."""
-        return max(WAIT_SECONDS, SHORTEST_WAITS * self.shortest_wait)
+        return max(TARGET_WAIT_SECONDS, MIN_WAIT_ROUND_TRIPS * self.shortest_wait)
 
     def is_overdue(self, now: float) -> bool:
         """Whether all that it was asked takes it much longer than it should, at the pace of late."""
-        return len(self.wire) * max(self.pace, now - self.since) > OVERDUE * self.usual_wait
+        return (
+            len(self.in_flight) * max(self.seconds_per_answer, now - self.last_progress_at)
+            > OVERDUE_FACTOR * self.usual_wait
+        )
 
 
-class Ledger:
+class FetchScheduler:
     """Pieces to fetch and donors to fetch them from. Times are seconds of any monotonic clock."""
 
     def __init__(
@@ -134,20 +137,20 @@ class Ledger:
         return all(work.done for work in self._works)
 
     @property
-    def is_short(self) -> bool:
+    def lacks_holders(self) -> bool:
         """Whether donors are still asked, and none of them holds a piece that is missing."""
-        asked = [peer for peer in self._donors if self.asks(peer)]
+        asked = [peer for peer in self._donors if self.is_active(peer)]
         missing = {work.piece.layer for work in self._works if work.open}
         return bool(asked) and any(not any(self._has(peer, layer) for peer in asked) for layer in missing)
 
     @property
     def reasons(self) -> dict[str, str]:
         """Why donors are not asked any more."""
-        return {peer: donor.gone for peer, donor in self._donors.items() if donor.gone}
+        return {peer: donor.given_up for peer, donor in self._donors.items() if donor.given_up}
 
-    def asks(self, peer: str) -> bool:
+    def is_active(self, peer: str) -> bool:
         """Whether this donor is still of use."""
-        return not self._donors[peer].gone
+        return not self._donors[peer].given_up
 
     def delivered(self, peer: str) -> int:
         """How many chunks this donor sent."""
@@ -156,12 +159,12 @@ class Ledger:
     def may_ask(self, peer: str, most: int) -> bool:
         """Whether one more question to this donor can be under way; `most` ever can."""
         donor = self._donors[peer]
-        return len(donor.wire) < min(donor.depth, most)
+        return len(donor.in_flight) < min(donor.depth, most)
 
     def expected(self, peer: str) -> Chunk | None:
         """What this donor must answer with next."""
-        wire = self._donors[peer].wire
-        return wire[0][0] if wire else None
+        in_flight = self._donors[peer].in_flight
+        return in_flight[0][0] if in_flight else None
 
     # --- questions and answers -------------------------------------------------------------------------
 
@@ -169,30 +172,32 @@ class Ledger:
         """The donor can be asked, with nothing on the wire."""
         self._donors[peer].present = True
 
-    def take(self, peer: str, now: float) -> Chunk | None:
+    def next_chunk(self, peer: str, now: float) -> Chunk | None:
         """The chunk to ask this donor for next; None when it has nothing to do for now."""
         donor = self._donors[peer]
-        if donor.gone or donor.slow or not donor.present:
+        if donor.given_up or donor.slow or not donor.present:
             return None
-        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help(peer, donor, now)
+        chunk = self._own_chunk(peer) or self._begin_piece(peer, donor) or self._help_others(peer, donor, now)
         if chunk is None:
             return None
         self._works[chunk.piece].wanted.discard(chunk.index)
-        if not donor.wire:
-            donor.since = now
-        donor.wire.append((chunk, now))
+        if not donor.in_flight:
+            donor.last_progress_at = now
+        donor.in_flight.append((chunk, now))
         return chunk
 
-    def arrived(self, peer: str, now: float) -> bool:
+    def on_answer(self, peer: str, now: float) -> bool:
         """The donor answered its oldest question; whether the bytes are to be kept."""
         donor = self._donors[peer]
-        chunk, asked = donor.wire.popleft()
+        chunk, asked = donor.in_flight.popleft()
         donor.shortest_wait = min(donor.shortest_wait, now - asked)
-        gap = now - donor.since
+        gap = now - donor.last_progress_at
         if donor.delivered:  # the first answer takes round trips more
-            donor.pace = (1 - _NEWEST) * donor.pace + _NEWEST * gap if donor.pace else gap
-        donor.longest_wait = max(donor.longest_wait, now - donor.since)
-        donor.since, donor.slow = now, False
+            donor.seconds_per_answer = (
+                (1 - _EMA_WEIGHT) * donor.seconds_per_answer + _EMA_WEIGHT * gap if donor.seconds_per_answer else gap
+            )
+        donor.longest_wait = max(donor.longest_wait, now - donor.last_progress_at)
+        donor.last_progress_at, donor.slow = now, False
         donor.delivered += 1
         work = self._works[chunk.piece]
         if not work.open or work.sources[chunk.index] is not None or (work.alone and work.owner != peer):
@@ -202,17 +207,17 @@ class Ledger:
         work.checking = None not in work.sources
         return True
 
-    def to_check(self, piece: int) -> bool:
-        """Whether all of the piece is there and its digest is to be compared, with `checked` for the answer."""
+    def is_complete(self, piece: int) -> bool:
+        """Whether all of the piece is there and its digest is to be compared, with `on_checked` for the answer."""
         return self._works[piece].checking
 
     def chunks_to_hash(self, piece: int, true: bool) -> tuple[Chunk, ...]:
-        """The chunks whose digests `checked` needs for naming liars."""
+        """The chunks whose digests `on_checked` needs for naming liars."""
         work = self._works[piece]
         mixed = len(set(work.sources)) > 1
         return work.chunks if (work.suspects if true else mixed) else ()
 
-    def checked(self, piece: int, true: bool, chunk_digests: Sequence[bytes]) -> None:
+    def on_checked(self, piece: int, true: bool, chunk_digests: Sequence[bytes]) -> None:
         """The piece was compared with its digest; `chunk_digests` are of `chunks_to_hash`."""
         work = self._works[piece]
         work.checking = False
@@ -225,12 +230,12 @@ class Ledger:
                 if claimed != digest:
                     self.give_up(peer, f"a part of {work.piece} was false")
             return
-        gone = {peer for peer in sources if self._donors[peer].gone}
+        given_up = {peer for peer in sources if self._donors[peer].given_up}
         if len(set(sources)) == 1:
             work.reset()
             self.give_up(sources[0], f"{work.piece} did not match its digest")
-        elif gone:
-            work.forget(gone)
+        elif given_up:
+            work.forget(given_up)
         else:
             work.suspects = tuple(zip(sources, chunk_digests, strict=True))
             work.alone, work.avoid = True, frozenset(sources)
@@ -243,22 +248,22 @@ class Ledger:
         donor = self._donors[peer]
         donor.present = donor.slow = False
         self._release(peer, donor)
-        donor.wire.clear()
+        donor.in_flight.clear()
 
     def give_up(self, peer: str, reason: str) -> None:
         """Do not ask this donor again. What it delivered stays until a piece with it turns out to be false."""
         self.left(peer)
-        self._donors[peer].gone = reason
+        self._donors[peer].given_up = reason
 
-    def release_slow(self, now: float, patience: float) -> bool:
+    def release_slow(self, now: float, slow_after_seconds: float) -> bool:
         """Let others take over from donors that let us wait for long, by their own measure too; whether there are any.
 
         A piece that must come from one donor stays with it: the shell's deadline for an answer ends that wait.
         """
         found = False
         for peer, donor in self._donors.items():
-            late = now - donor.since > max(patience, 3 * donor.longest_wait)
-            if donor.wire and late and not donor.slow and self._brisk() - {peer}:
+            late = now - donor.last_progress_at > max(slow_after_seconds, 3 * donor.longest_wait)
+            if donor.in_flight and late and not donor.slow and self._responsive_donors() - {peer}:
                 donor.slow = found = True
                 self._release(peer, donor, slow_only=True)
         return found
@@ -284,19 +289,19 @@ class Ledger:
         work.owner = peer
         return work.chunks[min(work.wanted)] if work.wanted else None
 
-    def _may_begin(self, work: _Work, peer: str) -> bool:
+    def _may_begin(self, work: _PieceProgress, peer: str) -> bool:
         if not work.wanted or not self._has(peer, work.piece.layer):
             return False
-        others = {other for other in self._brisk() if self._has(other, work.piece.layer)}
+        others = {other for other in self._responsive_donors() if self._has(other, work.piece.layer)}
         return peer not in work.avoid or others <= work.avoid
 
     def _has(self, peer: str, layer: int) -> bool:
         return any(layer in span for span in self._held.get(peer, (range(layer + 1),)))
 
-    def _brisk(self) -> set[str]:
-        return {peer for peer, donor in self._donors.items() if donor.present and not donor.slow and not donor.gone}
+    def _responsive_donors(self) -> set[str]:
+        return {peer for peer, donor in self._donors.items() if donor.present and not donor.slow and not donor.given_up}
 
-    def _help(self, peer: str, donor: _Donor, now: float) -> Chunk | None:
+    def _help_others(self, peer: str, donor: _Donor, now: float) -> Chunk | None:
         if not donor.proven:
             return None
         mine = [work for work in self._works if work.open and not work.alone and self._has(peer, work.piece.layer)]
@@ -311,7 +316,7 @@ class Ledger:
         for other in self._donors.values():
             if other is donor or not other.is_overdue(now):
                 continue
-            for chunk, _ in reversed(other.wire):
+            for chunk, _ in reversed(other.in_flight):
                 work = self._works[chunk.piece]
                 missing = work.open and not work.alone and work.sources[chunk.index] is None
                 missing = missing and self._has(peer, work.piece.layer)
@@ -323,16 +328,16 @@ class Ledger:
     def _release(self, peer: str, donor: _Donor, *, slow_only: bool = False) -> None:
         for work in self._works:
             if work.owner == peer and work.open and not (slow_only and work.alone):
-                work.disown()
-        for chunk, _ in donor.wire:
+                work.release_owner()
+        for chunk, _ in donor.in_flight:
             work = self._works[chunk.piece]
             if work.open and work.sources[chunk.index] is None and not (slow_only and work.alone):
                 work.wanted.add(chunk.index)
 
 
-def _work(number: int, piece: Piece, chunk_elements: int) -> _Work:
+def _work(number: int, piece: Piece, chunk_elements: int) -> _PieceProgress:
     starts = range(piece.start, piece.end, chunk_elements)
     chunks = tuple(
         Chunk(number, index, start, min(start + chunk_elements, piece.end)) for index, start in enumerate(starts)
     )
-    return _Work(piece, chunks, [None] * len(chunks), set(range(len(chunks))))
+    return _PieceProgress(piece, chunks, [None] * len(chunks), set(range(len(chunks))))

@@ -21,12 +21,12 @@ from atoll.core.errors import AtollError, NotFound, SignatureInvalid, Unreachabl
 from atoll.core.manifest import Head, require_quorum
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
-from atoll.node.state.state_client import Conversation
+from atoll.node.state.state_client import StateClient
 from atoll.node.wire.transport import Network
 
 _ANSWER = timedelta(seconds=10)
 _STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered
-LONGEST_HISTORY = 2048  # rounds that are followed one by one from our own head
+MAX_HISTORY_ROUNDS = 2048  # rounds that are followed one by one from our own head
 _HISTORY = timedelta(seconds=60)  # to follow them
 _BATCH = 32  # rounds asked for at once
 
@@ -34,13 +34,13 @@ _log = log.get("catchup")
 
 
 @dataclass(frozen=True)
-class Believed:
+class ChosenHead:
     """A head that counts, and the members that hold its state."""
 
     head: Head
     holders: tuple[str, ...]
-    grown: bool = False  # out of our own, round by round
-    conversations: dict[str, Conversation] = field(default_factory=dict)  # with holders; nothing is under way
+    descends_from_held: bool = False  # out of our own, round by round
+    conversations: dict[str, StateClient] = field(default_factory=dict)  # with holders; nothing is under way
     held: dict[str, tuple[range, ...]] = field(default_factory=dict)  # holder → its layers; all of who is not in it
 
     async def end(self) -> None:
@@ -48,16 +48,16 @@ class Believed:
         await asyncio.gather(*(conversation.close() for conversation in self.conversations.values()))
 
 
-async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
+async def choose_head(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> ChosenHead | None:
     """The newest head that counts; None when no head does yet. `held` is our own.
 
     Where enough agree on a newer head than that, it is taken; only otherwise histories are followed. Ends within a few
     answers' deadlines, and a minute more for histories. Who asked ends what it returns.
     """
-    inquiry = _Inquiry(network, plan)
+    inquiry = _HeadSurvey(network, plan)
     try:
         best = await _choose(inquiry, plan, operator_key, held)
-        kept = inquiry.worth_keeping(best.holders) if best is not None else {}
+        kept = inquiry.reusable_clients(best.holders) if best is not None else {}
         await inquiry.close(kept)
     except BaseException:
         await inquiry.close()
@@ -65,32 +65,34 @@ async def believe(network: Network, plan: Plan, operator_key: bytes, held: Head 
     return best and replace(best, conversations=kept, held=inquiry.held)
 
 
-async def _choose(inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head | None) -> Believed | None:
+async def _choose(inquiry: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head | None) -> ChosenHead | None:
     offers = await _committed(inquiry, plan, await inquiry.heads(), operator_key)
     doubtful: list[tuple[Head, str]] = []
     believed = None
     for head in sorted(_distinct(offers), key=_newest_first):
-        doubt = await _doubt(inquiry, plan, head, offers)
+        doubt = await _reason_to_reject(inquiry, plan, head, offers)
         if not doubt:
             believed = head
             break
         doubtful.append((head, doubt))
-    grown = False
+    descends_from_held = False
     if held is not None and plan.accepts(held) and (believed is None or believed.round <= held.round):
         ahead = [head for head, _ in doubtful if head.round > held.round or head.hash == held.hash]
         history = await _history(inquiry, plan, operator_key, held, ahead, offers)
         found = next((head for head in ahead if head.hash in history), None)
-        believed, grown = found or believed, found is not None
+        believed, descends_from_held = found or believed, found is not None
     for head, reason in doubtful:
         # one ahead is what an honest member in front is
         if believed is None or head.round > believed.round + 1:
-            _refuse(_offering(offers, head), head, reason)
+            _log_rejected(_offering(offers, head), head, reason)
     if believed is None:
         return None
-    return Believed(believed, (*_offering(offers, believed), *_offering(inquiry.former, believed)), grown)
+    return ChosenHead(
+        believed, (*_offering(offers, believed), *_offering(inquiry.former, believed)), descends_from_held
+    )
 
 
-async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
+async def _committed(inquiry: _HeadSurvey, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
     """The offers whose votes commit them, given what went before.
 
     A member answers for the votes that it sends itself: the true manifest with too few of them is its own lie, and says
@@ -106,18 +108,18 @@ async def _committed(inquiry: _Inquiry, plan: Plan, offers: dict[str, Head], ope
         try:
             electorate = await _electorate(inquiry, plan, head, offering)
         except AtollError as error:
-            _refuse(offering, head, str(error))
+            _log_rejected(offering, head, str(error))
             continue
         for peer in offering:
             try:
                 require_quorum(offers[peer], electorate, operator_key)
                 committed[peer] = offers[peer]
             except AtollError as error:
-                _refuse((peer,), head, str(error))
+                _log_rejected((peer,), head, str(error))
     return {peer: committed[peer] for peer in offers if peer in committed}
 
 
-async def _electorate(inquiry: _Inquiry, plan: Plan, head: Head, offering: Iterable[str]) -> Electorate:
+async def _electorate(inquiry: _HeadSurvey, plan: Plan, head: Head, offering: Iterable[str]) -> Electorate:
     if head.manifest.previous_hash == plan.base.manifest_hash:
         if head.round != plan.base.round + 1:
             raise SignatureInvalid(f"round {head.round} cannot follow round {plan.base.round}")
@@ -126,7 +128,7 @@ async def _electorate(inquiry: _Inquiry, plan: Plan, head: Head, offering: Itera
     return head.electorate if before is None else before.electorate
 
 
-async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, Head]) -> str:
+async def _reason_to_reject(inquiry: _HeadSurvey, plan: Plan, head: Head, offers: dict[str, Head]) -> str:
     """Why `head` does not count; empty when it does."""
     if head.hash == plan.base.manifest_hash:
         return ""
@@ -141,7 +143,7 @@ async def _doubt(inquiry: _Inquiry, plan: Plan, head: Head, offers: dict[str, He
 
 
 async def _history(
-    inquiry: _Inquiry, plan: Plan, operator_key: bytes, held: Head, ahead: Sequence[Head], offers: dict[str, Head]
+    inquiry: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head, ahead: Sequence[Head], offers: dict[str, Head]
 ) -> set[bytes]:
     """The hashes of `held` and of what grew out of it, up to the newest of `ahead`, as far as can be learnt in time.
 
@@ -149,7 +151,7 @@ async def _history(
     another one, is passed over; who is slow to answer is not asked again.
     """
     before, there, hashes = held, -1, {held.hash}
-    last = min(max((head.round for head in ahead), default=0), held.round + LONGEST_HISTORY)
+    last = min(max((head.round for head in ahead), default=0), held.round + MAX_HISTORY_ROUNDS)
     offering = [peer for head in ahead for peer in _offering(offers, head)]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_HISTORY.total_seconds()):
@@ -157,13 +159,13 @@ async def _history(
                 there = before.round
                 for peer in inquiry.to_ask(offering):
                     for found in await inquiry.stored(peer, range(before.round + 1, min(there + _BATCH, last) + 1)):
-                        if follows(plan, operator_key, before, found):
+                        if is_valid_successor(plan, operator_key, before, found):
                             before = found
                             hashes.add(found.hash)
     return hashes
 
 
-def follows(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
+def is_valid_successor(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
     """Whether `found` is the round after `before`, decided by those who had to."""
     if found.manifest.previous_hash != before.hash or not plan.accepts(found):
         return False
@@ -187,12 +189,12 @@ def _newest_first(head: Head) -> tuple[int, bytes]:
     return -head.round, head.hash
 
 
-def _refuse(peers: Iterable[str], head: Head, reason: str) -> None:
+def _log_rejected(peers: Iterable[str], head: Head, reason: str) -> None:
     for peer in peers:
         _log.warning("head not believed", peer=peer, round=head.round, reason=reason)
 
 
-class _Inquiry:
+class _HeadSurvey:
     """One conversation with every member that can be reached, for as long as heads are compared."""
 
     def __init__(self, network: Network, plan: Plan) -> None:
@@ -201,14 +203,14 @@ class _Inquiry:
         self._peers = [peer for peer in (*plan.members, *plan.former) if peer != network.peer_id]
         self.former: dict[str, Head] = {}  # of who is no member any more: nobody's word, but maybe the only bytes
         self.held: dict[str, tuple[range, ...]] = {}  # layers of those who do not hold all
-        self._open: dict[str, Conversation] = {}
+        self._open: dict[str, StateClient] = {}
         self._answered: list[str] = []  # with a head
         self._slow: set[str] = set()
 
     async def close(self, kept: Collection[str] = ()) -> None:
         await asyncio.gather(*(self._open[peer].close() for peer in self._open if peer not in kept))
 
-    def worth_keeping(self, peers: Iterable[str]) -> dict[str, Conversation]:
+    def reusable_clients(self, peers: Iterable[str]) -> dict[str, StateClient]:
         """Conversations with these peers that a fetch should go on with. On other paths it had better dial: meanwhile
         there may be a direct one."""
         return {peer: self._open[peer] for peer in peers if peer in self._open and self._open[peer].has_own_connection}
@@ -263,8 +265,8 @@ class _Inquiry:
             return False
         return True
 
-    async def _dial(self, peer: str) -> Conversation:
-        self._open[peer] = await Conversation.begin(self._network, peer, self._plan.run_id, _ANSWER)
+    async def _dial(self, peer: str) -> StateClient:
+        self._open[peer] = await StateClient.connect(self._network, peer, self._plan.run_id, _ANSWER)
         return self._open[peer]
 
     async def _hang_up(self, peer: str) -> None:

@@ -46,7 +46,7 @@ class ManifestStore:
         data = head.committed.SerializeToString(deterministic=True)
         write_atomic(self._path(head.round), hashlib.sha256(data).digest() + data, disk=self._disk)
 
-    def keep(self, head: Head) -> None:
+    def try_append(self, head: Head) -> None:
         """`append`, unless the disk refuses: training goes on, and after a restart the others are asked."""
         try:
             self.append(head)
@@ -55,18 +55,18 @@ class ManifestStore:
 
     def get(self, number: int) -> manifest_pb2.CommittedManifest | None:
         """The manifest of that round, or None when this node does not have it whole. Raises `DataDirUnusable`."""
-        head = self._held(self._path(number))
+        head = self._read_valid(self._path(number))
         return head.committed if head is not None else None
 
     def newest(self) -> Head | None:
         """That of the highest round of which this node has it whole. Raises `DataDirUnusable`."""
         for path in sorted(self._entries(_NAME), key=_round_of, reverse=True):
-            head = self._held(path)
+            head = self._read_valid(path)
             if head is not None:
                 return head
         return None
 
-    def _held(self, path: Path) -> Head | None:
+    def _read_valid(self, path: Path) -> Head | None:
         try:
             data = path.read_bytes()
         except (FileNotFoundError, IsADirectoryError):

@@ -64,7 +64,7 @@ class Workspace:
         self.vectors: dict[Kind, Tensor] = {"anchor": allocate(end - start), "momentum": allocate(end - start)}
         self._true: dict[tuple[Kind, int], bytes] = {}
 
-    def take_over(self, start: int, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
+    def copy_matching(self, start: int, anchor_E: Tensor, momentum_E: Tensor, pieces: Iterable[Piece]) -> None:
         """Copy the pieces that these vectors, which begin with element `start` and hold them all, have already.
 
         Hashes what they have of them.
@@ -74,17 +74,17 @@ class Workspace:
             values_E = sources[piece.kind][piece.start - start : piece.end - start]
             if not self.has(piece) and digest(values_E.contiguous()) == piece.digest:
                 self._values(piece.kind, piece.start, piece.end).copy_(values_E)
-                self.confirm(piece)
+                self.mark_verified(piece)
 
     def has(self, piece: Piece) -> bool:
         """Whether the piece lies here, verified."""
         return self._true.get((piece.kind, piece.layer)) == piece.digest
 
-    def confirm(self, piece: Piece) -> None:
+    def mark_verified(self, piece: Piece) -> None:
         """The piece was verified."""
         self._true[piece.kind, piece.layer] = piece.digest
 
-    def forget(self, piece: Piece) -> None:
+    def mark_unverified(self, piece: Piece) -> None:
         """What lies in its place is to be written over: nothing there is known to be true."""
         self._true.pop((piece.kind, piece.layer), None)
 

@@ -1,4 +1,4 @@
-"""Layers that a plan to come may give this node: fetched while the present plan is followed, and kept at its head.
+"""LayerLayout that a plan to come may give this node: fetched while the present plan is followed, and kept at its head.
 
 That plan may be minutes away, as when a node shall stand by, or never come: a stage has a second copy of a neighbour's
 layers in case that one is gone. They lie on disk, because memory may be needed for what the node holds now. Once the
@@ -24,22 +24,22 @@ from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.mapped_vectors import mapped_vector
-from atoll.node.state.previous_spans import unchanged
+from atoll.node.state.previous_spans import unchanged_layers
 from atoll.node.wire.transport import Network
 
 POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
 _RETRY = timedelta(seconds=2)
-_OWED = timedelta(minutes=10)  # for who loads what a plan gave us to take it: as long as a trainer may load
+_LOAD_TIMEOUT = timedelta(minutes=10)  # for who loads what a plan gave us to take it: as long as a trainer may load
 _MOST_ASIDE = 4  # states: of two spans
-_ASIDE = timedelta(minutes=5)  # that what is wanted no more is kept, as it may be wanted again
+_SET_ASIDE_TIME = timedelta(minutes=5)  # that what is wanted no more is kept, as it may be wanted again
 
 _log = log.get("prepare")
 
-Held = tuple[Head, AnchorState]
+HeadAndState = tuple[Head, AnchorState]
 
 
 @dataclass(frozen=True)
-class Present:
+class CurrentLayers:
     """What the node has now."""
 
     offsets: Sequence[int]  # of all layers of the model; empty: not known yet
@@ -57,7 +57,7 @@ class Directives(Protocol):
     async def until(self, condition: Callable[[], bool]) -> None: ...
 
 
-class Preparing:
+class LayerPrefetcher:
     """Follows `Directives.prepare` for as long as the session lives."""
 
     def __init__(
@@ -66,19 +66,19 @@ class Preparing:
         directives: Directives,
         operator_key: bytes,
         folder: Path,
-        present: Callable[[], Present],
+        present: Callable[[], CurrentLayers],
         ready: Callable[[], None] = lambda: None,
-        believed: Callable[[Head], None] = lambda head: None,
-        others: Callable[[], Sequence[Held]] = tuple,
+        on_head: Callable[[Head], None] = lambda head: None,
+        local_states: Callable[[], Sequence[HeadAndState]] = tuple,
     ) -> None:
-        """`others` are states that may have some of what is wanted; they are not changed while they are read."""
-        self.held: tuple[Held, ...] = ()
+        """`local_states` are states that may have some of what is wanted; they are not changed while they are read."""
+        self.held: tuple[HeadAndState, ...] = ()
         self._refused = range(0)  # not to be fetched: there is no room to train them
         self._span = range(0)  # all of its layers are here: some are followed anyway, the others in `held`
         self._round = 0  # of which they are
         self._of = range(0)  # what `held` was fetched for
-        self._began: Plan | None = None  # the plan under which that began
-        self.aside: tuple[Held, ...] = ()  # what was wanted before: some of it may be wanted again
+        self._began_under_plan: Plan | None = None  # the plan under which that began
+        self.set_aside: tuple[HeadAndState, ...] = ()  # what was wanted before: some of it may be wanted again
         self._forgetting: asyncio.TimerHandle | None = None
         self._generation = 0  # of `held`: grows when it is taken or dropped
         self._network = network
@@ -87,8 +87,8 @@ class Preparing:
         self._folder = folder
         self._present = present
         self._ready = ready
-        self._believed = believed
-        self._others = others
+        self._on_head = on_head
+        self._others = local_states
 
     @property
     def span(self) -> range:
@@ -115,58 +115,60 @@ class Preparing:
             await self._directives.until(self._is_wanted)
             span = self._wanted
             if span != self._of:
-                if self._is_owed():
-                    await self._until_taken()
+                if self._awaiting_load():
+                    await self._wait_until_taken()
                     continue
-                self._put_aside()
-                self._of, self._began = span, self._plan()
+                self._set_held_aside()
+                self._of, self._began_under_plan = span, self._plan()
             try:
                 await self._follow(span)
             except (AtollError, OSError) as error:  # what is here stays
                 _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
                 await asyncio.sleep(_RETRY.total_seconds())
-            if not self._wanted and not self._is_owed():
-                self._put_aside()
+            if not self._wanted and not self._awaiting_load():
+                self._set_held_aside()
 
-    def take(self) -> tuple[Held, ...]:
+    def take(self) -> tuple[HeadAndState, ...]:
         """What was fetched, for whoever has a use for it now; it is not followed any more."""
-        held, self.aside = (*self._drop(), *self.aside), ()
+        held, self.set_aside = (*self._drop(), *self.set_aside), ()
         return held
 
-    def _drop(self) -> tuple[Held, ...]:
+    def _drop(self) -> tuple[HeadAndState, ...]:
         held, self.held = self.held, ()
-        self._span, self._of, self._began = range(0), range(0), None
+        self._span, self._of, self._began_under_plan = range(0), range(0), None
         self._generation += 1
         self._directives.wake()
         return held
 
-    def _is_owed(self) -> bool:
+    def _awaiting_load(self) -> bool:
         """Whether a later plan gave us some of what is here, and who loads it has not taken it yet."""
         plan, me = self._plan(), self._network.peer_id
-        if self._began is None or plan.version <= self._began.version:
+        if self._began_under_plan is None or plan.version <= self._began_under_plan.version:
             return False
-        given = set(plan.span(me)) - set(self._began.span(me))
+        given = set(plan.span(me)) - set(self._began_under_plan.span(me))
         return any(given.intersection(state.layers) for _, state in self.held)
 
-    async def _until_taken(self) -> None:
+    async def _wait_until_taken(self) -> None:
         """Nobody else may have what is here, so that it stays until then."""
         try:
-            async with asyncio.timeout(_OWED.total_seconds()):
-                await self._directives.until(lambda: not self._is_owed())
+            async with asyncio.timeout(_LOAD_TIMEOUT.total_seconds()):
+                await self._directives.until(lambda: not self._awaiting_load())
         except TimeoutError:
-            _log.warning("layers that the plan gives this node wait to be loaded", seconds=_OWED.total_seconds())
+            _log.warning(
+                "layers that the plan gives this node wait to be loaded", seconds=_LOAD_TIMEOUT.total_seconds()
+            )
 
-    def _put_aside(self) -> None:
+    def _set_held_aside(self) -> None:
         """What is here is wanted no more, for now."""
         held = self._drop()
         if held:
-            self.aside = (*held, *self.aside)[:_MOST_ASIDE]
+            self.set_aside = (*held, *self.set_aside)[:_MOST_ASIDE]
             if self._forgetting is not None:
                 self._forgetting.cancel()
-            self._forgetting = asyncio.get_running_loop().call_later(_ASIDE.total_seconds(), self._forget)
+            self._forgetting = asyncio.get_running_loop().call_later(_SET_ASIDE_TIME.total_seconds(), self._forget)
 
     def _forget(self) -> None:
-        self.aside = ()
+        self.set_aside = ()
 
     async def _follow(self, span: range) -> None:
         """Fetch what is lacking of `span`, then what changed of it, until something else is wanted.
@@ -176,23 +178,23 @@ class Preparing:
         generation = self._generation
         while self._wanted == span and self._generation == generation:
             present = self._present()
-            gaps = lacking(span, present.layers or self._plan().span(self._network.peer_id))
+            gaps = missing_ranges(span, present.layers or self._plan().span(self._network.peer_id))
             held = tuple([await self._fetch(gap, present) for gap in gaps])
             if generation != self._generation:
                 return  # the plan came, and did not wait for this
             self.held = held
-            self.aside = tuple(item for item in self.aside if not _is_among(item[1].layers, held))
+            self.set_aside = tuple(item for item in self.set_aside if not _is_among(item[1].layers, held))
             was, self._round = self._round, min([head.round for head, _ in held] or [_round(present.head)])
             came, self._span = self._span != span, span
             if came or self._round != was:
                 self._ready()
             if came:
                 _log.info("the layers of the next plan are here", first=span.start, last=span.stop - 1)
-            await self._change(span, present)
+            await self._wait_for_change(span, present)
 
-    async def _fetch(self, layers: range, present: Present) -> Held:
+    async def _fetch(self, layers: range, present: CurrentLayers) -> HeadAndState:
         before, offsets = next((item for item in self.held if item[1].layers == layers), None), present.offsets
-        if before is not None and present.head is not None and is_true_of(before, present.head):
+        if before is not None and present.head is not None and is_current_at(before, present.head):
             return present.head, before[1]  # that round was of other layers
         head, state = before if before is not None else (None, _nothing(offsets, layers))
         fetched = await catch_up(
@@ -201,16 +203,16 @@ class Preparing:
             state,
             head,
             operator_key=self._operator_key,
-            believed=self._believed,
+            on_head=self._on_head,
             allocate=partial(mapped_vector, self._folder),
-            others=lambda: (*self.held, *self.aside, *self._others()),
+            local_states=lambda: (*self.held, *self.set_aside, *self._others()),
         )
         if fetched is None:
             assert before is not None
             return before
         return fetched.head, AnchorState(fetched.anchor_E, offsets, layers, fetched.momentum_E)
 
-    async def _change(self, span: range, then: Present) -> None:
+    async def _wait_for_change(self, span: range, then: CurrentLayers) -> None:
         """Wait until something else is wanted, or there may be a newer head."""
         generation = self._generation
 
@@ -235,7 +237,7 @@ class Preparing:
         span, plan = self._wanted, self._directives.plan
         if not span or plan is None or span.stop >= len(self._present().offsets):
             return False
-        return bool(lacking(span, plan.span(self._network.peer_id)))  # else it is loaded anyway
+        return bool(missing_ranges(span, plan.span(self._network.peer_id)))  # else it is loaded anyway
 
     def _plan(self) -> Plan:
         assert self._directives.plan is not None
@@ -246,17 +248,17 @@ def _hash(head: Head | None) -> bytes:
     return head.hash if head is not None else b""
 
 
-def is_true_of(held: Held, now: Head) -> bool:
+def is_current_at(held: HeadAndState, now: Head) -> bool:
     """Whether all layers of a state are at `now` as they were at its head, or earlier than that."""
     then, state = held
-    return then.round <= now.round and unchanged(then, now, set(state.layers)) == set(state.layers)
+    return then.round <= now.round and unchanged_layers(then, now, set(state.layers)) == set(state.layers)
 
 
 def _round(head: Head | None) -> int:
     return head.round if head is not None else 0
 
 
-def _is_among(layers: range, held: Sequence[Held]) -> bool:
+def _is_among(layers: range, held: Sequence[HeadAndState]) -> bool:
     return set(layers) <= {layer for _, state in held for layer in state.layers}
 
 
@@ -266,7 +268,7 @@ def _nothing(offsets: Sequence[int], layers: range) -> AnchorState:
     return AnchorState(zeros_E, offsets, layers, zeros_E)
 
 
-def lacking(span: range, held: range) -> tuple[range, ...]:
+def missing_ranges(span: range, held: range) -> tuple[range, ...]:
     """What of `span` is outside `held`: at most two ranges."""
     if not held or held.stop <= span.start or span.stop <= held.start:
         return (span,)

@@ -20,7 +20,7 @@ _AHEAD = 8  # manifests asked for before the first has come; both sides buffer l
 _MAX_SPANS = 16  # that one member can hold at once
 
 
-class Conversation:
+class StateClient:
     """A stream to one member. Every answer must come within `timeout`."""
 
     def __init__(self, stream: Stream, run_id: str, timeout: timedelta) -> None:
@@ -30,7 +30,7 @@ class Conversation:
         self.held: tuple[range, ...] = ()  # layers that the member said it holds, with its head; none: all
 
     @classmethod
-    async def begin(cls, network: Network, peer: str, run_id: str, timeout: timedelta) -> Conversation:
+    async def connect(cls, network: Network, peer: str, run_id: str, timeout: timedelta) -> StateClient:
         """Dial. Raises `Unreachable`, `Rejected`."""
         return cls(await network.open(peer, PROTOCOL, timeout), run_id, timeout)
 
@@ -85,7 +85,7 @@ class Conversation:
             raise PeerMisbehaved(f"{self._stream.peer_id} answered with round {head.round} when asked for {number}")
         return head
 
-    async def ask(self, kind: Kind, state_hash: bytes, start: int, end: int) -> None:
+    async def request_slice(self, kind: Kind, state_hash: bytes, start: int, end: int) -> None:
         """Ask for some elements; `answer` brings the oldest question's."""
         piece = dp.StateSlice(manifest_hash=state_hash, start=start, end=end)
         request = (

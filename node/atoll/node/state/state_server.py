@@ -60,7 +60,7 @@ class StateServer:
         self._staged = staged
         self._former = former
         self._layers = range(0)  # of the present state, also while it changes
-        self._told: Head | None = None  # the last head that was seen here: still true while the state changes
+        self._last_head: Head | None = None  # the last head that was seen here: still true while the state changes
         self._versions: dict[bytes, tuple[bytes, ...]] = {}  # of the last heads' layers, newest last
         self._streams: Counter[str] = Counter()
         network.handle(PROTOCOL, self._handle)
@@ -101,24 +101,24 @@ class StateServer:
             case _:
                 raise PeerMisbehaved("a state request asks for nothing")
 
-    def learn(self, head: Head) -> None:
+    def remember_head(self, head: Head) -> None:
         """A head that counts, whether or not we hold its state: others may ask for it under that name."""
         self._versions_of(head)
 
     def _head(self) -> Head | None:
         """Of what we hold: the present state, or while that lacks layers the newest that was held before."""
-        current = self._now()
+        current = self._current_head_and_state()
         if current is None and self._former():
             former = max((head for head, _ in self._former()), key=lambda head: head.round)
-            if self._told is None or self._told.round < former.round:
-                self._told = former
-        return self._told
+            if self._last_head is None or self._last_head.round < former.round:
+                self._last_head = former
+        return self._last_head
 
-    def _now(self) -> tuple[Head, AnchorState] | None:
+    def _current_head_and_state(self) -> tuple[Head, AnchorState] | None:
         """The state, unless it is changing; its head and the versions of its layers are remembered."""
         current = self._current()
         if current is not None:
-            self._told, self._layers = current[0], current[1].layers
+            self._last_head, self._layers = current[0], current[1].layers
             self._versions_of(current[0])
         return current
 
@@ -134,7 +134,7 @@ class StateServer:
         """The layers that can be asked for here, for who cannot ask for all."""
         formers = [state for _, state in self._former()]
         spans = [self._layers, *(state.layers for state in formers)]
-        if self._told is None or any(len(span) == len(self._told.manifest.layers) for span in spans):
+        if self._last_head is None or any(len(span) == len(self._last_head.manifest.layers) for span in spans):
             return []
         return [plan_pb2.Span(first=span.start, last=span.stop - 1) for span in spans if span]
 
@@ -162,7 +162,7 @@ class StateServer:
 
     def _vector(self, piece: dp.StateSlice, kind: Kind) -> tuple[int, Tensor]:
         """What we hold of that state, and the element that it begins with: our span's, or that of a staged result."""
-        current, state_hash = self._now(), piece.manifest_hash
+        current, state_hash = self._current_head_and_state(), piece.manifest_hash
         for held in (current, *self._former()):
             if held is not None and self._holds(piece, *held):
                 return held[1].start, held[1].vector(kind)

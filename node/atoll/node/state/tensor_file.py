@@ -32,11 +32,11 @@ _METADATA_KEY = "atoll"  # one key, because the format's library writes several 
 
 FIRST_LAYER = "first_layer"  # the fact that a file of some layers has, and one of all of them has not
 
-Facts = Mapping[str, str | int]
+FileMetadata = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerLayout:
     """Names of consecutive layers, and where each lies in their flat vector (one offset more than names)."""
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Layers:
     first: int = 0  # the number of the first one in the model
 
     @classmethod
-    def of(cls, table: plan_pb2.LayerTable, held: range | None = None) -> Layers:
+    def of(cls, table: plan_pb2.LayerTable, held: range | None = None) -> LayerLayout:
         """Those of a layer table, or those that are `held`."""
         rows = table.layers if held is None else table.layers[held.start : held.stop]
         offsets = [0]
@@ -52,11 +52,11 @@ class Layers:
             offsets.append(offsets[-1] + row.parameters)
         return cls(tuple(row.name for row in rows), tuple(offsets), held.start if held is not None else 0)
 
-    def part(self, numbers: slice) -> Layers:
+    def part(self, numbers: slice) -> LayerLayout:
         """Those with these numbers; `self` holds all of them."""
         start = self.offsets[min(numbers.start, len(self.offsets) - 1)]
         offsets = tuple(offset - start for offset in self.offsets[numbers.start : numbers.stop + 1])
-        return Layers(self.names[numbers], offsets, numbers.start)
+        return LayerLayout(self.names[numbers], offsets, numbers.start)
 
     @property
     def numbers(self) -> slice:
@@ -72,8 +72,8 @@ class Layers:
 class TensorFile:
     """What a file holds."""
 
-    facts: Facts
-    layers: Layers
+    facts: FileMetadata
+    layers: LayerLayout
     vector_E: Tensor
     sha256: str  # hex, of the file
 
@@ -82,14 +82,14 @@ class TensorFile:
 class ScannedFile:
     """What a file holds, but for the numbers."""
 
-    facts: Facts
-    layers: Layers
+    facts: FileMetadata
+    layers: LayerLayout
     digests: tuple[bytes, ...]  # SHA-256 of every layer's bytes
     sha256: str  # hex, of the file
     data_offset: int  # bytes before the first layer's
 
 
-def chunks(layers: Layers, facts: Facts, vector_E: Tensor) -> Iterator[Bytes]:
+def chunks(layers: LayerLayout, facts: FileMetadata, vector_E: Tensor) -> Iterator[Bytes]:
     """The bytes of the file, in pieces of at most `CHUNK_BYTES`."""
     yield _header(layers, facts)
     data = bytes_of(vector_E)
@@ -128,7 +128,7 @@ def scan(file: BinaryIO, path: Path) -> ScannedFile:
     return ScannedFile(facts, layers, tuple(digests), whole.hexdigest(), len(header))
 
 
-def read_layers(path: Path) -> Layers:
+def read_layers(path: Path) -> LayerLayout:
     """What a file says that it holds; its bytes are not looked at. Raises `CheckpointCorrupt`, `OSError`."""
     with path.open("rb") as file:
         try:
@@ -137,7 +137,7 @@ def read_layers(path: Path) -> Layers:
             raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
 
 
-def _begin(file: BinaryIO, path: Path) -> tuple[Layers, Facts, bytes]:
+def _begin(file: BinaryIO, path: Path) -> tuple[LayerLayout, FileMetadata, bytes]:
     """What the header says, and all bytes before the first layer's. Raises `CheckpointCorrupt`, `OSError`."""
     raw = _read_header(file, path)
     try:
@@ -162,16 +162,16 @@ def _read_header(file: BinaryIO, path: Path) -> bytes:
     return raw
 
 
-def _parse(raw: bytes) -> tuple[Layers, Facts]:
+def _parse(raw: bytes) -> tuple[LayerLayout, FileMetadata]:
     entries = json.loads(raw)
     facts = json.loads(entries.pop("__metadata__")[_METADATA_KEY])
     offsets = [0]
     for entry in entries.values():
         offsets.append(offsets[-1] + int(entry["shape"][0]))
-    return Layers(tuple(entries), tuple(offsets), int(facts.get(FIRST_LAYER, 0))), facts
+    return LayerLayout(tuple(entries), tuple(offsets), int(facts.get(FIRST_LAYER, 0))), facts
 
 
-def _header(layers: Layers, facts: Facts) -> bytes:
+def _header(layers: LayerLayout, facts: FileMetadata) -> bytes:
     entries: dict[str, object] = {"__metadata__": {_METADATA_KEY: json.dumps(dict(facts))}}
     for name, (start, end) in zip(layers.names, pairwise(layers.offsets), strict=True):
         where = [_FP32_BYTES * start, _FP32_BYTES * end]

@@ -27,9 +27,9 @@ from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
 from atoll.node.model.tokenizer import load_tokenizer
-from atoll.node.pipeline.rank_stage import FollowingStage
-from atoll.node.pipeline.schedule import credits_of
-from atoll.node.pipeline.stage_io import CableEnd
+from atoll.node.pipeline.rank_stage import RankStage
+from atoll.node.pipeline.schedule import stage_credits
+from atoll.node.pipeline.stage_io import StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.layer_times import LayerTimes, time_single_layers
@@ -59,7 +59,7 @@ class TrainerState:
     devices: Sequence[torch.device]  # of this trainer's processes
     device: torch.device  # of this one
     times: LayerTimes
-    loop: InnerLoop | StageLoop | FollowingStage | None  # None: no layers
+    loop: InnerLoop | StageLoop | RankStage | None  # None: no layers
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -190,7 +190,7 @@ def whole_model_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
 def load(
     config: ms.TrainerConfig,
     facts: DeviceFacts,
-    cable: CableEnd | None,
+    cable: StageIO | None,
     clock: Clock,
     rendezvous: Rendezvous | None = None,
     on_progress: OnProgress = no_progress_callback,
@@ -224,14 +224,14 @@ def load(
     )
     if device.type == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes // len(devices))
-    loop: InnerLoop | StageLoop | FollowingStage | None = None
+    loop: InnerLoop | StageLoop | RankStage | None = None
     group = DeviceGroup.connect(rendezvous) if holds and rendezvous is not None else None
     if group is not None and not group.matches_rank_zero(corpus.digest):
         raise CorpusError(f"{config.corpus_path or spec.data.path} changed while it was read", "start the node again")
     if span is not None:
         try:
             if group is not None and config.rank:
-                loop = FollowingStage(spec, corpus, span, run, group, clock)
+                loop = RankStage(spec, corpus, span, run, group, clock)
             else:
                 assert cable is not None
                 loop = StageLoop(spec, corpus, span, device, clock, cable, run, group)
@@ -275,7 +275,7 @@ def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> i
     """
     tokens = (samples or spec.optimizer.micro_batch_samples) * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
-    credits = max(credits_of(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
+    credits = max(stage_credits(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
     traffic = StageTraffic(tokens, spec.data.sequence_length, credits)
     return stage_trainer_memory_bytes(run.table, span, traffic)
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
-from atoll.node.pipeline.rank_order import Compute
+from atoll.node.pipeline.rank_order import RankOrder
 
 MAX_LINE_BYTES = 4 * 1024**2
 Ranges = tuple[tuple[int, int], ...]
@@ -183,7 +183,7 @@ class Stop:
 
 
 Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate) | (
-    Generate | SetLimits | EnterRoute | WriteInitial | Probe | Compute | Step | Stop
+    Generate | SetLimits | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
 )
 
 
@@ -261,7 +261,7 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, SetRanges),
-        *(Discard, Evaluate, Generate, SetLimits, EnterRoute, WriteInitial, Probe, Compute, Step, Stop),
+        *(Discard, Evaluate, Generate, SetLimits, EnterRoute, WriteInitial, Probe, RankOrder, Step, Stop),
         *(Loading, Ready, Refused, Done, SnapshotTaken, Loss, Text),
     )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atoll.core.errors import InvalidTransition, ModelTooLarge
-from atoll.node.pipeline.rank_stage import FollowingStage
+from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.system.shared_vectors import allocate_vector, map_vector
 from atoll.node.trainer import messages as ms
@@ -53,7 +53,7 @@ class ModelOrders:
                 return self._execute_round_order(self.model, order)
         return ms.Done()
 
-    def _execute_round_order(self, loop: InnerLoop | StageLoop | FollowingStage, order: ms.Message) -> ms.Answer:
+    def _execute_round_order(self, loop: InnerLoop | StageLoop | RankStage, order: ms.Message) -> ms.Answer:
         match order:
             case ms.Load(ranges, committed_tokens):
                 loop.load(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens)
@@ -86,7 +86,7 @@ class ModelOrders:
                 raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
         return ms.Done()
 
-    def _take_snapshot(self, loop: InnerLoop | StageLoop | FollowingStage, part: slice) -> ms.SnapshotTaken:
+    def _take_snapshot(self, loop: InnerLoop | StageLoop | RankStage, part: slice) -> ms.SnapshotTaken:
         snapshot = loop.snapshot(part)
         loop.pseudo_gradient_into(self.gradient_E)
         self._has_snapshot = True
@@ -100,7 +100,7 @@ class ModelOrders:
         torch.set_num_threads(max(1, limit.cpu_threads // len(self.state.devices)))
 
     @property
-    def model(self) -> InnerLoop | StageLoop | FollowingStage:
+    def model(self) -> InnerLoop | StageLoop | RankStage:
         """Raises `ModelTooLarge` where no layers are held."""
         if self.state.loop is None:
             raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")

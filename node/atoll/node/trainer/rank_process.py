@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
-from atoll.node.pipeline.rank_order import Compute
-from atoll.node.pipeline.rank_stage import FollowingStage
+from atoll.node.pipeline.rank_order import RankOrder
+from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import load
 from atoll.node.trainer.model_orders import ModelOrders
@@ -44,14 +44,14 @@ class RankProcess:
                     return
                 case ms.Step(), InnerLoop() as loop:
                     loop.step()
-                case Compute() as order, FollowingStage() as loop:
-                    loop.stage.obey(order)
+                case RankOrder() as order, RankStage() as loop:
+                    loop.stage.run_order(order)
                 case ms.Probe() as probe, _:
                     self._probe(event.number, probe)
-                case ms.Initialise(), InnerLoop() | FollowingStage():  # the first process does it
+                case ms.Initialise(), InnerLoop() | RankStage():  # the first process does it
                     self._orders.anchor_loaded = False
                     self._channel.answer(event.number, ms.Done())
-                case ms.Step() | Compute(), _:
+                case ms.Step() | RankOrder(), _:
                     raise InvalidTransition(f"{event.body} is not for what this process holds")
                 case _:
                     self._answer_order(event)

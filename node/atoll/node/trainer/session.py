@@ -23,8 +23,8 @@ from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, Model
 from atoll.core.files import open_anonymous_file
 from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.pipeline.evaluation import Outcome
-from atoll.node.pipeline.rank_stage import FollowingStage
-from atoll.node.pipeline.stage_io import CableEnd, RouteEvent
+from atoll.node.pipeline.rank_stage import RankStage
+from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.loading import load
@@ -68,7 +68,7 @@ class Session:
         devices = choose_devices(config.device)
         facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
         limit_device_memory(devices[0], facts, config.vram_fraction)
-        end = CableEnd(cable, channel.events.put) if cable is not None else None
+        end = StageIO(cable, channel.events.put) if cable is not None else None
         self._ranks: RankProcesses | None = None
         rendezvous: Rendezvous | None = None
         if len(devices) > 1:
@@ -76,7 +76,7 @@ class Session:
             self._ranks = RankProcesses(config, (anchor_fd, gradient_fd, rendezvous_fd), self._exit_on_rank_failure)
             rendezvous = Rendezvous(devices, 0, rendezvous_fd, self._ranks.send_to_ranks)
         self._state = load(config, facts, end, self._clock, rendezvous, self._report_loading)
-        assert not isinstance(self._state.loop, FollowingStage)
+        assert not isinstance(self._state.loop, RankStage)
         self._loop = self._state.loop
         self._orders = ModelOrders(self._state, config, anchor_fd, gradient_fd)
         self._send_ready(ms.Probe(config.minimum_step_seconds, config.compute_share))
@@ -277,7 +277,7 @@ class Session:
                 progress_samples=progress.samples,
                 skipped_steps=loop.skipped_steps,
                 route_ready=stage is not None and stage.ready,
-                route_trouble=stage.trouble if stage is not None else "",
+                route_trouble=stage.route_problem if stage is not None else "",
                 flushes_aborted=stage.flushes_aborted if stage is not None else 0,
             ),
         )

@@ -24,7 +24,7 @@ from atoll.core.data_position import SampleRange
 from atoll.core.errors import ChildDied, DeadlineExceeded, error_class
 from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.pipeline.stage_socket import Cable
+from atoll.node.pipeline.stage_socket import StageSocket
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
 from atoll.node.trainer.messages import TrainerConfig, TrainerStatus
@@ -118,7 +118,7 @@ class Trainer:
 
     program = WORKER_MODULE  # of the child; benchmarks have others
     facts: TrainerFacts
-    cable: Cable | None = None  # of a trainer with a span: for its route's bridge
+    cable: StageSocket | None = None  # of a trainer with a span: for its route's bridge
     # fp32 [E] of the layers that are held, shared:
     anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
     pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
@@ -161,7 +161,7 @@ class Trainer:
             raise
         try:
             if config.span is not None:
-                trainer.cable = await Cable.over(child.cable)
+                trainer.cable = await StageSocket.from_socket(child.cable)
             writer.write(ms.Envelope(0, config).line())
             ready = await trainer._await_ready(timeout)
             assert isinstance(ready, ms.Ready)
@@ -264,7 +264,7 @@ class Trainer:
         await self._order(limit, timeout)
 
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """The span is this stage from now on; run a `RouteBridge` over `cable` then. What it holds stays as it is.
+        """The span is this stage from now on; run a `RouteConnection` over `cable` then. What it holds stays as it is.
 
         Raises `InvalidRequest` when the span is not such a stage's.
         """

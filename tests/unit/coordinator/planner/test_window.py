@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atoll.coordinator.planner.problem import Training
 from atoll.coordinator.planner.window import NO_WINDOW, window
-from atoll.node.pipeline.schedule import Backward, Forward, actions, credits_of
+from atoll.node.pipeline.schedule import Backward, Forward, flush_actions, stage_credits
 
 SECONDS = st.floats(0.001, 0.05)
 WAY = st.one_of(st.floats(0.0, 0.01), st.floats(0.05, 0.3))
@@ -16,8 +16,8 @@ WAY = st.one_of(st.floats(0.0, 0.01), st.floats(0.05, 0.3))
 def played(micro_batches: int, ahead: int, stages: list[float], hops: list[float]) -> float:
     """Seconds of a flush: a third of a stage's time is forward, half of a hop's is the way there."""
     count = len(stages)
-    credits = credits_of(count, micro_batches, ahead)
-    left = [[it for it in actions(micro_batches, own) if isinstance(it, Forward | Backward)] for own in credits]
+    credits = stage_credits(count, micro_batches, ahead)
+    left = [[it for it in flush_actions(micro_batches, own) if isinstance(it, Forward | Backward)] for own in credits]
     inputs: list[dict[int, float]] = [{} for _ in stages]
     gradients: list[dict[int, float]] = [{} for _ in stages]
     inputs[0] = dict.fromkeys(range(micro_batches), 0.0)
