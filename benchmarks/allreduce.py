@@ -34,7 +34,7 @@ from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import Topology, parse_topology
 from atoll.node.exchange.codecs import CODECS
 from benchmarks.common import Report
-from benchmarks.lab_members import JOIN_SECONDS, members, together
+from benchmarks.lab_members import JOIN_SECONDS, ask_all, members
 from benchmarks.peer_environments import python_of
 
 METHODS = {  # what each can carry
@@ -177,7 +177,7 @@ else:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundFigures:
     """What one round came to."""
 
     seconds: float
@@ -187,7 +187,7 @@ class Round:
     equal: bool  # all members hold the same bits
 
     @classmethod
-    def of(cls, answers: Sequence[dict[str, Any]]) -> Round:
+    def of(cls, answers: Sequence[dict[str, Any]]) -> RoundFigures:
         """From all members' answers."""
         return cls(
             max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers),
@@ -200,7 +200,7 @@ class Round:
 
 async def measure(
     network: WanNetwork, method: str, task: Task, bound: float, rounds: int, directory: Path, slower: float
-) -> list[Round]:
+) -> list[RoundFigures]:
     """The rounds, the cold one first."""
     limit = bound / _SLOWEST + 20
     rates = [min(host.uplink_mbit, host.downlink_mbit) for host in network.topology.trainers]
@@ -208,14 +208,14 @@ async def measure(
     async with members(network, "benchmarks.allreduce_member", method, directory, python_of(method)) as joined:
         for number in range(rounds):
             request = {"elements": task.elements, "codec": task.codec, "number": number, "mbit": rates}
-            await together(joined, request, JOIN_SECONDS)
+            await ask_all(joined, request, JOIN_SECONDS)
             await asyncio.sleep(SETTLE_SECONDS * slower if number else 0)
-            answers = await together(joined, {"go": limit}, limit + 30)
+            answers = await ask_all(joined, {"go": limit}, limit + 30)
             problems = [answer["problem"] for answer in answers if answer.get("problem")]
             if problems:
                 raise RuntimeError(problems[0])
-            checks = await together(joined, {"check": True}, JOIN_SECONDS)
-            done.append(Round.of([answer | check for answer, check in zip(answers, checks, strict=True)]))
+            checks = await ask_all(joined, {"check": True}, JOIN_SECONDS)
+            done.append(RoundFigures.of([answer | check for answer, check in zip(answers, checks, strict=True)]))
     return done
 
 

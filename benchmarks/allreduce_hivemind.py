@@ -9,7 +9,7 @@ import hivemind
 from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
 from torch import Tensor
 
-from benchmarks.hivemind_dht import Meeting
+from benchmarks.hivemind_dht import HivemindDht
 
 
 class Hivemind:
@@ -18,12 +18,12 @@ class Hivemind:
     def __init__(self, index: int, members: int, address: str) -> None:
         self._index = index
         self._members = members
-        self._meeting = Meeting(address)
+        self._meeting = HivemindDht(address)
         self._averager: Any = None
         self._step: Any = None
 
-    async def meet(self, contacts: list[Any]) -> Any:
-        return self._meeting.meet(contacts)
+    async def connect(self, contacts: list[Any]) -> Any:
+        return self._meeting.connect(contacts)
 
     async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
         if self._averager is None:

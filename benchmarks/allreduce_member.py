@@ -34,7 +34,7 @@ _SPREAD = {False: {"pieces": 1, "devices": 1}, True: {"pieces": 16, "devices": 8
 class Method(Protocol):
     """How vectors are averaged."""
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
 
     async def prepare(self, vector_E: Tensor, codec: str, number: int, mbit: list[float]) -> None:
@@ -47,7 +47,7 @@ class Method(Protocol):
         """Leave nothing."""
 
 
-class Watch:
+class RoundUsage:
     """Processor time of one round, and the most memory ever since the first one began, of this process and children."""
 
     _first: float | None = None  # bytes held when the first round began
@@ -61,7 +61,7 @@ class Watch:
     def begin(self) -> None:
         """The round begins."""
         self._peak = self._rss()
-        Watch._first = self._peak if Watch._first is None else Watch._first
+        RoundUsage._first = self._peak if RoundUsage._first is None else RoundUsage._first
         self._thread.start()
         self._cpu = self._seconds()
 
@@ -69,7 +69,7 @@ class Watch:
         """Bytes beyond what was held before the first round: with its vector, and the result's."""
         self._over.set()
         self._thread.join()
-        return self._peak - (Watch._first or 0.0)
+        return self._peak - (RoundUsage._first or 0.0)
 
     def cpu_seconds(self) -> float:
         """So far: who has its own result still serves others."""
@@ -133,7 +133,7 @@ def method_of(name: str, index: int, members: int, address: str, directory: Path
     raise SystemExit(f"no method is named {name}")
 
 
-async def answer_all(name: str, index: int, members: int, address: str, directory: Path) -> None:
+async def serve_requests(name: str, index: int, members: int, address: str, directory: Path) -> None:
     """Until the input ends."""
     method = method_of(name, index, members, address, directory)
     mean_E, watch = torch.empty(0), None
@@ -141,11 +141,11 @@ async def answer_all(name: str, index: int, members: int, address: str, director
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal mean_E, watch
         if "contacts" in request:
-            return {"contact": await method.meet(request["contacts"])}
+            return {"contact": await method.connect(request["contacts"])}
         if "elements" in request:
             vector_E = vector(index, request["elements"])
             await method.prepare(vector_E, request["codec"], request["number"], request["mbit"])
-            watch = Watch()
+            watch = RoundUsage()
             return {"prepared": True}
         assert watch is not None
         if "check" in request:
@@ -164,7 +164,7 @@ async def answer_all(name: str, index: int, members: int, address: str, director
         await method.close()
 
 
-async def measured(method: Method, watch: Watch, seconds: float) -> tuple[Tensor, dict[str, float]]:
+async def measured(method: Method, watch: RoundUsage, seconds: float) -> tuple[Tensor, dict[str, float]]:
     """One round: its result, and what it took."""
     watch.begin()
     began = time.monotonic()
@@ -179,4 +179,4 @@ async def measured(method: Method, watch: Watch, seconds: float) -> tuple[Tensor
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(answer_all(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])))
+    asyncio.run(serve_requests(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])))

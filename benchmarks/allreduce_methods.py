@@ -46,7 +46,7 @@ class Atoll:
         self._exchange: Exchange | None = None
         self._average_E: Tensor
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         if self._host is None:
             self._host = await start_member(
                 self._directory, self._index, contacts, run_id=_RUN, address=self._address, direct=self._direct
@@ -120,7 +120,7 @@ class Gloo:
         self._directory = directory
         self._vector_E: Tensor
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         if len([it for it in contacts if it]) == self._members:
             os.environ["GLOO_SOCKET_IFNAME"] = ",".join([DEVICE] * self._devices)
             await asyncio.to_thread(

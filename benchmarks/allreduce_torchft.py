@@ -24,7 +24,7 @@ class Torchft:
         self._vector_E: Tensor
         self._quantised = False
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         if all(contacts):
             self._manager = await asyncio.to_thread(self._replica.manager, contacts[0], self._devices)
         return self._replica.lighthouse() or "here"

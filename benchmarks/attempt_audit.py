@@ -20,7 +20,7 @@ _NAME = re.compile(r"(\d+)\.(\d+)@plan(\d+)")
 
 
 @dataclass(frozen=True)
-class Strike:
+class Fault:
     """A node that was killed or frozen; unix seconds."""
 
     name: str
@@ -39,20 +39,20 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Accounts:
+class AttemptAudit:
     """Every attempt; `opened` is whatever a witness names, the others are what became of it."""
 
     opened: frozenset[RoundId]
     committed: frozenset[RoundId]  # more than one at a round: the same result, committed again by who adopted it
     abandoned: Mapping[RoundId, str]  # as its opener reported it, with the reason
-    opener_struck: frozenset[RoundId]  # given up by others and not reported: its opener was killed or frozen then
+    opener_faulted: frozenset[RoundId]  # given up by others and not reported: its opener was killed or frozen then
     unexplained: frozenset[RoundId]  # given up by others and not reported by an opener that was well
-    untold_rounds: frozenset[int]  # committed, but the coordinator was never told
+    unreported_rounds: frozenset[int]  # committed, but the coordinator was never told
 
     @property
     def all_explained(self) -> bool:
         """Whether every attempt committed, or did not for a reason that is known."""
-        explained = len(self.committed) + len(self.abandoned) + len(self.opener_struck)
+        explained = len(self.committed) + len(self.abandoned) + len(self.opener_faulted)
         return explained == len(self.opened) and all(self.abandoned.values())
 
     @property
@@ -61,15 +61,15 @@ class Accounts:
         return Counter(_short(reason) or "no reason" for reason in self.abandoned.values())
 
 
-def account(
+def audit_attempts(
     rows: Sequence[Row],
     ballots: Set[RoundId],
     given_up: Mapping[RoundId, float],
     *,
     commits: Mapping[int, float],
-    strikes: Sequence[Strike],
+    strikes: Sequence[Fault],
     opener: Callable[[RoundId], str],
-) -> Accounts:
+) -> AttemptAudit:
     """Set the witnesses against each other.
 
     `ballots` of committed manifests; `given_up`: when the first follower gave it up, unix seconds; `commits`: when the
@@ -88,7 +88,7 @@ def account(
     dead = frozenset(attempt for attempt in silent if struck(attempt))
     untold = {attempt.number for attempt in ballots} - {attempt.number for attempt in told}
     opened = frozenset({row.attempt for row in rows} | ballots | given_up.keys())
-    return Accounts(opened, frozenset(committed), abandoned, dead, frozenset(silent - dead), frozenset(untold))
+    return AttemptAudit(opened, frozenset(committed), abandoned, dead, frozenset(silent - dead), frozenset(untold))
 
 
 def parse_attempt(run_id: str, text: str) -> RoundId:

@@ -22,8 +22,8 @@ from benchmarks import parity_jobs
 from benchmarks.common import Report
 from benchmarks.parity_jobs import STEP_TOKENS, corpus_of, warm_start
 from benchmarks.parity_recipes import PUBLISHED
-from benchmarks.resumable_jobs import on_python_text
-from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh
+from benchmarks.resumable_jobs import jobs_on_python_corpus
+from benchmarks.virtual_swarm import SwarmConfig, VirtualSwarm, fresh
 
 MEMBERS = 8
 INNER_STEPS = 10  # H
@@ -135,7 +135,7 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
     spec, speeds = spec_of(job, corpus_path), SPEEDS[job.speeds][: job.members]
     names = [f"node-{i}" for i in range(job.members - job.attackers, job.members)]
     tamper = Attackers(job.attack, names, job.seed) if job.attack else (lambda number, sent: sent)
-    ingredients = Ingredients(speeds, "int4", 0.0, screening=job.screening)
+    ingredients = SwarmConfig(speeds, "int4", 0.0, screening=job.screening)
     saved = fresh(spec, job.members, warm_start(job.seed, corpus_path))
     swarm = VirtualSwarm(spec, corpus_of(corpus_path), ingredients, saved, tamper=tamper)
     while swarm.rounds < job.rounds if job.rounds else swarm.committed_tokens < spec.run.stop_tokens:
@@ -170,7 +170,7 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
 def main() -> None:
     arguments = _arguments()
     report = Report("byzantine")
-    with on_python_text(arguments.keep, arguments.workers, run_job, Outcome) as finished:
+    with jobs_on_python_corpus(arguments.keep, arguments.workers, run_job, Outcome) as finished:
         outcomes = finished.train(_jobs(arguments))
     _tell(report, outcomes)
     report.finish(

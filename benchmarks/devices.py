@@ -41,14 +41,14 @@ _MB = 1e6
 
 
 @dataclass(frozen=True)
-class Took:
+class CaseResult:
     """Of one case."""
 
     largest_bytes: int
     tokens_per_second: float
 
 
-async def train(model: Model, devices: int, corpus: Path) -> Took:
+async def train(model: Model, devices: int, corpus: Path) -> CaseResult:
     """Some steps with everything that takes memory between them. Raises what trainers raise."""
     config = TrainerConfig(
         model.toml,
@@ -71,7 +71,7 @@ async def train(model: Model, devices: int, corpus: Path) -> Took:
         await trainer.snapshot()
         await _stepped(trainer, 2)
         tokens = STEPS * trainer.facts.tokens_per_step
-        return Took(max(watch.end() for watch in watches), tokens / (ended - began))
+        return CaseResult(max(watch.end() for watch in watches), tokens / (ended - began))
     finally:
         await trainer.stop(_PATIENCE)
 

@@ -1,7 +1,7 @@
 """Where the processor time of an exchange goes: each thing that is done with its bytes, alone, beside the whole.
 
 Two hosts average 160 MB of fp32 over 1 Gbit/s × 20 ms, as in `allreduce`: seconds of processor time that both take, for
-each GB that they send. Beside it what codecs, judging, sums, digests, TLS and the kernel take of that, each measured
+each GB that they send. BackgroundTasks it what codecs, judging, sums, digests, TLS and the kernel take of that, each measured
 alone, on one thread, on parts as long as the exchange has them. What is left are the event loop, frames, copies into
 the average, memory that is fresh, caches that are cold, waiting for each other's locks, p2pd, the benchmark's own look
 at memory, and a TUN device instead of loopback: all that no part of the work explains.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.attempt_audit import Accounts, Strike
+from benchmarks.attempt_audit import AttemptAudit, Fault
 from benchmarks.process_swarm import Chain, first_commits
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """What became of a swarm."""
 
     kind: str
@@ -20,8 +20,8 @@ class Outcome:
     window: tuple[float, float]  # unix seconds: from the first strike until all were back
     rounds: tuple[int, int]  # the newest at its begin and its end
     limit_seconds: float  # that a round can take
-    strikes: tuple[Strike, ...]
-    accounts: Accounts
+    strikes: tuple[Fault, ...]
+    audit: AttemptAudit
     behind: int
     back: int
     losses: dict[int, float]  # by committed tokens

@@ -25,9 +25,9 @@ from atoll.core.round_id import RoundId
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import RUN
 from atoll.lab.faults import frozen, kill
-from benchmarks.attempt_audit import Accounts, Row, Strike, account, parse_attempt
+from benchmarks.attempt_audit import AttemptAudit, Fault, Row, audit_attempts, parse_attempt
 from benchmarks.common import Report
-from benchmarks.fault_outcome import Outcome, compare
+from benchmarks.fault_outcome import FaultOutcome, compare
 from benchmarks.process_swarm import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, reported, start
 
 VICTIMS = 3
@@ -47,41 +47,41 @@ NOTES = (
 
 
 @dataclass
-class Fire:
+class FaultSession:
     """What is done to a swarm."""
 
-    strikes: list[Strike] = field(default_factory=list)
+    strikes: list[Fault] = field(default_factory=list)
     down: set[str] = field(default_factory=set)
 
 
-Attack = Callable[[LabSwarm, Fire], Awaitable[None]]
+Attack = Callable[[LabSwarm, FaultSession], Awaitable[None]]
 
 
 # --- one swarm ----------------------------------------------------------------------------------------------
 
 
-async def under_fire(swarm: LabSwarm, kind: str, attack: Attack) -> Outcome:
+async def run_with_faults(swarm: LabSwarm, kind: str, attack: Attack) -> FaultOutcome:
     """Attack a swarm, wait until all are back, stop it, and look at what it left. Ends it, whatever happens."""
     nodes = len(swarm.names)
-    fire = Fire()
+    session = FaultSession()
     try:
         first, began = swarm.newest(), time.time()
-        await attack(swarm, fire)
-        struck_until, back = time.time(), frozenset[str]()
+        await attack(swarm, session)
+        struck_until, recovered_members = time.time(), frozenset[str]()
 
         def all_back() -> bool:
-            nonlocal back
-            back = swarm.back(struck_until)
-            return len(back) == nodes
+            nonlocal recovered_members
+            recovered_members = swarm.recovered_members(struck_until)
+            return len(recovered_members) == nodes
 
-        await swarm.comes_true(all_back)
+        await swarm.becomes_true(all_back)
         last, ended = swarm.newest(), time.time()
         await swarm.stop_nodes()
         chains = {name: swarm.chain(name) for name in swarm.names}
-        accounts = await _account(swarm, chains, fire.strikes, first, last)
+        audit = await _account(swarm, chains, session.strikes, first, last)
         run = (await swarm.ctl("run", "show", RUN))["run"]
         sizes = [int(layer["parameters"]) for layer in run["layers"]["layers"]]
-        return Outcome(
+        return FaultOutcome(
             kind=kind,
             nodes=nodes,
             chains=chains,
@@ -89,10 +89,10 @@ async def under_fire(swarm: LabSwarm, kind: str, attack: Attack) -> Outcome:
             window=(began, ended),
             rounds=(first, last),
             limit_seconds=longest_round_seconds(swarm.spec, sizes, nodes),
-            strikes=tuple(fire.strikes),
-            accounts=accounts,
+            strikes=tuple(session.strikes),
+            audit=audit,
             behind=sum(began <= line["when"] <= ended for n in swarm.names for line in swarm.log_lines(n, "behind")),
-            back=len(back),
+            recovered_members=len(recovered_members),
             losses={item["committed_tokens"]: item["loss"] for item in run["evaluations"]},
         )
     finally:
@@ -102,39 +102,43 @@ async def under_fire(swarm: LabSwarm, kind: str, attack: Attack) -> Outcome:
 def strikes(kind: str, seconds: float) -> Attack:
     """For so long: three victims every 30 s, killed or frozen; nobody in peace. Over when every victim runs again."""
 
-    async def attack(swarm: LabSwarm, fire: Fire) -> None:
+    async def attack(swarm: LabSwarm, session: FaultSession) -> None:
         rng = random.Random(11)
         end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
             while time.monotonic() < end:
                 for victim in rng.sample(swarm.names, VICTIMS) if kind != KINDS[0] else ():
                     delay, frozen_for = rng.uniform(0, SPREAD_SECONDS), rng.uniform(*FREEZE_SECONDS)
-                    tasks.create_task(_strike(swarm, fire, victim, kind, delay, frozen_for))
+                    tasks.create_task(_inject_fault(swarm, session, victim, kind, delay, frozen_for))
                 await asyncio.sleep(min(STRIKE_EVERY, max(0.0, end - time.monotonic())))
 
     return attack
 
 
-async def _strike(swarm: LabSwarm, fire: Fire, victim: str, kind: str, delay: float, frozen_for: float) -> None:
+async def _inject_fault(
+    swarm: LabSwarm, session: FaultSession, victim: str, kind: str, delay: float, frozen_for: float
+) -> None:
     """One victim; who is down already stays as it is."""
     await asyncio.sleep(delay)
-    if victim in fire.down:
+    if victim in session.down:
         return
-    fire.down.add(victim)
+    session.down.add(victim)
     began = time.time()
-    place = len(fire.strikes)
-    fire.strikes.append(Strike(victim, kind, began, ended=float("inf")))
+    place = len(session.strikes)
+    session.strikes.append(Fault(victim, kind, began, ended=float("inf")))
     if kind == "SIGKILL":
         await kill(swarm.local, victim)
         await swarm.local.restart_member(victim)
     else:
         with frozen(swarm.local, victim):
             await asyncio.sleep(frozen_for)
-    fire.strikes[place] = replace(fire.strikes[place], ended=time.time())
-    fire.down.discard(victim)
+    session.strikes[place] = replace(session.strikes[place], ended=time.time())
+    session.down.discard(victim)
 
 
-async def _account(swarm: LabSwarm, chains: dict[str, Chain], strikes: list[Strike], first: int, last: int) -> Accounts:
+async def _account(
+    swarm: LabSwarm, chains: dict[str, Chain], strikes: list[Fault], first: int, last: int
+) -> AttemptAudit:
     """What became of the attempts at the rounds after `first`, up to `last`."""
     rows = [row for row in await _rounds(swarm, first) if row.attempt.number <= last]
     ballots = {
@@ -154,7 +158,7 @@ async def _account(swarm: LabSwarm, chains: dict[str, Chain], strikes: list[Stri
         plan = (await swarm.ctl("plan", "show", "--run", RUN, "--version", str(version)))["plan"]
         plans[version] = [item["peer_id"] for item in plan["assignments"]]
     names = {peer: name for name, peer in swarm.peers.items()}
-    return account(
+    return audit_attempts(
         rows,
         ballots,
         given_up,
@@ -192,17 +196,17 @@ def _held_fault(swarm: LabSwarm, name: str, chains: dict[str, Chain]) -> str:
 # --- what it means ------------------------------------------------------------------------------------------
 
 
-def tell(report: Report, it: Outcome) -> None:
+def tell(report: Report, it: FaultOutcome) -> None:
     """The row of a swarm and its acceptance rows."""
-    committed, accounts = it.committed, it.accounts
-    silent = len(accounts.opener_struck) + len(accounts.unexplained)
+    committed, audit = it.committed, it.audit
+    silent = len(audit.opener_faulted) + len(audit.unexplained)
     report.cell(
         swarm=it.kind,
-        opened=len(accounts.opened),
+        opened=len(audit.opened),
         committed=len(committed),
-        abandoned=len(accounts.abandoned),
+        abandoned=len(audit.abandoned),
         silent=silent,
-        untold=len(accounts.untold_rounds),
+        untold=len(audit.unreported_rounds),
         tied=sum(item.head.committed.HasField("tie_break") for item in committed.values()),
         zeroed=sum(item.head.manifest.parts_zeroed for item in committed.values()),
         median_s=statistics.median(it.gaps),
@@ -211,7 +215,7 @@ def tell(report: Report, it: Outcome) -> None:
         stops=sum(item.kind == "SIGSTOP" for item in it.strikes),
         hangs=it.hangs,
         behind=it.behind,
-        back=f"{it.back}/{it.nodes}",
+        recovered_members=f"{it.recovered_members}/{it.nodes}",
     )
     slowest = max(gap for name in it.chains for gap in it.node_gaps(name))
     report.accept(
@@ -235,26 +239,26 @@ def tell(report: Report, it: Outcome) -> None:
         value="; ".join(wrong) or f"{len(it.held)} of {it.nodes} nodes",
         holds=len(it.held) == it.nodes and not wrong,
     )
-    told = ", ".join(f"{count} × {reason}" for reason, count in accounts.reasons.most_common(4))
-    adopted = len(accounts.committed) - len(committed)
+    told = ", ".join(f"{count} × {reason}" for reason, count in audit.reasons.most_common(4))
+    adopted = len(audit.committed) - len(committed)
     again = f" + {adopted} that committed a round again" if adopted else ""
     report.accept(
         f"{it.kind}: opened = committed + abandoned, and why",
         target="all explained",
-        value=f"{len(accounts.opened)} = {len(committed)} committed{again} + {len(accounts.abandoned)} reported"
-        f"{f' ({told})' if told else ''} + {len(accounts.opener_struck)} whose opener was struck"
-        f" + {len(accounts.unexplained)} unexplained",
-        holds=bool(committed) and accounts.all_explained,
+        value=f"{len(audit.opened)} = {len(committed)} committed{again} + {len(audit.abandoned)} reported"
+        f"{f' ({told})' if told else ''} + {len(audit.opener_faulted)} whose opener was struck"
+        f" + {len(audit.unexplained)} unexplained",
+        holds=bool(committed) and audit.all_explained,
     )
     report.accept(
         f"{it.kind}: back among those who decide",
         target="all",
-        value=f"{it.back}/{it.nodes}",
-        holds=it.back == it.nodes,
+        value=f"{it.recovered_members}/{it.nodes}",
+        holds=it.recovered_members == it.nodes,
     )
 
 
-def tell_loss(report: Report, it: Outcome, peace: Outcome) -> None:
+def tell_loss(report: Report, it: FaultOutcome, peace: FaultOutcome) -> None:
     """The acceptance row of the loss."""
     tokens, worse = compare(it.losses, peace.losses)
     report.accept(
@@ -275,10 +279,10 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, notes):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
-        peace: Outcome | None = None
+        peace: FaultOutcome | None = None
         for kind in KINDS:
             swarm = await start(Path(scratch) / kind, node_names(options.nodes), corpus)
-            outcome = await under_fire(swarm, kind, strikes(kind, 60 * options.minutes))
+            outcome = await run_with_faults(swarm, kind, strikes(kind, 60 * options.minutes))
             tell(report, outcome)
             if peace is not None:
                 tell_loss(report, outcome, peace)

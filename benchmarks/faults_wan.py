@@ -21,10 +21,10 @@ from atoll.lab.corpus import write_python_corpus
 from atoll.lab.faults import kill, same_ports
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, load_topology
-from benchmarks.attempt_audit import Strike
+from benchmarks.attempt_audit import Fault
 from benchmarks.common import Report
-from benchmarks.fault_outcome import Outcome
-from benchmarks.faults import KINDS, NOTES, Fire, strikes, tell, tell_loss, under_fire
+from benchmarks.fault_outcome import FaultOutcome
+from benchmarks.faults import KINDS, NOTES, FaultSession, run_with_faults, strikes, tell, tell_loss
 from benchmarks.process_swarm import LabSwarm, reported, start
 
 TOPOLOGY = "two-regions-8"
@@ -45,7 +45,7 @@ class Partition:
     rounds_in_cut: int = 0
     rounds_without_coordinator: int = 0
 
-    async def attack(self, swarm: LabSwarm, fire: Fire) -> None:
+    async def attack(self, swarm: LabSwarm, session: FaultSession) -> None:
         """Over when everything is back."""
         self.away = [host.name for host in self.network.topology.trainers if host.region == AWAY]
         await asyncio.sleep(_BEFORE_SECONDS)
@@ -54,8 +54,8 @@ class Partition:
         self.rounds_in_cut = await new_rounds(swarm)
         self.network.heal()
         healed = time.time()
-        fire.strikes += [Strike(name, "cut off", began, ended=healed) for name in self.away]
-        if await swarm.comes_true(lambda: len(swarm.back(healed)) == len(swarm.names)):
+        session.strikes += [Fault(name, "cut off", began, ended=healed) for name in self.away]
+        if await swarm.becomes_true(lambda: len(swarm.recovered_members(healed)) == len(swarm.names)):
             self.healed_seconds = time.time() - healed
         await kill(swarm.local, COORDINATOR)
         self.rounds_without_coordinator = await new_rounds(swarm)
@@ -97,13 +97,13 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, notes):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
-        peace: Outcome | None = None
+        peace: FaultOutcome | None = None
         for kind in options.kind:
             async with wan_network(topology) as network:
                 partition = Partition(network)
                 attack = partition.attack if kind == "partition" else strikes(kind, 60 * options.minutes)
                 swarm = await start(Path(scratch) / kind, names, corpus, network)
-                outcome = await under_fire(swarm, kind, attack)
+                outcome = await run_with_faults(swarm, kind, attack)
             tell(report, outcome)
             if kind == "partition":
                 tell_partition(report, partition)

@@ -7,7 +7,7 @@ from typing import Any
 import hivemind
 
 
-class Meeting:
+class HivemindDht:
     """A member's DHT, from when it first meets the others."""
 
     dht: hivemind.DHT | None = None
@@ -16,7 +16,7 @@ class Meeting:
         """`address`: of its host in the lab."""
         self._address = address
 
-    def meet(self, contacts: list[Any]) -> list[str]:
+    def connect(self, contacts: list[Any]) -> list[str]:
         """Start, where the first of those known is whom it asks; returns where it is."""
         if self.dht is None:
             self.dht = hivemind.DHT(

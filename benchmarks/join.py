@@ -42,7 +42,7 @@ FRAME_BYTES = 1 << 20
 START = timedelta(seconds=60)
 POISONED_TIMES = 2.0
 RAW = "/bench/raw/1"
-LIARS = ("liar1", "liar2", "liar3")
+POISONING_DONORS = ("liar1", "liar2", "liar3")
 FORGER = "forger"
 HONEST = tuple(f"donor{number}" for number in range(1, max(DONORS) + 1))
 
@@ -89,9 +89,11 @@ async def _measure(report: Report, folder: Path, megabytes: int) -> None:
         clean = 0.0
         for count in DONORS:
             seconds = await _cell(report, swarm, megabytes, "all true", HONEST[:count])
-            clean = seconds if count == len(LIARS) + 1 else clean
-        poisoned = await _cell(report, swarm, megabytes, "3 send wrong bytes", (HONEST[0], *LIARS))
-        forged = await _cell(report, swarm, megabytes, "1 offers a forged head", (*HONEST[: len(LIARS)], FORGER))
+            clean = seconds if count == len(POISONING_DONORS) + 1 else clean
+        poisoned = await _cell(report, swarm, megabytes, "3 send wrong bytes", (HONEST[0], *POISONING_DONORS))
+        forged = await _cell(
+            report, swarm, megabytes, "1 offers a forged head", (*HONEST[: len(POISONING_DONORS)], FORGER)
+        )
     for name, seconds in (("3 of 4 donors send wrong bytes", poisoned), ("1 of 4 offers a forged head", forged)):
         times = seconds / clean
         report.accept(f"{megabytes} MB, {name}", target="≤ 2 × clean", value=times, holds=times <= POISONED_TIMES)
@@ -140,7 +142,7 @@ async def _raw(swarm: Swarm, wanted_bytes: int) -> float:
 
 
 async def _prepare(stack: AsyncExitStack, folder: Path, elements: int) -> Swarm:
-    names = (*HONEST, *LIARS, FORGER)
+    names = (*HONEST, *POISONING_DONORS, FORGER)
     offsets = offsets_of(elements)
     identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in names}
     true, poison = make_state(folder / "true", elements, 1), make_state(folder / "poison", elements, 2)

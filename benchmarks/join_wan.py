@@ -36,8 +36,8 @@ from atoll.node.system import child_processes
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report
 from benchmarks.join_state import commit, make_state, write_head
-from benchmarks.join_wan_swarm import SIZES, Size, whole_way
-from benchmarks.lab_members import JOIN_SECONDS, Member, members, together
+from benchmarks.join_wan_swarm import SIZES, Size, time_join
+from benchmarks.lab_members import JOIN_SECONDS, Member, ask_all, members
 
 SETTING = Setting("100 Mbit/s × 80 ms", (100.0,) * 8, 80.0)
 MOST_DONORS = len(SETTING.mbit) - 1
@@ -82,14 +82,14 @@ async def catch_up(joined: Sequence[Member], donors: int, direct: bool, seconds:
     """One newcomer, from no connection to the whole state. Raises as `Member.ask`."""
     newcomer = joined[-1]
     contact = (await newcomer.ask({"arrive": direct}, JOIN_SECONDS))["contact"]
-    greeting = asyncio.create_task(together(joined[:donors], {"greet": contact}, JOIN_SECONDS))
+    greeting = asyncio.create_task(ask_all(joined[:donors], {"greet": contact}, JOIN_SECONDS))
     try:
         return await newcomer.ask({"fetch": list(range(donors))}, seconds)
     finally:
         await greeting
 
 
-async def catch_up_cell(
+async def fetch_cell(
     network: WanNetwork, joined: Sequence[Member], megabytes: float, donors: int, path: str, times: int
 ) -> dict[str, Any]:
     """The figures of one fetch, medians; one that does not run is told with its reason."""
@@ -109,11 +109,11 @@ async def catch_up_cell(
     }
 
 
-async def whole_way_cell(network: WanNetwork, place: Path, size: Size, donors: int) -> dict[str, Any]:
+async def join_cell(network: WanNetwork, place: Path, size: Size, donors: int) -> dict[str, Any]:
     """The figures of one newcomer; one that does not get there is told with its reason."""
     rate = await downlink(network)
     try:
-        way = await whole_way(network, place, size, donors, size.megabytes * 1e6 / rate)
+        way = await time_join(network, place, size, donors, size.megabytes * 1e6 / rate)
     except (AtollError, TimeoutError) as error:
         return {"note": _could_not(error)}
     least = way.state_bytes / rate
@@ -139,11 +139,11 @@ async def run(chosen: argparse.Namespace, report: Report) -> None:
                 await asyncio.to_thread(prepare, directory, size.megabytes)
                 async with members(network, "benchmarks.join_wan_member", "join", directory) as joined:
                     for donors, path in product(chosen.donors, chosen.path):
-                        it = await catch_up_cell(network, joined, size.megabytes, donors, path, chosen.repetitions)
+                        it = await fetch_cell(network, joined, size.megabytes, donors, path, chosen.repetitions)
                         _tell(report, kind="catch-up", mb=size.megabytes, donors=donors, path=path, **it)
         for size, donors in product(sizes, chosen.nodes if "whole-way" in chosen.kind else ()):
             with tempfile.TemporaryDirectory(prefix="atoll-") as place:
-                it = await whole_way_cell(network, Path(place), size, donors)
+                it = await join_cell(network, Path(place), size, donors)
                 _tell(report, kind="whole way", mb=size.megabytes, donors=donors, path="as it comes", **it)
 
 

@@ -42,7 +42,7 @@ class Donor:
         self._index, self._address, self._directory = index, address, directory
         self._host: SwarmHost | None = None
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         """Start once; returns where we are."""
         if self._host is None:
             store = ManifestStore(self._directory / f"manifests-{self._index}", RUN)
@@ -77,7 +77,7 @@ class Newcomer:
         self._contacts: list[list[str]] = []
         self._host: SwarmHost | None = None
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         """Learn where donors are."""
         self._contacts = [contact for contact in contacts if contact is not None]
 
@@ -127,14 +127,14 @@ class Newcomer:
         return {"seconds": seconds, "direct": len(host.direct_peers())}
 
 
-async def answer_all(index: int, count: int, address: str, directory: Path) -> None:
+async def serve_requests(index: int, count: int, address: str, directory: Path) -> None:
     """Until the input ends."""
     member = Newcomer(address, directory) if index == count - 1 else Donor(index, address, directory)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         match request, member:
             case {"contacts": contacts}, _:
-                return {"contact": await member.meet(contacts)}
+                return {"contact": await member.connect(contacts)}
             case {"greet": contact}, Donor():
                 await member.greet(contact)
                 return {"greeted": True}
@@ -153,4 +153,4 @@ async def answer_all(index: int, count: int, address: str, directory: Path) -> N
 if __name__ == "__main__":
     _, _, index, count, address, directory = sys.argv
     torch.set_num_threads(1)
-    asyncio.run(answer_all(int(index), int(count), address, Path(directory)))
+    asyncio.run(serve_requests(int(index), int(count), address, Path(directory)))

@@ -81,7 +81,7 @@ SIZES = (Size(40, "micro", 6, 0.2, 15.0), Size(400, "30m", 16, 1.2, 60.0))
 
 
 @dataclass(frozen=True)
-class Way:
+class JoinTimes:
     """What one newcomer's way took."""
 
     state_bytes: int
@@ -94,7 +94,7 @@ class Way:
 
 
 @dataclass
-class _Seen:
+class _Milestones:
     """Unix seconds."""
 
     began: float
@@ -102,7 +102,7 @@ class _Seen:
     counted: float = 0.0  # when the first round that counts it was committed
 
 
-async def whole_way(network: WanNetwork, root: Path, size: Size, donors: int, least: float) -> Way:
+async def time_join(network: WanNetwork, root: Path, size: Size, donors: int, least: float) -> JoinTimes:
     """One newcomer; `least` seconds are what the state takes on its downlink.
 
     Raises `TimeoutError` when it is not counted in time, and as `start_run`.
@@ -114,7 +114,7 @@ async def whole_way(network: WanNetwork, root: Path, size: Size, donors: int, le
     toml, pace = size.toml(donors, corpus), size.pace(donors)
     swarm = await start_run(root / "swarm", names, toml, network, step_seconds=pace, rounds=_WARM_ROUNDS)
     try:
-        seen = _Seen(time.time())
+        seen = _Milestones(time.time())
         flags = ("--cpu-threads", "1", "--minimum-step-seconds", f"{pace:g}", "--log-format", "json")
         await swarm.local.start_member(newcomer, "node", *flags)
         async with asyncio.timeout(_START_SECONDS + 5 * least + _PATIENCE_ROUNDS * size.round_seconds):
@@ -125,7 +125,7 @@ async def whole_way(network: WanNetwork, root: Path, size: Size, donors: int, le
         await swarm.local.close()
     complete = seen.states["training"]
     asked = seen.states.get("catching-up", complete)  # so short that no look saw it
-    return Way(
+    return JoinTimes(
         state_bytes=sum(8 * int(layer["parameters"]) for layer in layers),
         start_seconds=asked - seen.began,
         fetch_seconds=complete - asked,
@@ -136,7 +136,7 @@ async def whole_way(network: WanNetwork, root: Path, size: Size, donors: int, le
     )
 
 
-async def _follow(swarm: LabSwarm, newcomer: str, seen: _Seen) -> None:
+async def _follow(swarm: LabSwarm, newcomer: str, seen: _Milestones) -> None:
     """Until a round counted it."""
     while not seen.counted:
         swarm.local.check()

@@ -62,7 +62,7 @@ async def members(
     """A `program` in every host, told `method`, connected with all others. Raises as `Member.ask`."""
     hosts = network.topology.trainers
     for host in hosts:
-        await network.inside(host.name, _keep_windows)
+        await network.inside(host.name, _keep_congestion_windows)
     Identity.load_or_create(make_private_dir(directory) / OPERATOR_KEY)
     started = []
     try:
@@ -77,17 +77,17 @@ async def members(
         contacts: list[Any] = [None] * len(hosts)
         for index, member in enumerate(started):  # one after another: the first is whom the others ask
             contacts[index] = (await member.ask({"contacts": contacts}, JOIN_SECONDS))["contact"]
-        await together(started, {"contacts": contacts}, JOIN_SECONDS)
+        await ask_all(started, {"contacts": contacts}, JOIN_SECONDS)
         yield started
     finally:
         await asyncio.gather(*(member.end() for member in started))
 
 
-async def together(asked: Sequence[Member], request: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+async def ask_all(asked: Sequence[Member], request: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
     """Ask all at once."""
     return await asyncio.gather(*(member.ask(request, seconds) for member in asked))
 
 
-def _keep_windows() -> None:
+def _keep_congestion_windows() -> None:
     """For every method: a connection that was idle between two rounds begins where it stopped (deploy/sysctl.conf)."""
     Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")

@@ -100,7 +100,7 @@ LIMIT = 16 * 10**9  # far above, but set: then large tensors go back to the syst
 NOTHING = Model("nothing", decoder(16, 4, 2, 32, 256), 64, 1, 2, (Span(0, 1), Span(2, 3), Span(4, 5)))
 
 
-class Watch:
+class PeakMemory:
     """The peak of a process's memory that it shares with nobody, looked at all the time."""
 
     def __init__(self, pid: int) -> None:
@@ -141,7 +141,7 @@ async def peaks(model: Model, corpus: Path, directory: Path) -> list[int]:
             place = RoutePlace(1, 0, peers, stage)
             stages.append(await StageProcess.start(dispatcher, place, config, directory / f"{model.name}-{stage}.log"))
             undo.push_async_callback(stages[-1].stop)
-        watches = [Watch(stage.trainer.pid) for stage in stages]
+        watches = [PeakMemory(stage.trainer.pid) for stage in stages]
         await _stepped(stages, FLUSHES)
         await asyncio.gather(*(stage.trainer.snapshot() for stage in stages))
         await _stepped(stages, FLUSHES)

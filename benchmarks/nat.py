@@ -25,7 +25,7 @@ from atoll.lab.corpus import write_python_corpus
 from atoll.lab.wan.network import wan_network
 from atoll.lab.wan.topology import SEED, Topology, load_topology
 from benchmarks.common import Report
-from benchmarks.process_swarm import Chain, LabSwarm, reported, start
+from benchmarks.process_swarm import Chain, LabSwarm, report_on_exit, start
 
 TOPOLOGY = "nat-4"
 
@@ -38,8 +38,8 @@ def without_hole_punching(topology: Topology) -> Topology:
 
 async def watch(swarm: LabSwarm, minutes: float) -> tuple[Chain, int]:
     """The rounds of so many minutes after all had contributed to one, and how many were given up then."""
-    await swarm.until(lambda: whole(swarm.first_commits(), swarm.peers) > 0, "no round had everybody")
-    first = whole(swarm.first_commits(), swarm.peers)
+    await swarm.until(lambda: first_complete_round(swarm.first_commits(), swarm.peers) > 0, "no round had everybody")
+    first = first_complete_round(swarm.first_commits(), swarm.peers)
     await asyncio.sleep(60 * minutes)
     swarm.local.check()
     chain = {number: item for number, item in swarm.first_commits().items() if number > first}
@@ -47,12 +47,12 @@ async def watch(swarm: LabSwarm, minutes: float) -> tuple[Chain, int]:
     return chain, sum(not row["committed"] for row in page["rounds"])
 
 
-def whole(chain: Chain, peers: Mapping[str, str]) -> int:
+def first_complete_round(chain: Chain, peers: Mapping[str, str]) -> int:
     """The first round that all of `peers` (by name) contributed to; 0 for none."""
-    return next((number for number, item in sorted(chain.items()) if not missing(item.head.manifest, peers)), 0)
+    return next((number for number, item in sorted(chain.items()) if not absent_members(item.head.manifest, peers)), 0)
 
 
-def missing(manifest: Any, peers: Mapping[str, str]) -> set[str]:
+def absent_members(manifest: Any, peers: Mapping[str, str]) -> set[str]:
     """Names of those whose weight it does not have."""
     present = {item.peer_id for item in manifest.contributions if item.weight}
     return {name for name, peer in peers.items() if peer not in present}
@@ -70,12 +70,12 @@ async def measure(topology: Topology, place: Path, corpus: Path, minutes: float)
         finally:
             await swarm.local.close()
         late = network.counters().late
-    absent = Counter(name for item in chain.values() for name in missing(item.head.manifest, swarm.peers))
+    absent = Counter(name for item in chain.values() for name in absent_members(item.head.manifest, swarm.peers))
     partial = sum(it.partial for item in chain.values() for it in item.head.manifest.contributions)
     times = [item.when for _, item in sorted(chain.items())]
     return {
         "rounds": len(chain),
-        "by_all": sum(not missing(item.head.manifest, swarm.peers) for item in chain.values()),
+        "by_all": sum(not absent_members(item.head.manifest, swarm.peers) for item in chain.values()),
         "absent": ", ".join(f"{name} {count}" for name, count in absent.most_common()) or "nobody",
         "partial": partial,
         "abandoned": abandoned,
@@ -98,7 +98,7 @@ async def main() -> None:
         f"{options.minutes:g} minutes of each swarm; `absent`: who had no weight, and in how many rounds; `partial`: "
         "contributions that some sums lack; seed: what it sent a round, most of it relayed"
     )
-    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, notes):
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, report_on_exit(report, notes):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
         for lab in (labs[name] for name in options.topology):

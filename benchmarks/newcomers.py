@@ -30,7 +30,7 @@ from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import STEP_TOKENS, spec_toml
 from atoll.node.training.corpus import Corpus, load_corpus
 from benchmarks.common import Report
-from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm, Weigh, Work, by_tokens
+from benchmarks.virtual_swarm import Contribution, SwarmConfig, SwarmSnapshot, VirtualSwarm, Weigh, by_tokens
 
 INNER_STEPS = 20  # H
 WARM_SHARE = 1 / 3
@@ -50,7 +50,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Normal:
+class TypicalDistance:
     """What undisturbed members' distances are."""
 
     ratio: tuple[float, float]
@@ -67,7 +67,7 @@ class Variant:
 
     every: int  # rounds between two newcomers; 0: there are none
     name: str
-    rule: Callable[[Normal], Weigh]
+    rule: Callable[[TypicalDistance], Weigh]
     moments: bool = False  # those of the oldest member are given to a newcomer
     dry_steps: int = 0  # that a newcomer makes before, for AdamW's sake only
     ramp_steps: int = 0  # until a newcomer's learning rate is everybody's
@@ -93,40 +93,40 @@ class Run:
 # --- the rules ------------------------------------------------------------------------------------------
 
 
-def full(_: Normal) -> Weigh:
+def full(_: TypicalDistance) -> Weigh:
     """As it is shipped."""
     return by_tokens
 
 
-def share(weight: float, rounds: int) -> Callable[[Normal], Weigh]:
+def share(weight: float, rounds: int) -> Callable[[TypicalDistance], Weigh]:
     """So much of its tokens in its first rounds."""
 
-    def weigh(works: Mapping[str, Work]) -> Mapping[str, int]:
-        return {peer: int(work.tokens * (weight if work.age < rounds else 1)) for peer, work in works.items()}
+    def weigh(contributions: Mapping[str, Contribution]) -> Mapping[str, int]:
+        return {peer: int(work.tokens * (weight if work.age < rounds else 1)) for peer, work in contributions.items()}
 
     return lambda _: weigh
 
 
-def until_normal(normal: Normal) -> Weigh:
+def until_typical(normal: TypicalDistance) -> Weigh:
     """Nothing until its distance is normal once, for `AGES` rounds at most. Where nobody's is, everybody counts."""
     admitted: set[str] = set()
 
-    def weigh(works: Mapping[str, Work]) -> Mapping[str, int]:
-        for peer, distance in distances(works).items():
+    def weigh(contributions: Mapping[str, Contribution]) -> Mapping[str, int]:
+        for peer, distance in distances(contributions).items():
             if distance.age >= AGES or normal.holds(distance):
                 admitted.add(peer)
-        counted = {peer: work.tokens if peer in admitted else 0 for peer, work in works.items()}
-        return counted if any(counted.values()) else by_tokens(works)
+        counted = {peer: work.tokens if peer in admitted else 0 for peer, work in contributions.items()}
+        return counted if any(counted.values()) else by_tokens(contributions)
 
     return weigh
 
 
-def distances(works: Mapping[str, Work]) -> dict[str, Distance]:
+def distances(contributions: Mapping[str, Contribution]) -> dict[str, Distance]:
     """Of every member, in one round."""
-    norms = {peer: float(work.gradient_E.norm()) / work.steps**0.5 for peer, work in works.items()}
-    total_E = torch.stack([work.gradient_E for work in works.values()]).sum(dim=0)
+    norms = {peer: float(work.gradient_E.norm()) / work.steps**0.5 for peer, work in contributions.items()}
+    total_E = torch.stack([work.gradient_E for work in contributions.values()]).sum(dim=0)
     found = {}
-    for peer, work in works.items():
+    for peer, work in contributions.items():
         median = statistics.median(norm for other, norm in norms.items() if other != peer)
         found[peer] = Distance(work.age, norms[peer] / median, _cosine(work.gradient_E, total_E - work.gradient_E))
     return found
@@ -144,7 +144,7 @@ VARIANTS = (
     Variant(1, "zero for 2 rounds", share(0, 2)),
     Variant(1, "zero for 3 rounds", share(0, 3)),
     Variant(1, "half for 1 round", share(0.5, 1)),
-    Variant(1, "zero until normal", until_normal),
+    Variant(1, "zero until normal", until_typical),
     Variant(1, "full weight, given moments", full, moments=True),
     Variant(1, "full weight after a dry round", full, dry_steps=INNER_STEPS),
     Variant(1, "full weight, learning rate ramps", full, ramp_steps=INNER_STEPS),
@@ -168,22 +168,24 @@ def main() -> None:
         moments = 0
         for seed in range(arguments.seeds):
             spec = _spec(arguments.members, arguments.steps, seed, path)
-            lab = Lab(spec, load_corpus(spec, None), arguments.members)
+            lab = SeedTrial(spec, load_corpus(spec, None), arguments.members)
             moments = lab.moment_bytes
             for variant in (UNDISTURBED, OTHER_SAMPLES):
-                runs[variant].append(lab.run(variant, Normal((0.0, 1e9), -1.0)))
-            normals.append(_normal([*runs[UNDISTURBED][seed].distances, *runs[OTHER_SAMPLES][seed].distances]))
+                runs[variant].append(lab.run(variant, TypicalDistance((0.0, 1e9), -1.0)))
+            normals.append(
+                _typical_distance([*runs[UNDISTURBED][seed].distances, *runs[OTHER_SAMPLES][seed].distances])
+            )
             for variant in VARIANTS:
                 runs[variant].append(lab.run(variant, normals[-1]))
     _tell(runs, normals, moments, arguments)
 
 
-class Lab:
+class SeedTrial:
     """One seed: a warm swarm, and what becomes of it."""
 
     def __init__(self, spec: RunSpec, corpus: Corpus, members: int) -> None:
         self._spec, self._corpus = spec, corpus
-        self._ingredients = Ingredients((1.0,) * members, "int4", 0.0)
+        self._ingredients = SwarmConfig((1.0,) * members, "int4", 0.0)
         swarm = VirtualSwarm(spec, corpus, self._ingredients)
         swarm.run(int(spec.run.stop_tokens * WARM_SHARE))
         self._warm = swarm.save()
@@ -197,16 +199,16 @@ class Lab:
         """From the warm start to the end of the undisturbed run."""
         return self._spec.run.stop_tokens - self._warm.committed_tokens
 
-    def run(self, variant: Variant, normal: Normal) -> Run:
+    def run(self, variant: Variant, normal: TypicalDistance) -> Run:
         """From the warm start until as many tokens were trained and committed, or far too many trained."""
         began, done = time.monotonic(), Run(self.tokens)
-        warm = self._elsewhere() if variant is OTHER_SAMPLES else self._warm
+        warm = self._with_other_samples() if variant is OTHER_SAMPLES else self._warm
         swarm = VirtualSwarm(self._spec, self._corpus, self._ingredients, warm)
         rule = variant.rule(normal)
 
-        def weigh(works: Mapping[str, Work]) -> Mapping[str, int]:
-            done.distances.extend(distances(works).values())
-            return rule(works)
+        def weigh(contributions: Mapping[str, Contribution]) -> Mapping[str, int]:
+            done.distances.extend(distances(contributions).values())
+            return rule(contributions)
 
         trained = committed = rounds = 0
         done.curve.append((0, 0, swarm.evaluate()))
@@ -223,7 +225,7 @@ class Lab:
         print(f"{told}, loss {done.curve[-1][2]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
         return done
 
-    def _elsewhere(self) -> Saved:
+    def _with_other_samples(self) -> SwarmSnapshot:
         """The warm swarm, whose members hold other samples from here on: what differs then is noise."""
         position = self._warm.position
         held = {peer: sample_count(ranges) for peer, ranges in position.holdings.items()}
@@ -260,18 +262,18 @@ def _spec(members: int, steps: int, seed: int, corpus: Path) -> RunSpec:
     )
 
 
-def _normal(found: list[Distance]) -> Normal:
+def _typical_distance(found: list[Distance]) -> TypicalDistance:
     ratios = torch.tensor([distance.ratio for distance in found])
     cosines = torch.tensor([distance.cosine for distance in found])
     low, high = (float(torch.quantile(ratios, quantile)) for quantile in NORMAL)
-    return Normal((low, high), float(torch.quantile(cosines, NORMAL[0])))
+    return TypicalDistance((low, high), float(torch.quantile(cosines, NORMAL[0])))
 
 
 # --- telling ----------------------------------------------------------------------------------------------
 
 
 def _tell(
-    runs: Mapping[Variant, list[Run]], normals: list[Normal], moment_bytes: int, arguments: argparse.Namespace
+    runs: Mapping[Variant, list[Run]], normals: list[TypicalDistance], moment_bytes: int, arguments: argparse.Namespace
 ) -> None:
     report = Report("newcomers" if arguments.members == 4 else f"newcomers_{arguments.members}")
     gaps = {variant: _gaps(runs, variant) for variant in runs}
@@ -310,7 +312,7 @@ def _tell(
         f"as the undisturbed run has. `gap`: percent above the undisturbed loss at equal trained tokens, mean over the "
         f"last half of the tokens; `at_committed`: at equal committed tokens, as far as they were reached. `counted`: "
         f"percent of those trained. `norm` (over the others' median) and `cosine` (with the others' mean): medians "
-        f"in a newcomer's first {AGES} rounds. Normal, by seed: {limits}. Noise: other samples change the gap by up to "
+        f"in a newcomer's first {AGES} rounds. TypicalDistance, by seed: {limits}. Noise: other samples change the gap by up to "
         f"{noise:.2f}. Moments given: {moment_bytes} bytes, no exchange counted"
     )
 

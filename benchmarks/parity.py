@@ -22,7 +22,7 @@ from benchmarks.common import Report
 from benchmarks.parity_explore import Train, explore
 from benchmarks.parity_jobs import STEP_TOKENS, WARM_STEPS, Job, Outcome, run_job
 from benchmarks.parity_recipes import Recipe
-from benchmarks.resumable_jobs import on_python_text
+from benchmarks.resumable_jobs import jobs_on_python_corpus
 
 CELLS = ((4, 480), (8, 240), (4, 1440), (8, 960))  # members, steps of each on average
 GRIDS = {"ddp": (2e-3, 4e-3, 8e-3), "swarm": (1e-3, 2e-3, 4e-3), "alone": (1e-3, 2e-3, 4e-3)}
@@ -55,7 +55,7 @@ Key = tuple[int, int, str]  # members, steps, row
 
 def main() -> None:
     arguments = _arguments()
-    with on_python_text(arguments.keep, arguments.workers, run_job, Outcome) as finished:
+    with jobs_on_python_corpus(arguments.keep, arguments.workers, run_job, Outcome) as finished:
         _measure(arguments, finished.train)
 
 

@@ -21,7 +21,7 @@ Train = Callable[[Iterable[Job]], dict[Job, Outcome]]
 
 
 @dataclass(frozen=True)
-class Try:
+class Trial:
     """One recipe, and what its loss is compared with."""
 
     recipe: Recipe
@@ -34,42 +34,42 @@ class Try:
 SHARES = (1.0, 0.5, 0.25)  # of a round's time, that an exchange may take
 SLOWER, GENTLE, PLAIN = ((0, 0.7, 0.8),), ((0, 1.0, 0.0), (0.25, 0.7, 0.8)), ((0, 1.0, 0.0),)
 MUON, FLOOR = Recipe(inner="muon"), Recipe(floor=0.3)
-TRIES: Mapping[str, Try] = {
-    "published: 0.7, 0.9": Try(PUBLISHED),
-    "0.7, 0.8": Try(Recipe(outer=SLOWER)),
-    "0.7 to 1.0, 0.8": Try(Recipe(outer=((0, 0.7, 0.8), (1, 1.0, 0.8)))),
-    "1.0, 0.7": Try(Recipe(outer=((0, 1.0, 0.7),))),
-    "plain to 0.7, 0.8 in a quarter": Try(Recipe(outer=GENTLE)),
-    "plain to 0.7, 0.9 over all (demo)": Try(Recipe(outer=((0, 1.0, 0.0), (1, 0.7, 0.9)))),
-    "plain 0.8 to 1.0, 0.9 over all": Try(Recipe(outer=((0, 0.8, 0.0), (1, 1.0, 0.9)))),
-    "0.35 to 1.0, 0.9": Try(Recipe(outer=((0, 0.35, 0.9), (1, 1.0, 0.9)))),
-    "0.5 to 1.2, 0.8": Try(Recipe(outer=((0, 0.5, 0.8), (1, 1.2, 0.8)))),
-    "rounds grow by 0.1": Try(Recipe(growth=0.1)),
-    "layers by agreement": Try(Recipe(layers="agreement")),
-    "layers by agreement; 0.7, 0.8": Try(Recipe(layers="agreement", outer=SLOWER)),
-    "inner rate falls to 0.3": Try(FLOOR, ddp=FLOOR),
-    "inner rate falls to 0.3; 0.7, 0.8": Try(replace(FLOOR, outer=SLOWER), ddp=FLOOR),
-    "AdamW β₂ 0.99": Try(Recipe(betas=(0.9, 0.99)), ddp=Recipe(betas=(0.9, 0.99))),
-    "Muon": Try(MUON, ddp=MUON),
-    "Muon; plain to 0.7, 0.8 in a quarter": Try(replace(MUON, outer=GENTLE), ddp=MUON),
-    "the largest 1/64, feedback 0.95, plain": Try(Recipe(kept=1 / 64, feedback=0.95, outer=PLAIN)),
-    "the largest 1/64, plain": Try(Recipe(kept=1 / 64, outer=PLAIN)),
-    "the largest 1/64, feedback 0.95; 0.7, 0.8": Try(Recipe(kept=1 / 64, feedback=0.95, outer=SLOWER)),
-    "int2, H=80; 0.7, 0.8": Try(Recipe(inner_steps=80, outer=SLOWER), "int2"),
-    "int2, H=120; 0.7, 0.8": Try(Recipe(inner_steps=120, outer=SLOWER), "int2"),
-    "speeds 1:1:2:4": Try(PUBLISHED, speeds=SPEEDS),
-    "speeds 1:1:2:4, weights by roots": Try(Recipe(weights="roots"), speeds=SPEEDS),
-    "speeds 1:1:2:4, weights equal": Try(Recipe(weights="equal"), speeds=SPEEDS),
-    "speeds 1:1:2:4, weights by roots; 0.7, 0.8": Try(Recipe(weights="roots", outer=SLOWER), speeds=SPEEDS),
-    "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Try(
+TRIALS: Mapping[str, Trial] = {
+    "published: 0.7, 0.9": Trial(PUBLISHED),
+    "0.7, 0.8": Trial(Recipe(outer=SLOWER)),
+    "0.7 to 1.0, 0.8": Trial(Recipe(outer=((0, 0.7, 0.8), (1, 1.0, 0.8)))),
+    "1.0, 0.7": Trial(Recipe(outer=((0, 1.0, 0.7),))),
+    "plain to 0.7, 0.8 in a quarter": Trial(Recipe(outer=GENTLE)),
+    "plain to 0.7, 0.9 over all (demo)": Trial(Recipe(outer=((0, 1.0, 0.0), (1, 0.7, 0.9)))),
+    "plain 0.8 to 1.0, 0.9 over all": Trial(Recipe(outer=((0, 0.8, 0.0), (1, 1.0, 0.9)))),
+    "0.35 to 1.0, 0.9": Trial(Recipe(outer=((0, 0.35, 0.9), (1, 1.0, 0.9)))),
+    "0.5 to 1.2, 0.8": Trial(Recipe(outer=((0, 0.5, 0.8), (1, 1.2, 0.8)))),
+    "rounds grow by 0.1": Trial(Recipe(growth=0.1)),
+    "layers by agreement": Trial(Recipe(layers="agreement")),
+    "layers by agreement; 0.7, 0.8": Trial(Recipe(layers="agreement", outer=SLOWER)),
+    "inner rate falls to 0.3": Trial(FLOOR, ddp=FLOOR),
+    "inner rate falls to 0.3; 0.7, 0.8": Trial(replace(FLOOR, outer=SLOWER), ddp=FLOOR),
+    "AdamW β₂ 0.99": Trial(Recipe(betas=(0.9, 0.99)), ddp=Recipe(betas=(0.9, 0.99))),
+    "Muon": Trial(MUON, ddp=MUON),
+    "Muon; plain to 0.7, 0.8 in a quarter": Trial(replace(MUON, outer=GENTLE), ddp=MUON),
+    "the largest 1/64, feedback 0.95, plain": Trial(Recipe(kept_share=1 / 64, feedback=0.95, outer=PLAIN)),
+    "the largest 1/64, plain": Trial(Recipe(kept_share=1 / 64, outer=PLAIN)),
+    "the largest 1/64, feedback 0.95; 0.7, 0.8": Trial(Recipe(kept_share=1 / 64, feedback=0.95, outer=SLOWER)),
+    "int2, H=80; 0.7, 0.8": Trial(Recipe(inner_steps=80, outer=SLOWER), "int2"),
+    "int2, H=120; 0.7, 0.8": Trial(Recipe(inner_steps=120, outer=SLOWER), "int2"),
+    "speeds 1:1:2:4": Trial(PUBLISHED, speeds=SPEEDS),
+    "speeds 1:1:2:4, weights by roots": Trial(Recipe(weights="roots"), speeds=SPEEDS),
+    "speeds 1:1:2:4, weights equal": Trial(Recipe(weights="equal"), speeds=SPEEDS),
+    "speeds 1:1:2:4, weights by roots; 0.7, 0.8": Trial(Recipe(weights="roots", outer=SLOWER), speeds=SPEEDS),
+    "speeds 1:1:2:4, weights by roots; plain to 0.7, 0.8 in a quarter": Trial(
         Recipe(weights="roots", outer=GENTLE), speeds=SPEEDS
     ),
-    "carry of 5 steps": Try(Recipe(outer=SLOWER), "int4", delay=5.0),
-    "carry of 5 steps, a half is kept": Try(Recipe(outer=SLOWER, carried=0.5), "int4", delay=5.0),
-    "carry of 5 steps, nothing is kept": Try(Recipe(outer=SLOWER, carried=0.0), "int4", delay=5.0),
-    "carry of 5 steps, ahead": Try(Recipe(outer=SLOWER, ahead=True), "int4", delay=5.0),
+    "carry of 5 steps": Trial(Recipe(outer=SLOWER), "int4", delay=5.0),
+    "carry of 5 steps, a half is kept": Trial(Recipe(outer=SLOWER, carry_share=0.5), "int4", delay=5.0),
+    "carry of 5 steps, nothing is kept": Trial(Recipe(outer=SLOWER, carry_share=0.0), "int4", delay=5.0),
+    "carry of 5 steps, ahead": Trial(Recipe(outer=SLOWER, eager_outer_step=True), "int4", delay=5.0),
     **{
-        f"exchanges of {delay:g} steps, at most {share:g} of a round{words}": Try(
+        f"exchanges of {delay:g} steps, at most {share:g} of a round{words}": Trial(
             Recipe(exchange_share=share, growth=growth), "int4", delay=delay
         )
         for delay, share, (words, growth) in product((10.0, 20.0), SHARES, (("", WHOLE), ("; rounds grow by 0.1", 0.1)))
@@ -92,7 +92,7 @@ def explore(train: Train, members: int, steps: int, rates: Mapping[str, float], 
         jobs = [replace(plain, seed=seed) for seed in range(seeds)]
         return [outcome.loss for outcome in train(jobs).values()]
 
-    for name, it in ((name, it) for name, it in TRIES.items() if name.startswith(word)):
+    for name, it in ((name, it) for name, it in TRIALS.items() if name.startswith(word)):
         mine, ddp = losses("swarm", it.recipe, it.speeds, it.codec, it.delay), losses("ddp", it.ddp)
         published = losses("swarm", PUBLISHED, it.speeds)
         report.cell(

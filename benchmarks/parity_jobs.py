@@ -19,7 +19,7 @@ from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.loop import InnerLoop
 from benchmarks.parity_recipes import PUBLISHED, Recipe, RecipeSwarm
 from benchmarks.synchronous_baseline import train_on
-from benchmarks.virtual_swarm import Ingredients, fresh
+from benchmarks.virtual_swarm import SwarmConfig, fresh
 
 SEQUENCE_LENGTH, MICRO_BATCH = 128, 2
 STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
@@ -87,7 +87,7 @@ def run_job(job: Job, corpus_path: str) -> Outcome:
 def _run_swarm(job: Job, corpus_path: str) -> Outcome:
     spec, rng = spec_of(job, corpus_path), random.Random(job.seed)
     speeds = job.speeds or (1.0,) * job.members
-    ingredients = Ingredients(speeds, job.codec, job.delay, job.screening)
+    ingredients = SwarmConfig(speeds, job.codec, job.delay, job.screening)
     saved = fresh(spec, job.members, warm_start(job.seed, corpus_path))
     swarm = RecipeSwarm(spec, corpus_of(corpus_path), ingredients, saved, job.recipe)
     while swarm.trained_tokens < job.tokens:  # screening may keep some from being committed

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.training.corpus import Corpus
-from benchmarks.virtual_swarm import Averaged, Ingredients, Saved, VirtualSwarm, Work
+from benchmarks.virtual_swarm import Contribution, RoundAverage, SwarmConfig, SwarmSnapshot, VirtualSwarm
 
-Knot = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum
+SchedulePoint = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum
 WHOLE = 1e6  # round growth with which all rounds but the first, of one step, have their full length
 LOOK_EVERY = 3  # rounds
 LOOK_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the outer step
@@ -29,7 +29,7 @@ LOOK_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the outer step
 class Recipe:
     """Numbers that may differ from the published recipe."""
 
-    outer: tuple[Knot, ...] = ((0.0, 0.7, 0.9),)  # in a line between knots
+    outer: tuple[SchedulePoint, ...] = ((0.0, 0.7, 0.9),)  # in a line between knots
     weights: str = "tokens"  # or "roots" of them, or "equal"
     inner: Literal["adamw", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
@@ -38,11 +38,11 @@ class Recipe:
     layers: str = "equal"  # or "agreement": tensors on which members agree less move less
     inner_steps: int = 20  # H
     exchange_share: float = 1.0  # of a round's time, at most: else rounds are longer
-    kept: float = 1.0  # share of a pseudo-gradient's elements, the largest, that a member sends
+    kept_share: float = 1.0  # share of a pseudo-gradient's elements, the largest, that a member sends
     feedback: float = 0.0  # of what it did not send, this much is added to its next
     last: int = 1  # the mean of so many anchors is evaluated
-    ahead: bool = False  # during an exchange, members train where the outer step with their own update leads
-    carried: float = 1.0  # share of what they move the weights that are exchanged meanwhile that is kept
+    eager_outer_step: bool = False  # during an exchange, members train where the outer step with their own update leads
+    carry_share: float = 1.0  # share of what they move the weights that are exchanged meanwhile that is kept
     look: bool = False  # what other lengths of the outer step would have come to
 
     def __str__(self) -> str:
@@ -57,11 +57,11 @@ class Recipe:
                 return rate + (next_rate - rate) * part, momentum + (next_momentum - momentum) * part
         return self.outer[-1][1:]
 
-    def weigh(self, works: Mapping[str, Work]) -> dict[str, int]:
+    def weigh(self, contributions: Mapping[str, Contribution]) -> dict[str, int]:
         """Weights of a round's members, as many tokens in all as were trained."""
         power = {"tokens": 1.0, "roots": 0.5, "equal": 0.0}[self.weights]
-        parts = {peer: float(work.tokens) ** power if work.tokens else 0.0 for peer, work in works.items()}
-        total = sum(work.tokens for work in works.values())
+        parts = {peer: float(work.tokens) ** power if work.tokens else 0.0 for peer, work in contributions.items()}
+        total = sum(work.tokens for work in contributions.values())
         weights = {peer: int(part * total / sum(parts.values())) for peer, part in parts.items()}
         weights[max(weights, key=weights.__getitem__)] += total - sum(weights.values())
         return weights
@@ -74,11 +74,11 @@ class RecipeSwarm(VirtualSwarm):
     """A virtual swarm that follows a recipe."""
 
     def __init__(
-        self, spec: RunSpec, corpus: Corpus, ingredients: Ingredients, saved: Saved | None, recipe: Recipe
+        self, spec: RunSpec, corpus: Corpus, config: SwarmConfig, saved: SwarmSnapshot | None, recipe: Recipe
     ) -> None:
-        super().__init__(spec, corpus, ingredients, saved)
+        super().__init__(spec, corpus, config, saved)
         self._recipe = recipe
-        self._speeds = ingredients.step_times
+        self._speeds = config.step_times
         self._anchors: list[Tensor] = []
         self._before_E: Tensor | None = None
         self._unsent: dict[str, Tensor] = {}
@@ -95,55 +95,55 @@ class RecipeSwarm(VirtualSwarm):
         mean_E = torch.stack(anchors).mean(dim=0)
         return self.loops[self.members[0]].evaluate(mean_E)
 
-    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
+    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> RoundAverage:
         """Of what members send. Sparse values travel exactly, and so does their average: a bound for real codes."""
-        if self._recipe.kept < 1:
+        if self._recipe.kept_share < 1:
             gradients = {peer: self._largest(peer, gradient_E) for peer, gradient_E in gradients.items()}
         return super()._average(gradients, weights)
 
     def _largest(self, peer: str, gradient_E: Tensor) -> Tensor:
         """What is sent of an update and of the rest of earlier ones (Stich et al. 2018, arXiv:1809.07599)."""
         wanted_E = gradient_E + self._recipe.feedback * self._unsent.get(peer, torch.zeros_like(gradient_E))
-        chosen = torch.topk(wanted_E.abs(), int(self._recipe.kept * wanted_E.numel()), sorted=False).indices
+        chosen = torch.topk(wanted_E.abs(), int(self._recipe.kept_share * wanted_E.numel()), sorted=False).indices
         sent_E = torch.zeros_like(wanted_E)
         sent_E[chosen] = wanted_E[chosen]
         self._unsent[peer] = wanted_E - sent_E
         return sent_E
 
-    def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:
+    def _step_outer(self, average_E: Tensor, contributions: Mapping[str, Contribution]) -> None:
         share = self.committed_tokens / self._spec.run.stop_tokens
         rate, momentum = self._recipe.outer_at(share)
         if self._recipe.layers == "agreement":
-            average_E = self._by_agreement(average_E, works)
+            average_E = self._by_agreement(average_E, contributions)
         before_E = self.anchor_E
         self.anchor_E, self.momentum_E = self._stepped(average_E, rate, momentum)
         self._anchors = [*self._anchors[-self._recipe.last :], self.anchor_E]
         if self._recipe.look and self.rounds % LOOK_EVERY == 0:
-            self._look(before_E, average_E, works)
+            self._look(before_E, average_E, contributions)
         self._before_E = average_E
 
-    def _set_out(self, works: Mapping[str, Work]) -> None:
+    def _set_out(self, contributions: Mapping[str, Contribution]) -> None:
         """As eager updates do that take a member's own update for everybody's (Kale et al. 2025, arXiv:2502.12996)."""
-        if not self._recipe.ahead:
+        if not self._recipe.eager_outer_step:
             return
         part = self._part
         schedule = self._recipe.outer_at(self.committed_tokens / self._spec.run.stop_tokens)
         for peer, loop in self.loops.items():
-            ahead_E, _ = self._stepped(works[peer].gradient_E, *schedule)
+            ahead_E, _ = self._stepped(contributions[peer].gradient_E, *schedule)
             loop._require_snapshot().copy_(ahead_E[part])
             with loop.weights.modify(part) as weights:
                 weights.copy_(ahead_E[part])
 
     def _turn_back(self) -> None:
-        if self._recipe.carried == 1:
+        if self._recipe.carry_share == 1:
             return
         for loop in self.loops.values():
             with loop.weights.modify(self._part) as weights:
-                weights.sub_(loop._require_snapshot()).mul_(self._recipe.carried).add_(loop._require_snapshot())
+                weights.sub_(loop._require_snapshot()).mul_(self._recipe.carry_share).add_(loop._require_snapshot())
 
-    def _by_agreement(self, average_E: Tensor, works: Mapping[str, Work]) -> Tensor:
+    def _by_agreement(self, average_E: Tensor, contributions: Mapping[str, Contribution]) -> Tensor:
         """Each tensor of the average times the share of it that is not noise, relative to the whole vector's."""
-        gradients = [work.gradient_E for work in works.values()]
+        gradients = [work.gradient_E for work in contributions.values()]
         whole = _signal(average_E, gradients)
         scaled_E = torch.empty_like(average_E)
         for slot in self.loops[self.members[0]].layout.slots:
@@ -152,7 +152,7 @@ class RecipeSwarm(VirtualSwarm):
             scaled_E[part] = average_E[part] * min(1.5, share / max(whole, 1e-3))
         return scaled_E
 
-    def _look(self, before_E: Tensor, average_E: Tensor, works: Mapping[str, Work]) -> None:
+    def _look(self, before_E: Tensor, average_E: Tensor, contributions: Mapping[str, Contribution]) -> None:
         """Held-out loss along the outer step and along the plain average, and how much members and rounds agree."""
         loop, looks = self.loops[self.members[0]], self.looks
         looks["tokens"].append(self.committed_tokens)
@@ -160,7 +160,7 @@ class RecipeSwarm(VirtualSwarm):
         for factor in LOOK_FACTORS:
             looks[f"step × {factor}"].append(loop.evaluate(before_E + (self.anchor_E - before_E) * factor))
             looks[f"average × {factor}"].append(loop.evaluate(before_E - average_E * factor))
-        gradients = [work.gradient_E for work in works.values()]
+        gradients = [work.gradient_E for work in contributions.values()]
         looks["signal"].append(_signal(average_E, gradients))
         looks["norm"].append(float(average_E.norm()))
         exact_E = torch.stack(gradients).mean(dim=0)

@@ -12,7 +12,7 @@ that stages took. `steady_share` is of the slowest stage or link alone. `bubble`
 does not compute. `most` is how many micro-batches the first and second stages held at most, `in_flight_mb` what the
 inputs of those take on the second.
 
-Beside them, in the same lab: `torch.distributed.pipelining` over gloo with its 1F1B schedule and with GPipe's, which
+BackgroundTasks them, in the same lab: `torch.distributed.pipelining` over gloo with its 1F1B schedule and with GPipe's, which
 keeps all micro-batches in flight; with the same waiting, in bf16. And stages served by `hivemind.moe`, whose client
 relays every hop, in an environment of its own (`make peers`), with as many micro-batches in flight as were best
 (`TUNINGS`). Ours in its better codec is compared with the best of each; its share is of the bound of all, at its bytes.
@@ -43,7 +43,7 @@ from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.node.model.span import equal_cuts
 from benchmarks.allreduce import Setting, goodput
 from benchmarks.common import Report
-from benchmarks.lab_members import Member, members, together
+from benchmarks.lab_members import Member, ask_all, members
 from benchmarks.peer_environments import python_of
 from benchmarks.pipeline_bound import Flush
 
@@ -155,7 +155,7 @@ async def measure(joined: Sequence[Member], case: Case, codec: str, in_flight: i
         before = await _flushed(joined, 1 + WARM, longest)
         after = await _flushed(joined, 1 + WARM + MEASURED, longest)
     finally:
-        await together(joined, {"end": True}, 60)
+        await ask_all(joined, {"end": True}, 60)
     ended = after[0]["ended"][WARM:]
     flushes = len(ended) - 1
     took = ended[-1] - ended[0]
@@ -177,7 +177,7 @@ async def _flushed(joined: Sequence[Member], flushes: int, patience: float) -> l
     """Until the driver ended so many."""
     deadline = time.monotonic() + patience
     while True:
-        looks = await together(joined, {"look": True}, 30)
+        looks = await ask_all(joined, {"look": True}, 30)
         if len(looks[0]["ended"]) >= flushes:
             return looks
         if time.monotonic() > deadline:

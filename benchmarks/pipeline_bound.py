@@ -49,7 +49,7 @@ class Flush:
     def _resources(self) -> Iterator[tuple[float, float, float]]:
         """Seconds before it, for each micro-batch, and after it."""
         for stage in range(self.stages):
-            yield self._there(stage), self.forward_seconds + self.backward_seconds, self._back(stage)
+            yield self._fill_seconds(stage), self.forward_seconds + self.backward_seconds, self._drain_seconds(stage)
             yield from self._uplink(stage)
             yield from self._downlink(stage)
 
@@ -57,8 +57,10 @@ class Flush:
         first, last = stage == 0, stage == self.stages - 1
         sent = (0 if last else self.activation_bytes) + (0 if first else self.gradient_bytes)
         if sent:
-            begin = self._there(stage) + self.forward_seconds + (self.backward_seconds if last else 0)
-            end = self._turn(stage + 1) if first else self._back(stage - 1) + self.backward_seconds
+            begin = self._fill_seconds(stage) + self.forward_seconds + (self.backward_seconds if last else 0)
+            end = (
+                self._turnaround_seconds(stage + 1) if first else self._drain_seconds(stage - 1) + self.backward_seconds
+            )
             yield begin, sent / self.bytes_per_second, self.one_way_seconds + end
 
     def _downlink(self, stage: int) -> Iterator[tuple[float, float, float]]:
@@ -67,10 +69,12 @@ class Flush:
         if not taken:
             return
         if first:  # the stage after it has done its first backward
-            leaves = self.forward_seconds + self._hop + self._turn(1) - self._hop_back - self.backward_seconds
+            leaves = (
+                self.forward_seconds + self._hop + self._turnaround_seconds(1) - self._hop_back - self.backward_seconds
+            )
         else:
-            leaves = self._there(stage - 1) + self.forward_seconds
-        end = self._turn(stage) if last else self._back(stage) + self.backward_seconds
+            leaves = self._fill_seconds(stage - 1) + self.forward_seconds
+        end = self._turnaround_seconds(stage) if last else self._drain_seconds(stage) + self.backward_seconds
         yield leaves + self.one_way_seconds, taken / self.bytes_per_second, end
 
     @property
@@ -81,16 +85,16 @@ class Flush:
     def _hop_back(self) -> float:
         return self.gradient_bytes / self.bytes_per_second + self.one_way_seconds
 
-    def _there(self, stage: int) -> float:
+    def _fill_seconds(self, stage: int) -> float:
         """From the beginning until the first micro-batch is at a stage."""
         return stage * (self.forward_seconds + self._hop)
 
-    def _back(self, stage: int) -> float:
+    def _drain_seconds(self, stage: int) -> float:
         """From when a stage has done its backward until the first one has."""
         return stage * (self._hop_back + self.backward_seconds)
 
-    def _turn(self, stage: int) -> float:
+    def _turnaround_seconds(self, stage: int) -> float:
         """From a micro-batch's arrival at a stage through the last one and back through the first."""
         after = self.stages - 1 - stage
         down = self.forward_seconds + after * (self._hop + self.forward_seconds)
-        return down + self.backward_seconds + self._back(self.stages - 1)
+        return down + self.backward_seconds + self._drain_seconds(self.stages - 1)

@@ -38,7 +38,7 @@ from atoll.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
 from atoll.lab.faults import kill
 from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
-from benchmarks.process_swarm import reported
+from benchmarks.process_swarm import report_on_exit
 
 NODES = 8
 PACE_SECONDS = 1.0  # of a flush
@@ -82,7 +82,7 @@ outer_warmup_tokens = 1000000000
 
 
 @dataclass
-class Watched:
+class SwarmMonitor:
     """What the swarm showed: looks at all nodes and at the run."""
 
     swarm: LocalSwarm
@@ -115,9 +115,9 @@ class Watched:
     def ready(self, stages: int, standbys: int) -> bool:
         """Whether so many stand on routes that work, and so many stand by."""
         there = [status for status in self.now.values() if status["route_ready"]]
-        return len(there) == stages and len(self.standing()) == standbys
+        return len(there) == stages and len(self.standby_spans()) == standbys
 
-    def standing(self) -> dict[str, tuple[int, ...]]:
+    def standby_spans(self) -> dict[str, tuple[int, ...]]:
         """Who stands by, with which layers."""
         told = {name: status for name, status in self.now.items() if "stands by" in status["detail"]}
         return {name: tuple(status["layers"]) for name, status in told.items() if status["layers"]}
@@ -148,19 +148,19 @@ class Kill:
     covered: bool  # somebody stood by with its layers
 
 
-async def disturb(watched: Watched, seconds: float, rng: random.Random) -> list[Kill]:
+async def kill_stages(monitor: SwarmMonitor, seconds: float, rng: random.Random) -> list[Kill]:
     """Stages of routes that work, at random."""
     done: list[Kill] = []
     began = time.monotonic()
     while time.monotonic() < began + seconds:
-        stages = [name for name, status in watched.now.items() if status["route_ready"]]
+        stages = [name for name, status in monitor.now.items() if status["route_ready"]]
         if stages:
             name = rng.choice(sorted(stages))
-            others = tuple(other for other in watched.route_of(name) if other != name)
-            covered = tuple(watched.now[name]["layers"]) in watched.standing().values()
+            others = tuple(other for other in monitor.route_of(name) if other != name)
+            covered = tuple(monitor.now[name]["layers"]) in monitor.standby_spans().values()
             done.append(Kill(time.monotonic(), others, covered))
-            await kill(watched.swarm, name)
-            await watched.swarm.restart_member(name)
+            await kill(monitor.swarm, name)
+            await monitor.swarm.restart_member(name)
         await asyncio.sleep(max(1.0, began + EVERY_SECONDS * len(done) - time.monotonic()))
     return done
 
@@ -190,18 +190,18 @@ async def measure(count: int, standbys: int, peace_seconds: float, seconds: floa
                 while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it
                     await asyncio.sleep(0.5)
             await swarm.ctl("plan", "pin", name, "--layers", f"{first}-{last}")
-        watched = Watched(swarm, list(spans))
-        watching = asyncio.create_task(watched.run())
+        monitor = SwarmMonitor(swarm, list(spans))
+        watching = asyncio.create_task(monitor.run())
         try:
             await swarm.until(
-                lambda: watched.ready(NODES, standbys) and len(watched.committed) >= 3,
+                lambda: monitor.ready(NODES, standbys) and len(monitor.committed) >= 3,
                 "the routes do not train",
                 _READY,
             )
             peace = time.monotonic()
             await asyncio.sleep(peace_seconds)
             began = time.monotonic()
-            kills = await disturb(watched, seconds, random.Random(7))
+            kills = await kill_stages(monitor, seconds, random.Random(7))
             ended = time.monotonic()
         finally:
             watching.cancel()
@@ -216,22 +216,29 @@ async def measure(count: int, standbys: int, peace_seconds: float, seconds: floa
     add(
         report,
         f"{count} × {length}" + (f" + {standbys}" if standbys else ""),
-        watched,
+        monitor,
         kills,
-        watched.rate(peace, began),
-        watched.rate(began, ended),
+        monitor.rate(peace, began),
+        monitor.rate(began, ended),
         ended,
         counted_twice(known),
     )
 
 
 def add(
-    report: Report, name: str, watched: Watched, kills: list[Kill], peace: float, rate: float, ended: float, twice: int
+    report: Report,
+    name: str,
+    monitor: SwarmMonitor,
+    kills: list[Kill],
+    peace: float,
+    rate: float,
+    ended: float,
+    twice: int,
 ) -> None:
     """One row."""
     ends = [*(it.at for it in kills[1:]), ended]
-    route_s = [watched.pause(it.others, it.at, end) for it, end in zip(kills, ends, strict=True)]
-    swarm_s = [watched.pause(watched.names, it.at, end) for it, end in zip(kills, ends, strict=True)]
+    route_s = [monitor.pause(it.others, it.at, end) for it, end in zip(kills, ends, strict=True)]
+    swarm_s = [monitor.pause(monitor.names, it.at, end) for it, end in zip(kills, ends, strict=True)]
     covered_s = [seconds for it, seconds in zip(kills, route_s, strict=True) if it.covered]
     report.cell(
         routes=name,
@@ -299,7 +306,7 @@ def main() -> None:
     parser.add_argument("--name", default="pipeline_faults", help="of the result's file")
     chosen = parser.parse_args()
     report = Report(chosen.name)
-    with reported(report, _NOTES):
+    with report_on_exit(report, _NOTES):
         for count in chosen.routes:
             with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
                 asyncio.run(measure(count, chosen.standbys, chosen.peace, chosen.seconds, Path(scratch), report))

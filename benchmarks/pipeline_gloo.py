@@ -69,7 +69,7 @@ class Gloo:
         self._thread: threading.Thread | None = None
         self._problem = ""
 
-    def meet(self, contacts: list[Any]) -> Any:
+    def connect(self, contacts: list[Any]) -> Any:
         """Addresses are all that is needed; the group is made when all are known."""
         if contacts[0] is not None and None not in contacts and not dist.is_initialized():
             os.environ.update(GLOO_SOCKET_IFNAME="wan0", TP_SOCKET_IFNAME="wan0")
@@ -136,13 +136,13 @@ class Gloo:
             self._thread.join(50)
 
 
-async def answer_all(method: str, index: int, members: int, address: str) -> None:
+async def serve_requests(method: str, index: int, members: int, address: str) -> None:
     """Until the input ends."""
     gloo = Gloo(method, index, members, address)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "contacts" in request:
-            return {"contact": await asyncio.to_thread(gloo.meet, request["contacts"])}
+            return {"contact": await asyncio.to_thread(gloo.connect, request["contacts"])}
         if "begin" in request:
             gloo.begin(request["begin"]["toml"], request["begin"]["seconds"])
             return {"begun": True}
@@ -158,5 +158,5 @@ async def answer_all(method: str, index: int, members: int, address: str) -> Non
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    asyncio.run(answer_all(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    asyncio.run(serve_requests(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
     os._exit(0)  # gloo's threads

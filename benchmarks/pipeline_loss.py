@@ -34,9 +34,9 @@ from atoll.node.training.replica import StepResult
 from benchmarks import parity_jobs
 from benchmarks.common import Report
 from benchmarks.parity_jobs import MICRO_BATCH, STEP_TOKENS, corpus_of, warm_start
-from benchmarks.resumable_jobs import Finished, on_python_text
+from benchmarks.resumable_jobs import ResumableJobs, jobs_on_python_corpus
 from benchmarks.synchronous_baseline import train_on
-from benchmarks.virtual_swarm import Ingredients, VirtualSwarm, fresh, member_names
+from benchmarks.virtual_swarm import SwarmConfig, VirtualSwarm, fresh, member_names
 
 STAGES = 4  # of the route that trains alone
 MIXED = (1, 2, 4)  # stages of the routes that train together
@@ -129,7 +129,7 @@ def _run_alone(job: Job, corpus_path: str) -> Outcome:
 
 def _run_together(job: Job, corpus_path: str) -> Outcome:
     spec, members = _spec(job, corpus_path), dict(zip(member_names(len(job.stages)), job.stages, strict=True))
-    ingredients = Ingredients((1.0,) * len(members), job.averaging, delay=0.0)
+    ingredients = SwarmConfig((1.0,) * len(members), job.averaging, delay=0.0)
     saved = fresh(spec, len(members), warm_start(job.seed, corpus_path))
     swarm = VirtualSwarm(
         spec, corpus_of(corpus_path), ingredients, saved, make=lambda peer: _loop(job, corpus_path, members[peer])
@@ -162,11 +162,11 @@ def _spec(job: Job, corpus_path: str) -> RunSpec:
 
 def main() -> None:
     arguments = _arguments()
-    with on_python_text(arguments.keep, arguments.workers, run_job, Outcome) as finished:
+    with jobs_on_python_corpus(arguments.keep, arguments.workers, run_job, Outcome) as finished:
         _tell(finished, arguments)
 
 
-def _tell(finished: Finished[Job, Outcome], arguments: argparse.Namespace) -> None:
+def _tell(finished: ResumableJobs[Job, Outcome], arguments: argparse.Namespace) -> None:
     report = Report("pipeline_loss")
     alone = Job((STAGES,), "fp32", "fp32", arguments.steps, 0)
     whole = Job((0,) * len(MIXED), "fp32", "int4", arguments.steps, 0)

@@ -34,7 +34,7 @@ _CORPUS_BYTES = 1 << 18
 _CLOSE = timedelta(seconds=5)
 
 
-class NotingTrainer(Trainer):
+class FlushRecordingTrainer(Trainer):
     """Runs the program that notes when flushes ended."""
 
     program = "benchmarks.pipeline_trainer"
@@ -51,7 +51,7 @@ class Member:
         self._contacts: list[Any] = []
         self._notes = directory / f"notes-{index}.json"
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
         if self._host is None:
             self._host = await start_member(
@@ -80,7 +80,7 @@ class Member:
             place,
             config,
             self._directory / f"trainer-{self._index}.log",
-            kind=NotingTrainer,
+            kind=FlushRecordingTrainer,
             initialise=seconds is None,
         )
 
@@ -114,13 +114,13 @@ class Member:
             await self._host.close(_CLOSE)
 
 
-async def answer_all(method: str, index: int, address: str, directory: Path) -> None:
+async def serve_requests(method: str, index: int, address: str, directory: Path) -> None:
     """Until the input ends."""
     member = Member(index, address, directory, direct=method == "atoll")
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "contacts" in request:
-            return {"contact": await member.meet(request["contacts"])}
+            return {"contact": await member.connect(request["contacts"])}
         if "begin" in request:
             await member.begin(**request["begin"])
             return {"begun": True}
@@ -139,4 +139,4 @@ if __name__ == "__main__":
     use_huge_pages()
     torch.set_num_threads(1)
     os.environ["PYTHONPATH"] = os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
-    asyncio.run(answer_all(sys.argv[1], int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))
+    asyncio.run(serve_requests(sys.argv[1], int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))

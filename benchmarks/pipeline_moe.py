@@ -38,7 +38,7 @@ from hivemind.proto.runtime_pb2 import CompressionType
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor, nn
 
-from benchmarks.hivemind_dht import Meeting
+from benchmarks.hivemind_dht import HivemindDht
 from benchmarks.json_lines import serve
 
 _CODECS = {"fp16": CompressionType.FLOAT16, "quantile8": CompressionType.QUANTILE_8BIT}
@@ -85,7 +85,7 @@ class Moe:
 
     def __init__(self, index: int, members: int, address: str) -> None:
         self._index, self._members = index, members
-        self._meeting = Meeting(address)
+        self._meeting = HivemindDht(address)
         self._server: Server | None = None
         self._ended: list[float] = []
         self._most = 0
@@ -93,9 +93,9 @@ class Moe:
         self._thread: threading.Thread | None = None
         self._problem = ""
 
-    def meet(self, contacts: list[Any]) -> Any:
+    def connect(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
-        return self._meeting.meet(contacts)
+        return self._meeting.connect(contacts)
 
     def begin(self, toml: str, seconds: list[float], in_flight: int) -> None:
         """Serve, or drive."""
@@ -184,13 +184,13 @@ def _uid(index: int) -> str:
     return f"stage.{index}"
 
 
-async def answer_all(index: int, members: int, address: str) -> None:
+async def serve_requests(index: int, members: int, address: str) -> None:
     """Until the input ends. hivemind forks, and wants to do so from the main thread."""
     moe = Moe(index, members, address)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "contacts" in request:
-            return {"contact": moe.meet(request["contacts"])}
+            return {"contact": moe.connect(request["contacts"])}
         if "begin" in request:
             begin = request["begin"]
             moe.begin(begin["toml"], begin["seconds"], begin["in_flight"])
@@ -209,7 +209,7 @@ async def answer_all(index: int, members: int, address: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
-        asyncio.run(answer_all(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+        asyncio.run(serve_requests(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
     except Exception as error:
         print(repr(error), file=sys.stderr, flush=True)
         os._exit(1)  # or what hivemind says as it goes would be taken for the reason

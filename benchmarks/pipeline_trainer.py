@@ -23,7 +23,7 @@ from atoll.node.pipeline.stage import Stage
 from atoll.node.trainer import worker
 
 
-class Noted(Stage):
+class FlushRecorder(Stage):
     """Computes."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -60,7 +60,7 @@ class Noted(Stage):
         return {"ended": self._ended, "most": self._most, "seconds": seconds}
 
 
-class Pretended(Noted):
+class SimulatedStage(FlushRecorder):
     """Takes the time that it is told, like a device with a queue: late starts are not made up for."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -92,7 +92,7 @@ class Pretended(Noted):
 
 if __name__ == "__main__":
     waits = "STAGE_SECONDS" in os.environ
-    stage_loop.Stage = Pretended if waits else Noted  # type: ignore[misc]
+    stage_loop.Stage = SimulatedStage if waits else FlushRecorder  # type: ignore[misc]
     status = worker.main()
     sys.stdout.flush()
     sys.stderr.flush()

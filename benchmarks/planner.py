@@ -181,9 +181,14 @@ def churn(report: Report) -> None:
                 it = replay(make(random.Random(1), CHURN_MACHINES), availability, absence, seconds, seed=1)
                 ratios.append(it.live / it.oracle)
                 case = f"{make.__name__}, there {availability:.0%}, away for {absence / 60:.0f} min: of the oracle"
-                cell(report, "e", case, it.turns, str(CHURN_MACHINES), value=it.live / it.oracle)
+                cell(report, "e", case, it.churn_events, str(CHURN_MACHINES), value=it.live / it.oracle)
                 cell(
-                    report, "e", "— the first plan for ever", it.turns, str(CHURN_MACHINES), value=it.fixed / it.oracle
+                    report,
+                    "e",
+                    "— the first plan for ever",
+                    it.churn_events,
+                    str(CHURN_MACHINES),
+                    value=it.fixed / it.oracle,
                 )
                 cell(report, "e", "— taken over by who stood by", it.plans, "", value=it.taken_over)
                 cell(report, "e", "— lost to fetching and loading", it.plans, "", value=it.waiting / it.oracle)

@@ -63,7 +63,7 @@ def genetic(tables: Tables, rng: random.Random, seconds: float, population: int 
 
 
 @dataclass(frozen=True)
-class _Person:
+class _Chromosome:
     """A chromosome: how long routes are, and the order of machines that is cut into them."""
 
     size: int
@@ -79,11 +79,11 @@ class _Genetic:
     def run(self, seconds: float, population: int) -> tuple[Layout, Curve]:
         start, curve = time.monotonic(), []
         people = [self._new() for _ in range(population)]
-        worth = [self._worth(it) for it in people]
+        worth = [self._fitness(it) for it in people]
         while time.monotonic() - start < seconds:
             one, other = self._tournament(worth), self._tournament(worth)
             child = self._improved(self._crossed(people[one], people[other]))
-            value, weakest = self._worth(child), min(range(population), key=lambda it: worth[it])
+            value, weakest = self._fitness(child), min(range(population), key=lambda it: worth[it])
             if value > worth[weakest]:
                 people[weakest], worth[weakest] = child, value
             if not curve or max(worth) > curve[-1][1]:
@@ -91,12 +91,12 @@ class _Genetic:
         best = people[max(range(population), key=lambda it: worth[it])]
         return Layout(tuple(route for _, route in self._routes(best) if route)), curve
 
-    def _new(self) -> _Person:
+    def _new(self) -> _Chromosome:
         order = list(range(self.tables.count))
         self.rng.shuffle(order)
-        return _Person(self.rng.randint(1, self.longest), tuple(order))
+        return _Chromosome(self.rng.randint(1, self.longest), tuple(order))
 
-    def _routes(self, person: _Person) -> list[tuple[float, Route]]:
+    def _routes(self, person: _Chromosome) -> list[tuple[float, Route]]:
         order, size = person.order, person.size
         return [self._route(order[place : place + size]) for place in range(0, len(order), size)]
 
@@ -108,30 +108,30 @@ class _Genetic:
             found = self.known[group] = rate, route if rate else ()
         return found
 
-    def _worth(self, person: _Person) -> float:
+    def _fitness(self, person: _Chromosome) -> float:
         return sum(rate for rate, _ in self._routes(person))
 
     def _tournament(self, worth: Sequence[float]) -> int:
         return max(self.rng.sample(range(len(worth)), 3), key=lambda it: worth[it])
 
-    def _crossed(self, one: _Person, other: _Person) -> _Person:
+    def _crossed(self, one: _Chromosome, other: _Chromosome) -> _Chromosome:
         """A piece of one in its place, the rest in the order of the other; the length of either, at times one off."""
         start, end = sorted(self.rng.sample(range(len(one.order) + 1), 2))
         kept = set(one.order[start:end])
         rest = [it for it in other.order if it not in kept]
         size = self.rng.choice((one.size, other.size)) + self.rng.choice((0, 0, 0, 0, 1, -1))
         order = (*rest[:start], *one.order[start:end], *rest[start:])
-        return _Person(min(max(1, size), self.longest), order)
+        return _Chromosome(min(max(1, size), self.longest), order)
 
-    def _improved(self, person: _Person, tries: int = 10) -> _Person:
+    def _improved(self, person: _Chromosome, tries: int = 10) -> _Chromosome:
         """Swaps that do not make it worse."""
-        value = self._worth(person)
+        value = self._fitness(person)
         for _ in range(tries):
             order = list(person.order)
             one, other = self.rng.sample(range(len(order)), 2)
             order[one], order[other] = order[other], order[one]
-            swapped = _Person(person.size, tuple(order))
-            tried = self._worth(swapped)
+            swapped = _Chromosome(person.size, tuple(order))
+            tried = self._fitness(swapped)
             if tried >= value:
                 person, value = swapped, tried
         return person

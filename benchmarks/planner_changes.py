@@ -26,8 +26,8 @@ from atoll.lab.faults import kill
 from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import wan_network
 from benchmarks.common import Report
-from benchmarks.planner_lab import Setting, begin, join, json_of, settings, settled
-from benchmarks.process_swarm import LabSwarm, reported
+from benchmarks.planner_lab import Setting, begin, join, json_of, settings, wait_for_plan
+from benchmarks.process_swarm import LabSwarm, report_on_exit
 
 TOPOLOGY = "two-regions-8"
 _LOOK_SECONDS = 0.5
@@ -48,7 +48,7 @@ class Event:
     name: str  # of the node
     joins: bool = False
 
-    def taken_in(self, placed: Sequence[str]) -> bool:
+    def included_in(self, placed: Sequence[str]) -> bool:
         """By a plan in which these have a place."""
         return (self.name in placed) == self.joins
 
@@ -63,23 +63,23 @@ async def measure(setting: Setting, root: Path, report: Report) -> None:
             for host in first:
                 await join(local, setting, host)
             swarm = LabSwarm(local, [host.name for host in first], parse_run_spec(text))
-            await trains(swarm, 0)
+            await wait_until_training(swarm, 0)
             event = Event("joins", last.name, joins=True)
             await join(local, setting, last)
             swarm.names.append(last.name)
-            version = await measured(swarm, event, report, nothing)
-            await trains(swarm, version - 1)
+            version = await measure_event(swarm, event, report, nothing)
+            await wait_until_training(swarm, version - 1)
             event = Event("is drained", (await stages(swarm))[-1])
-            version = await measured(swarm, event, report, lambda: local.ctl("node", "drain", event.name))
-            await left(local, event.name)
-            await trains(swarm, version - 1)
+            version = await measure_event(swarm, event, report, lambda: local.ctl("node", "drain", event.name))
+            await wait_until_drained(local, event.name)
+            await wait_until_training(swarm, version - 1)
             gone = Event("is killed", (await stages(swarm))[-1])
-            await measured(swarm, gone, report, lambda: kill(local, gone.name))
+            await measure_event(swarm, gone, report, lambda: kill(local, gone.name))
         finally:
             await local.close()
 
 
-async def left(local: LocalSwarm, name: str) -> None:
+async def wait_until_drained(local: LocalSwarm, name: str) -> None:
     """Wait until a drained node's program has ended by itself."""
     program = local.programs[name]
     async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -91,9 +91,9 @@ async def nothing() -> None:
     """What needs no doing."""
 
 
-async def trains(swarm: LabSwarm, above: int) -> None:
+async def wait_until_training(swarm: LabSwarm, above: int) -> None:
     """Wait until a plan later than that stands and two more rounds are committed."""
-    await settled(swarm.local, swarm.names, above)
+    await wait_for_plan(swarm.local, swarm.names, above)
     before = swarm.newest()
     await swarm.until(lambda: swarm.newest() >= before + 2, "the routes do not train")
 
@@ -105,7 +105,7 @@ async def stages(swarm: LabSwarm) -> list[str]:
     return [named[peer] for route in plan["routes"] for peer in route["peer_ids"]]
 
 
-async def measured(swarm: LabSwarm, event: Event, report: Report, act: Callable[[], Awaitable[Any]]) -> int:
+async def measure_event(swarm: LabSwarm, event: Event, report: Report, act: Callable[[], Awaitable[Any]]) -> int:
     """One row; the version of the plan that has taken it in."""
     began, old = time.time(), (await newest_plan(swarm))["version"]
     await act()
@@ -116,7 +116,7 @@ async def measured(swarm: LabSwarm, event: Event, report: Report, act: Callable[
     version = 0
     while not committed and time.time() < deadline:
         plan = await newest_plan(swarm)
-        if not version and event.taken_in(await placed(swarm, plan)):
+        if not version and event.included_in(await placed(swarm, plan)):
             version, issued = plan["version"], time.time() - began
         if version and not followed and await follow(swarm, version):
             followed = time.time() - began
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--name", default="planner_changes", help="of the result's file")
     chosen = parser.parse_args()
     report = Report(chosen.name)
-    with reported(report, _NOTES), tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
+    with report_on_exit(report, _NOTES), tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
         asyncio.run(measure(settings()[TOPOLOGY], Path(scratch), report))
         judge(report)
 

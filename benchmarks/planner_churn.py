@@ -44,7 +44,7 @@ Span = tuple[int, int]  # first and last layer
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChurnEvent:
     """A machine comes or goes."""
 
     at: float
@@ -52,9 +52,9 @@ class Turn:
     comes: bool
 
 
-def turns(
+def churn_events(
     names: Sequence[str], availability: float, absence: float, seconds: float, rng: random.Random
-) -> tuple[Turn, ...]:
+) -> tuple[ChurnEvent, ...]:
     """All of them in that time, in order. Everybody is there at first."""
     found = []
     for name in names:
@@ -62,11 +62,11 @@ def turns(
         presence = absence * availability / (1 - availability)
         while (at := at + rng.expovariate(1 / (presence if here else absence))) < seconds:
             here = not here
-            found.append(Turn(at, name, here))
+            found.append(ChurnEvent(at, name, here))
     return tuple(sorted(found, key=lambda turn: turn.at))
 
 
-class World:
+class ChurnModel:
     """A problem of which any machines may be there, and what layouts of them are worth."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
@@ -144,10 +144,10 @@ class World:
 
 
 @dataclass
-class Live:
+class SimulatedCoordinator:
     """A coordinator and its swarm, in simulated time."""
 
-    world: World
+    world: ChurnModel
     plan: Routes
     present: set[str]
     follows: bool = True  # False: the first plan stays
@@ -170,7 +170,7 @@ class Live:
     def __post_init__(self) -> None:
         self.known = set(self.present)
 
-    def run(self, changes: Sequence[Turn], seconds: float) -> None:
+    def run(self, changes: Sequence[ChurnEvent], seconds: float) -> None:
         """Until then."""
         for turn in changes:
             self._at(turn.at, "turn", turn)
@@ -197,8 +197,8 @@ class Live:
     def _at(self, when: float, what: str, it: object = None) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), what, it))
 
-    def _on_turn(self, turn: object) -> None:
-        assert isinstance(turn, Turn)
+    def _on_churn(self, turn: object) -> None:
+        assert isinstance(turn, ChurnEvent)
         if not turn.comes:
             self.present.discard(turn.machine)
             self.standing.pop(turn.machine, None)
@@ -321,7 +321,7 @@ class Outcome:
     live: float
     oracle: float
     fixed: float
-    turns: int
+    churn_events: int
     plans: int
     abandoned: int
     taken_over: int
@@ -331,11 +331,11 @@ class Outcome:
 
 def replay(problem: Problem, availability: float, absence: float, seconds: float, seed: int) -> Outcome:
     """One swarm for so long."""
-    world = World(problem, STEPS)
-    changes = turns(world.names, availability, absence, seconds, random.Random(seed))
+    world = ChurnModel(problem, STEPS)
+    changes = churn_events(world.names, availability, absence, seconds, random.Random(seed))
     everybody = set(world.names)
     first = world.best(everybody, [])
-    live, fixed = (Live(world, first, set(everybody), follows=follows) for follows in (True, False))
+    live, fixed = (SimulatedCoordinator(world, first, set(everybody), follows=follows) for follows in (True, False))
     for one in (live, fixed):
         one.run(changes, seconds)
     oracle = _oracle(world, first, changes, seconds)
@@ -352,10 +352,10 @@ def replay(problem: Problem, availability: float, absence: float, seconds: float
     )
 
 
-def _oracle(world: World, first: Routes, changes: Sequence[Turn], seconds: float) -> float:
+def _oracle(world: ChurnModel, first: Routes, changes: Sequence[ChurnEvent], seconds: float) -> float:
     """Tokens with full knowledge and moves for nothing."""
     present, routes, tokens, now = set(world.names), first, 0.0, 0.0
-    for turn in (*changes, Turn(seconds, "", comes=True)):
+    for turn in (*changes, ChurnEvent(seconds, "", comes=True)):
         tokens += world.rate(routes) * (turn.at - now)
         now = turn.at
         if turn.machine:

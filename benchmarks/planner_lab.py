@@ -32,7 +32,7 @@ from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import wan_network
 from atoll.lab.wan.topology import SEED, Host, Topology, load_topology, parse_topology
 from benchmarks.common import Report
-from benchmarks.process_swarm import reported
+from benchmarks.process_swarm import report_on_exit
 
 LAYERS = 12
 _SHARE = 0.1  # of a core, at full speed
@@ -134,7 +134,7 @@ async def measure(setting: Setting, seconds: float, root: Path, report: Report, 
             await begin(swarm, len(names))
             for host in setting.topology.trainers:
                 await join(swarm, setting, host)
-            version = await settled(swarm, names, 0)
+            version = await wait_for_plan(swarm, names, 0)
             version = await cell(swarm, setting, "planned", names, version, seconds, report)
             planned = await spans_of(swarm, version)
             dealt = [random_spans(planned, random.Random(seed)) for seed in range(_DEALS)]
@@ -191,7 +191,7 @@ async def cell(
         later = (await json_of(swarm, "plan", "explain", "--seconds", "0.5"))["plan"]
         if newest["version"] == version and len(later["routes"]) == len(rates):
             break
-        version = await settled(swarm, names, max(version, newest["version"] - 1))
+        version = await wait_for_plan(swarm, names, max(version, newest["version"] - 1))
     predicted = newest["predicted_tokens_per_second"]
     rate = sum(rates) if all(rates) else 0.0
     told = {place["machine"]: place for place in later["places"]}
@@ -243,7 +243,7 @@ async def trained(swarm: LocalSwarm, drivers: Sequence[str], seconds: float) -> 
     return rates
 
 
-async def settled(swarm: LocalSwarm, names: Sequence[str], above: int) -> int:
+async def wait_for_plan(swarm: LocalSwarm, names: Sequence[str], above: int) -> int:
     """Wait until a plan later than that stands and its routes work; its version."""
     deadline = time.monotonic() + _PLANNED.total_seconds() + _READY.total_seconds()
     since, version = time.monotonic(), above
@@ -311,7 +311,7 @@ async def pinned(
             if place == len(choices) - 1:
                 raise
     await swarm.ctl("plan", "apply")
-    return await settled(swarm, names, above)
+    return await wait_for_plan(swarm, names, above)
 
 
 async def json_of(swarm: LocalSwarm, *words: str) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--name", default="planner_lab", help="of the result's file")
     chosen = parser.parse_args()
     report = Report(chosen.name)
-    with reported(report, _NOTES):
+    with report_on_exit(report, _NOTES):
         for name in chosen.topology:
             with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
                 asyncio.run(measure(known[name], chosen.seconds, Path(scratch), report, not chosen.planned_only))

@@ -22,8 +22,8 @@ from atoll.core.files import make_private_dir
 from atoll.core.manifest import Head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.demo import RUN, spec_toml
-from atoll.lab.launcher import LocalSwarm, Loopback, Places
-from atoll.node.rounds.opener import TIE_SECONDS, Paces
+from atoll.lab.launcher import LocalSwarm, LoopbackHosts, ProgramHosts
+from atoll.node.rounds.opener import TIE_SECONDS, StageDeadlines
 from atoll.node.rounds.policy import policy_of
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
@@ -94,7 +94,7 @@ class LabSwarm:
         voters = heads[max(heads)].head.electorate.members
         return frozenset(name for name, peer in self.peers.items() if peer in voters)
 
-    def back(self, since: float) -> frozenset[str]:
+    def recovered_members(self, since: float) -> frozenset[str]:
         """Names of those who decide next and hold the newest round, committed after `since` (unix seconds)."""
         chains = {name: self.chain(name) for name in self.names}
         newest = self.newest()
@@ -137,7 +137,7 @@ class LabSwarm:
         """Wait. Raises `DeadlineExceeded`, and `ChildDied` when a program ended by itself."""
         await self.local.until(condition, problem, PATIENCE)
 
-    async def comes_true(self, condition: Callable[[], bool]) -> bool:
+    async def becomes_true(self, condition: Callable[[], bool]) -> bool:
         """Whether it does in time; where that is what is measured."""
         try:
             await self.until(condition, "it did not come true")
@@ -173,20 +173,22 @@ def node_names(count: int) -> list[str]:
     return [f"node-{i + 1}" for i in range(count)]
 
 
-async def start(root: Path, names: Sequence[str], corpus: Path, places: Places | None = None) -> LabSwarm:
+async def start(root: Path, names: Sequence[str], corpus: Path, program_hosts: ProgramHosts | None = None) -> LabSwarm:
     """Coordinator, seed and nodes below `root`, some rounds after the first. The caller closes `local`, always.
 
-    `places` is where they run: this machine as it is, or the hosts of a WAN.
+    `program_hosts` is where they run: this machine as it is, or the hosts of a WAN.
     """
     toml = _spec_toml(len(names), corpus)
-    return await start_run(root, names, toml, places or Loopback(), step_seconds=_PACE_SECONDS, rounds=_WARM_ROUNDS)
+    return await start_run(
+        root, names, toml, program_hosts or LoopbackHosts(), step_seconds=_PACE_SECONDS, rounds=_WARM_ROUNDS
+    )
 
 
 async def start_run(
-    root: Path, names: Sequence[str], toml: str, places: Places, *, step_seconds: float, rounds: int
+    root: Path, names: Sequence[str], toml: str, program_hosts: ProgramHosts, *, step_seconds: float, rounds: int
 ) -> LabSwarm:
     """The same with a run of one's own, named as the demo's, whose steps take so long at least; after `rounds`."""
-    local = LocalSwarm(make_private_dir(root), places)
+    local = LocalSwarm(make_private_dir(root), program_hosts)
     swarm = LabSwarm(local, list(names), parse_run_spec(toml))
     try:
         swarm.endpoints = await local.start_coordinator("--lost-after-seconds", str(_LOST_AFTER_SECONDS))
@@ -232,7 +234,7 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
     may take its ceiling, and the coordinator may be asked for a promise and for a vote.
     """
     policy = policy_of(spec, [0, *accumulate(sizes)])
-    paces = Paces.of(policy)[0]
+    paces = StageDeadlines.of(policy)[0]
     due = policy.round_max + nodes * policy.open_timeout
     stages = (
         paces.ready.ceiling_seconds
@@ -244,7 +246,7 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
 
 
 @contextmanager
-def reported(report: Report, notes: str) -> Iterator[None]:
+def report_on_exit(report: Report, notes: str) -> Iterator[None]:
     """Print and keep what was measured in the block, also when it fails: then marked as incomplete."""
     started = time.monotonic()
     child_processes.treat_sigterm_as_sigint()

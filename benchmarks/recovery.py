@@ -22,7 +22,7 @@ from pathlib import Path
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.faults import frozen, kill
 from benchmarks.common import Report
-from benchmarks.process_swarm import LabSwarm, node_names, reported, start
+from benchmarks.process_swarm import LabSwarm, node_names, report_on_exit, start
 
 NODES = 4
 PEACEFUL_ROUNDS = 5  # whose times make the usual one
@@ -34,7 +34,7 @@ NOTES = (
 
 
 @dataclass(frozen=True)
-class Strike:
+class Outage:
     """One victim's absence."""
 
     usual: float  # seconds between commits before it
@@ -51,25 +51,25 @@ async def main() -> None:
     parser.add_argument("--strikes", type=int, default=8, help="of each kind")
     options = parser.parse_args()
     report, rng = Report("recovery"), random.Random(7)
-    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, NOTES):
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, report_on_exit(report, NOTES):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
         swarm = await start(Path(scratch) / "swarm", node_names(NODES), corpus)
         try:
             for kind in ("SIGSTOP", "SIGKILL"):
-                _tell(report, kind, [await _strike(swarm, rng, kind) for _ in range(options.strikes)])
+                _tell(report, kind, [await _measure_outage(swarm, rng, kind) for _ in range(options.outages)])
         finally:
             await swarm.local.close()
 
 
-def _tell(report: Report, kind: str, strikes: list[Strike]) -> None:
-    seconds, ratios = [item.seconds for item in strikes], [item.ratio for item in strikes]
+def _tell(report: Report, kind: str, outages: list[Outage]) -> None:
+    seconds, ratios = [item.seconds for item in outages], [item.ratio for item in outages]
     (low_s, middle_s, high_s), (low, middle, high) = _quartiles(seconds), _quartiles(ratios)
     within = sum(ratio <= TIMES for ratio in ratios)
     report.cell(
-        strike=kind,
-        strikes=len(strikes),
-        usual_s=statistics.median(item.usual for item in strikes),
+        outage=kind,
+        outages=len(outages),
+        usual_s=statistics.median(item.usual for item in outages),
         q1_s=low_s,
         median_s=middle_s,
         q3_s=high_s,
@@ -78,13 +78,13 @@ def _tell(report: Report, kind: str, strikes: list[Strike]) -> None:
         median_x=middle,
         q3_x=high,
         worst_x=max(ratios),
-        within_3x=f"{within} of {len(strikes)}",
+        within_3x=f"{within} of {len(outages)}",
     )
     report.accept(
         f"{kind} of one of {NODES}: every time a commit without it",
         target=f"≤ {TIMES:g} × the median round",
-        value=f"{within} of {len(strikes)}; median {middle:.2f} ×, worst {max(ratios):.2f} ×",
-        holds=within == len(strikes) > 0,
+        value=f"{within} of {len(outages)}; median {middle:.2f} ×, worst {max(ratios):.2f} ×",
+        holds=within == len(outages) > 0,
     )
 
 
@@ -95,7 +95,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-async def _strike(swarm: LabSwarm, rng: random.Random, kind: str) -> Strike:
+async def _measure_outage(swarm: LabSwarm, rng: random.Random, kind: str) -> Outage:
     """Returns when the victim is part of rounds again."""
     usual = await _usual_round(swarm)
     victim = rng.choice(swarm.names)
@@ -109,7 +109,7 @@ async def _strike(swarm: LabSwarm, rng: random.Random, kind: str) -> Strike:
         with frozen(swarm.local, victim):
             first = await _first_without(swarm, victim, struck)
     await swarm.until(lambda: victim in swarm.decide(), f"{victim} did not come back")
-    return Strike(usual, first - struck)
+    return Outage(usual, first - struck)
 
 
 async def _usual_round(swarm: LabSwarm) -> float:

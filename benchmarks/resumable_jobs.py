@@ -28,7 +28,7 @@ J = TypeVar("J", bound=Job)
 O = TypeVar("O")  # noqa: E741 - a dataclass of plain values
 
 
-class Finished(Generic[J, O]):
+class ResumableJobs(Generic[J, O]):
     """The runs that are done, and the processes that make more: `run(job, corpus)` in each."""
 
     def __init__(self, path: Path, corpus: Path, workers: int, run: Callable[[J, str], O], outcome: type[O]) -> None:
@@ -37,7 +37,7 @@ class Finished(Generic[J, O]):
         lines = path.read_text().splitlines() if path.exists() else []
         self._done: dict[str, O] = {line["key"]: outcome(**line["outcome"]) for line in map(json.loads, lines)}
 
-    def __enter__(self) -> Finished[J, O]:
+    def __enter__(self) -> ResumableJobs[J, O]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,12 +60,12 @@ class Finished(Generic[J, O]):
 
 
 @contextmanager
-def on_python_text(
+def jobs_on_python_corpus(
     keep: Path | None, workers: int, run: Callable[[J, str], O], outcome: type[O]
-) -> Iterator[Finished[J, O]]:
+) -> Iterator[ResumableJobs[J, O]]:
     """Runs on the sources of this machine's Python. Without `keep`, the file of those that are done goes at the end."""
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
         corpus = Path(folder) / "corpus.txt"
         write_python_corpus(corpus)
-        with Finished(keep or Path(folder) / "finished.jsonl", corpus, workers, run, outcome) as finished:
+        with ResumableJobs(keep or Path(folder) / "finished.jsonl", corpus, workers, run, outcome) as finished:
             yield finished

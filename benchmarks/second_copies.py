@@ -35,8 +35,8 @@ from atoll.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
 from atoll.lab.faults import kill
 from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
-from benchmarks.pipeline_faults import MICRO_BATCHES, PACE_SECONDS, Watched
-from benchmarks.process_swarm import reported
+from benchmarks.pipeline_faults import MICRO_BATCHES, PACE_SECONDS, SwarmMonitor
+from benchmarks.process_swarm import report_on_exit
 
 SPANS = {"node-1": "0-2", "node-2": "3-5", "node-3": "6-9"}
 MEGABYTES = "211"
@@ -108,12 +108,12 @@ async def begin(swarm: LocalSwarm, root: Path, *, copies: bool) -> None:
         await swarm.ctl("plan", "pin", name, "--layers", span)
 
 
-async def settle(watched: Watched, *, copies: bool) -> None:
+async def settle(monitor: SwarmMonitor, *, copies: bool) -> None:
     """All three in their places, and free to have others."""
-    swarm = watched.swarm
+    swarm = monitor.swarm
     for name, span in SPANS.items():
         await swarm.ctl("plan", "pin", name, "--layers", span)
-    await swarm.until(lambda: watched.ready(len(SPANS), 0), "the route does not train", _READY)
+    await swarm.until(lambda: monitor.ready(len(SPANS), 0), "the route does not train", _READY)
     for name in SPANS:
         await swarm.ctl("plan", "unpin", name)
     async with asyncio.timeout(_READY.total_seconds()):
@@ -126,11 +126,11 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
     swarm, rng = LocalSwarm(root), random.Random(7)
     try:
         await begin(swarm, root, copies=copies)
-        watched = Watched(swarm, list(SPANS))
-        watching = asyncio.create_task(watched.run())
+        monitor = SwarmMonitor(swarm, list(SPANS))
+        watching = asyncio.create_task(monitor.run())
         try:
             for number in range(kills):
-                await one(watched, number, rng, away, report, copies=copies)
+                await one(monitor, number, rng, away, report, copies=copies)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -140,9 +140,9 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
     chains = [demo.chain_of(root / name / "runs" / RUN / "manifests") for name in SPANS]
     twice = counted_twice({number: head for chain in chains for number, head in chain.items()})
     print(
-        f"{twice} samples stand in sums beyond those that were consumed; {watched.repeated} were read again", flush=True
+        f"{twice} samples stand in sums beyond those that were consumed; {monitor.repeated} were read again", flush=True
     )
-    twice = max(0, twice - watched.repeated)
+    twice = max(0, twice - monitor.repeated)
     recovered = events.count("run.recovered")
     name = "with copies" if copies else "without"
     report.accept(f"rounds that were gone back behind, {name}", target="0", value=recovered, holds=recovered == 0)
@@ -155,21 +155,23 @@ async def measure(kills: int, away: float, root: Path, report: Report, *, copies
     report.accept(f"micro-batches counted twice, {name}", target="0", value=twice, holds=twice == 0)
 
 
-async def one(watched: Watched, number: int, rng: random.Random, away: float, report: Report, *, copies: bool) -> None:
+async def one(
+    monitor: SwarmMonitor, number: int, rng: random.Random, away: float, report: Report, *, copies: bool
+) -> None:
     """A stage (one that has a copy) dies, and comes back later. They take turns."""
-    swarm = watched.swarm
-    await settle(watched, copies=copies)
+    swarm = monitor.swarm
+    await settle(monitor, copies=copies)
     await asyncio.sleep(rng.uniform(0, 8 * PACE_SECONDS))  # somewhere between two rounds
     able = await copied(swarm) if copies else sorted(SPANS)
     victim = able[number % len(able)]
     others = [name for name in SPANS if name != victim]
-    version = watched.now[others[0]]["plan_version"]
+    version = monitor.now[others[0]]["plan_version"]
     began = time.monotonic()
     await kill(swarm, victim)
     returning = asyncio.create_task(_return(swarm, victim, away))
     planned = 0.0
     while time.monotonic() < began + WATCHED_SECONDS:
-        if not planned and any(watched.now[name]["plan_version"] > version for name in others):
+        if not planned and any(monitor.now[name]["plan_version"] > version for name in others):
             planned = time.monotonic()
         await asyncio.sleep(0.05)
     await returning
@@ -177,9 +179,9 @@ async def one(watched: Watched, number: int, rng: random.Random, away: float, re
         copies=copies,
         away_s=away,
         victim=victim,
-        pause_s=watched.pause(others, began, time.monotonic()),
+        pause_s=monitor.pause(others, began, time.monotonic()),
         plan_s=planned - began if planned else None,
-        took=_keeper(watched, victim),
+        took=_keeper(monitor, victim),
     )
     print(json.dumps(report.cells[-1]), flush=True)
 
@@ -189,9 +191,9 @@ async def _return(swarm: LocalSwarm, name: str, seconds: float) -> None:
     await swarm.restart_member(name)
 
 
-def _keeper(watched: Watched, victim: str) -> str:
+def _keeper(monitor: SwarmMonitor, victim: str) -> str:
     """Who has the most layers now."""
-    there = {name: status["layers"] for name, status in watched.now.items() if name != victim and status["layers"]}
+    there = {name: status["layers"] for name, status in monitor.now.items() if name != victim and status["layers"]}
     return max(there, key=lambda name: there[name][1] - there[name][0], default="")
 
 
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--name", default="second_copies", help="of the result's file")
     chosen = parser.parse_args()
     report = Report(chosen.name)
-    with reported(report, _NOTES):
+    with report_on_exit(report, _NOTES):
         for copies in (False,) if chosen.without else (True, False):
             kills = chosen.kills if copies else -(-chosen.kills // _FEWER)
             with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:

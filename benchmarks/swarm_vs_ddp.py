@@ -89,7 +89,7 @@ def run_job(job: Job, corpus_path: str) -> float:
 
     from atoll.node.training.corpus import load_corpus
     from benchmarks.synchronous_baseline import train_alone
-    from benchmarks.virtual_swarm import Ingredients, VirtualSwarm
+    from benchmarks.virtual_swarm import SwarmConfig, VirtualSwarm
 
     torch.set_num_threads(1)
     members = 4 if job.kind == "ddp" else 1
@@ -97,7 +97,7 @@ def run_job(job: Job, corpus_path: str) -> float:
     corpus = load_corpus(spec, None)
     if job.kind in ("ddp", "alone"):
         return train_alone(spec, corpus, job.tokens // spec.tokens_per_step)
-    swarm = VirtualSwarm(spec, corpus, Ingredients(*VARIANTS[job.kind]))
+    swarm = VirtualSwarm(spec, corpus, SwarmConfig(*VARIANTS[job.kind]))
     swarm.run(job.tokens)
     loss = swarm.evaluate()
     swarm.close()

@@ -41,14 +41,14 @@ from typing import Any
 from atoll.lab.wan.network import WanNetwork, wan_network
 from benchmarks.allreduce import Setting
 from benchmarks.common import Report
-from benchmarks.lab_members import Member, members, together
+from benchmarks.lab_members import Member, ask_all, members
 from benchmarks.peer_environments import python_of
 
 HOSTS = 4
 RTT_MS = 80.0
 ELEMENTS = 30_800_000
 STEP_SECONDS = 0.030
-COPY = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
+COPY_SECONDS = 6e9  # bytes per second between a device and pinned memory: PCIe 3.0 × 8 carries as much
 TUNINGS = {
     "hivemind": ("waiting-2", "waiting-5", "waiting-2-int8", "delayed-5", "accumulating-5"),
     "torchft": ("waiting", "delayed", "4-fragments-delayed", "delayed-bf16", "4-fragments-delayed-bf16"),
@@ -70,9 +70,9 @@ class Case:
     patience: float  # seconds for those rounds
     slower: float = 1.0
 
-    def told(self, mbit: float) -> dict[str, Any]:
+    def member_config(self, mbit: float) -> dict[str, Any]:
         """What its members need to know of it."""
-        copy_seconds = self.slower * 4 * ELEMENTS / COPY
+        copy_seconds = self.slower * 4 * ELEMENTS / COPY_SECONDS
         ours = {"codec": self.setting, "copy_seconds": copy_seconds}
         return ours if self.method == "atoll" else {"tuning": self.setting, "mbit": mbit}
 
@@ -98,12 +98,17 @@ async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: 
     async with members(network, case.program, case.method, directory, python_of(case.method)) as joined:
         rate = min(host.uplink_mbit for host in network.topology.trainers)
         step_seconds = STEP_SECONDS * case.slower
-        begin = {"elements": ELEMENTS, "step_seconds": step_seconds, "inner_steps": inner_steps, **case.told(rate)}
-        await together(joined, {"begin": begin}, 60)
+        begin = {
+            "elements": ELEMENTS,
+            "step_seconds": step_seconds,
+            "inner_steps": inner_steps,
+            **case.member_config(rate),
+        }
+        await ask_all(joined, {"begin": begin}, 60)
         await rounds_done(joined, case.warm_rounds, case.patience)
-        before = await together(joined, {"look": True}, 30)
+        before = await ask_all(joined, {"look": True}, 30)
         await rounds_done(joined, min(it["rounds"] for it in before) + case.rounds, case.patience)
-        after = await together(joined, {"look": True}, 30)
+        after = await ask_all(joined, {"look": True}, 30)
     pairs = list(zip(before, after, strict=True))
     steps = [b["steps"] - a["steps"] for a, b in pairs]
     seconds = [(b["at"] - a["at"]) / case.slower for a, b in pairs]
@@ -131,7 +136,7 @@ async def measure(network: WanNetwork, case: Case, inner_steps: int, directory: 
 async def rounds_done(joined: Sequence[Member], rounds: float, patience: float) -> None:
     """Until every member committed that many. Raises `TimeoutError`."""
     deadline = time.monotonic() + patience
-    while min(it["rounds"] for it in await together(joined, {"look": True}, 30)) < rounds:
+    while min(it["rounds"] for it in await ask_all(joined, {"look": True}, 30)) < rounds:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not {rounds:g} rounds within {patience:g} s")
         await asyncio.sleep(_LOOK_SECONDS)

@@ -22,8 +22,8 @@ import torch
 from hivemind.compression import CompressionBase, Float16Compression, Uniform8BitQuantization
 from hivemind.optim.grad_averager import GradientAverager
 
-from benchmarks.hivemind_dht import Meeting
-from benchmarks.utilisation_peer import answer_all
+from benchmarks.hivemind_dht import HivemindDht
+from benchmarks.utilisation_peer import serve_requests
 
 _LEAST_TIMEOUT = 30.0  # seconds for a round
 _REQUEST_SHARE = 0.6  # of the time for matchmaking, that a request for a group may take
@@ -50,7 +50,7 @@ TUNINGS = {
 }
 
 
-class Pretended(torch.optim.Optimizer):
+class NoOpOptimizer(torch.optim.Optimizer):
     """An inner optimiser whose work the device does."""
 
     def __init__(self, params: Any) -> None:
@@ -60,7 +60,7 @@ class Pretended(torch.optim.Optimizer):
         """Nothing is left to do."""
 
 
-class Tally(logging.Handler):
+class RoundCounter(logging.Handler):
     """Counts averaging rounds by what hivemind says of them: nothing else tells how many took part."""
 
     def __init__(self, members: int) -> None:
@@ -88,8 +88,8 @@ class Hivemind:
 
     def __init__(self, index: int, members: int, address: str) -> None:
         self._members = members
-        self._tally = Tally(members)
-        self._meeting = Meeting(address)
+        self._round_counter = RoundCounter(members)
+        self._meeting = HivemindDht(address)
         self._optimizer: hivemind.Optimizer | None = None
         self._tuning = TUNINGS["waiting-2"]
 
@@ -97,12 +97,12 @@ class Hivemind:
     def codec(self) -> str:
         return "fp16" if self._tuning.compression is Float16Compression else "int8"
 
-    def meet(self, contacts: list[Any]) -> Any:
-        return self._meeting.meet(contacts)
+    def connect(self, contacts: list[Any]) -> Any:
+        return self._meeting.connect(contacts)
 
     def begin(self, elements: int, inner_steps: int, mbit: float, tuning: str) -> None:
         for name in ("hivemind.optim.optimizer", "hivemind.optim.state_averager"):
-            logging.getLogger(name).addHandler(self._tally)
+            logging.getLogger(name).addHandler(self._round_counter)
         parameter = torch.nn.Parameter(torch.zeros(elements))
         self._tuning = chosen = TUNINGS[tuning]
         timeout = chosen.matchmaking + 2 * all_reduce_seconds(2 * elements, self._members, mbit / 2)
@@ -133,7 +133,7 @@ class Hivemind:
             batch_size_per_step=1,
             target_batch_size=inner_steps * self._members,
             params=[parameter],
-            optimizer=Pretended,
+            optimizer=NoOpOptimizer,
             matchmaking_time=chosen.matchmaking,
             averaging_timeout=timeout,
             next_chunk_timeout=timeout,
@@ -147,7 +147,7 @@ class Hivemind:
         self._optimizer.step()
 
     def rounds(self) -> tuple[float, int]:
-        return self._tally.committed, self._tally.abandoned
+        return self._round_counter.committed, self._round_counter.abandoned
 
     def close(self) -> None:
         for part in (self._optimizer, self._meeting.dht):
@@ -157,4 +157,4 @@ class Hivemind:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(answer_all(Hivemind(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))
+    asyncio.run(serve_requests(Hivemind(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))

@@ -35,7 +35,7 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
 from atoll.node.start import use_huge_pages
@@ -185,7 +185,7 @@ class Member:
         self._committed: dict[str, Any] = {}  # where we stood then
         self._running: asyncio.Task[None] | None = None
 
-    async def meet(self, contacts: list[Any]) -> Any:
+    async def connect(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
         if self._host is None:
             self._host = await start_member(
@@ -225,7 +225,7 @@ class Member:
             plan=plan,
             clock=SystemClock(),
             counters=self._counters,
-            listener=Listener(
+            callbacks=RoundCallbacks(
                 committed=self._moved,
                 report=lambda report: None,
                 evaluated=lambda report: None,
@@ -294,13 +294,13 @@ async def _nobody(round_id: RoundId, payload: bytes) -> rt.TieBreak:
     return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason="there is no coordinator")
 
 
-async def answer_all(index: int, address: str, directory: Path) -> None:
+async def serve_requests(index: int, address: str, directory: Path) -> None:
     """Until the input ends."""
     member = Member(index, address, directory)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "contacts" in request:
-            return {"contact": await member.meet(request["contacts"])}
+            return {"contact": await member.connect(request["contacts"])}
         if "begin" in request:
             member.begin(**request["begin"])
             return {"begun": True}
@@ -315,4 +315,4 @@ async def answer_all(index: int, address: str, directory: Path) -> None:
 if __name__ == "__main__":
     use_huge_pages()
     torch.set_num_threads(1)
-    asyncio.run(answer_all(int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))
+    asyncio.run(serve_requests(int(sys.argv[2]), sys.argv[4], Path(sys.argv[5])))

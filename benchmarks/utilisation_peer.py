@@ -40,7 +40,7 @@ class QueuedDevice:
 
 
 @dataclass
-class Account:
+class RoundTotals:
     """Of the last round that ended, and all before."""
 
     at: float = field(default_factory=time.monotonic)
@@ -53,10 +53,10 @@ class Account:
     cpu_seconds: float = 0.0
 
 
-class Peer(Protocol):
+class PeerOptimizer(Protocol):
     """A peer's optimiser."""
 
-    def meet(self, contacts: list[Any]) -> Any:
+    def connect(self, contacts: list[Any]) -> Any:
         """Start, or learn where the others are; returns where we are."""
 
     def begin(self, elements: int, inner_steps: int, mbit: float, tuning: str) -> None:
@@ -79,10 +79,10 @@ class Peer(Protocol):
 class Training:
     """The loop, in a thread."""
 
-    def __init__(self, peer: Peer, step_seconds: float) -> None:
+    def __init__(self, peer: PeerOptimizer, step_seconds: float) -> None:
         self._peer = peer
         self._device = QueuedDevice(step_seconds)
-        self._account = Account(codec=peer.codec)
+        self._account = RoundTotals(codec=peer.codec)
         self._error: BaseException | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -115,7 +115,7 @@ class Training:
             if rounds > self._account.rounds:
                 family = [psutil.Process(), *psutil.Process().children(recursive=True)]
                 times = [process.cpu_times() for process in family]
-                self._account = Account(
+                self._account = RoundTotals(
                     steps=steps,
                     rounds=rounds,
                     abandoned=abandoned,
@@ -133,14 +133,14 @@ def processor_seconds(work: Callable[[], None]) -> float:
     return time.thread_time() - before
 
 
-async def answer_all(peer: Peer) -> None:
+async def serve_requests(peer: PeerOptimizer) -> None:
     """Until the input ends. Everything but the training runs in the main thread, from which libraries may fork."""
     training: Training | None = None
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal training
         if "contacts" in request:
-            return {"contact": peer.meet(request["contacts"])}
+            return {"contact": peer.connect(request["contacts"])}
         if "begin" in request:
             step_seconds = request["begin"].pop("step_seconds")
             peer.begin(**request["begin"])

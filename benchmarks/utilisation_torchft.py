@@ -17,7 +17,7 @@ from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 
 from benchmarks.torchft_replica import Replica
-from benchmarks.utilisation_peer import answer_all
+from benchmarks.utilisation_peer import serve_requests
 
 TENSORS = 16  # of the model, all of one size; in one bucket per fragment all this is slower
 DEVICES = 8  # of gloo, all the one that there is: so many tensors travel at once, on connections of their own
@@ -49,7 +49,7 @@ class Fragment(nn.Module):
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(elements, dtype=dtype)) for _ in range(tensors))
 
 
-class Pretended(torch.optim.Optimizer):
+class NoOpOptimizer(torch.optim.Optimizer):
     """An inner optimiser whose work the device does."""
 
     def __init__(self, params: Any) -> None:
@@ -65,12 +65,12 @@ class Torchft:
     def __init__(self, index: int, members: int, address: str) -> None:
         self._replica = Replica(index, members, address)
         self._manager: Manager
-        self._inner: Pretended
+        self._inner: NoOpOptimizer
         self._tuning = TUNINGS["waiting"]
         self._steps = 0
         self._sync_every = 1  # steps from one fragment to the next
 
-    def meet(self, contacts: list[Any]) -> Any:
+    def connect(self, contacts: list[Any]) -> Any:
         if all(contacts):
             self._manager = self._replica.manager(contacts[0], DEVICES)
         return self._replica.lighthouse() or "here"
@@ -80,7 +80,7 @@ class Torchft:
         tensors = TENSORS // chosen.fragments
         model = [Fragment(tensors, elements // TENSORS, chosen.dtype) for _ in range(chosen.fragments)]
         outer = [torch.optim.SGD(it.parameters(), lr=0.7, momentum=0.9, nesterov=True) for it in model]
-        self._inner = Pretended([tensor for it in model for tensor in it.parameters()])
+        self._inner = NoOpOptimizer([tensor for it in model for tensor in it.parameters()])
         self._sync_every = inner_steps // chosen.fragments
         DiLoCo(
             self._manager,
@@ -109,4 +109,4 @@ class Torchft:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(answer_all(Torchft(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))
+    asyncio.run(serve_requests(Torchft(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))

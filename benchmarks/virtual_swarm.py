@@ -25,7 +25,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS, is_finite
 from atoll.node.exchange.partition import part_elements, partition, shares
 from atoll.node.exchange.screening import inner_products, judge
-from atoll.node.exchange.weighted_sum import PULLS, weighted_mean
+from atoll.node.exchange.weighted_sum import WEIGHTINGS, weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
 from atoll.node.rounds.policy import screen_of
 from atoll.node.state.outer_step import outer_step
@@ -36,7 +36,7 @@ from atoll.node.training.loop import InnerLoop
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class SwarmConfig:
     """What a virtual swarm has: relative step times, codec, and how long an exchange lasts (in step times)."""
 
     step_times: tuple[float, ...]
@@ -46,7 +46,7 @@ class Ingredients:
 
 
 @dataclass(frozen=True)
-class Work:
+class Contribution:
     """What one member brings to a round, of the fragment whose turn it is."""
 
     gradient_E: Tensor  # noqa: N815
@@ -56,7 +56,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Averaged:
+class RoundAverage:
     """What a round's all-reduce came to."""
 
     average_E: Tensor  # noqa: N815
@@ -65,16 +65,16 @@ class Averaged:
 
 
 Tamper = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]  # (round, gradients) → what members send
-Weigh = Callable[[Mapping[str, Work]], Mapping[str, int]]  # of a round's members: in tokens; 0 leaves one out
+Weigh = Callable[[Mapping[str, Contribution]], Mapping[str, int]]  # of a round's members: in tokens; 0 leaves one out
 
 
-def by_tokens(works: Mapping[str, Work]) -> Mapping[str, int]:
+def by_tokens(contributions: Mapping[str, Contribution]) -> Mapping[str, int]:
     """As the shipped rounds weigh: every token that was trained."""
-    return {peer: work.tokens for peer, work in works.items()}
+    return {peer: work.tokens for peer, work in contributions.items()}
 
 
 @dataclass(frozen=True)
-class Saved:
+class SwarmSnapshot:
     """A swarm between two rounds that take no time, so that nobody has progress."""
 
     anchor_E: Tensor  # noqa: N815
@@ -91,10 +91,10 @@ def member_names(count: int) -> list[str]:
     return [f"node-{i}" for i in range(count)]
 
 
-def fresh(spec: RunSpec, members: int, anchor_E: Tensor) -> Saved:
+def fresh(spec: RunSpec, members: int, anchor_E: Tensor) -> SwarmSnapshot:
     """A swarm that begins its run with these weights."""
     position = genesis_position(member_names(members), LEASE_ROUNDS * _round_samples(spec))
-    return Saved(anchor_E, torch.zeros_like(anchor_E), position)
+    return SwarmSnapshot(anchor_E, torch.zeros_like(anchor_E), position)
 
 
 def _round_samples(spec: RunSpec) -> int:
@@ -111,22 +111,22 @@ class VirtualSwarm:
         self,
         spec: RunSpec,
         corpus: Corpus,
-        ingredients: Ingredients,
-        saved: Saved | None = None,
+        config: SwarmConfig,
+        saved: SwarmSnapshot | None = None,
         tamper: Tamper = lambda number, gradients: gradients,
         members: Sequence[str] = (),
         make: Callable[[str], InnerLoop] | None = None,
     ) -> None:
         """`make`: a member's inner loop, where it is not the usual one."""
-        self._spec, self._it, self._tamper = spec, ingredients, tamper
+        self._spec, self._config, self._tamper = spec, config, tamper
         self.bandwidth: Mapping[str, int] = {}  # in proportion to which members reduce; none: equally
-        self.averaged: list[Averaged] = []  # every round's, without its average
-        self.members = list(members) or member_names(len(ingredients.step_times))
+        self.averaged: list[RoundAverage] = []  # every round's, without its average
+        self.members = list(members) or member_names(len(config.step_times))
         self._make = make or (lambda peer: InnerLoop(spec, corpus, "cpu"))
         self.loops = {peer: self._make(peer) for peer in self.members}
         self._fragments = split_into_fragments(self.loops[self.members[0]].layout.layer_offsets, spec.sync.fragments)
         self._minimum_lease = _round_samples(spec)
-        self._step_times = dict(zip(self.members, ingredients.step_times, strict=True))
+        self._step_times = dict(zip(self.members, config.step_times, strict=True))
         saved = saved or self._genesis()
         self.anchor_E, self.momentum_E = saved.anchor_E.clone(), saved.momentum_E.clone()
         self.position = saved.position
@@ -139,18 +139,18 @@ class VirtualSwarm:
         for peer in self.members:
             self._begin(peer, saved.moments.get(peer))
 
-    def _genesis(self) -> Saved:
+    def _genesis(self) -> SwarmSnapshot:
         first = self.loops[self.members[0]]
         anchor_E = torch.empty(first.layout.elements)
         first.initialise_into(anchor_E)
         return fresh(self._spec, len(self.members), anchor_E)
 
-    def save(self) -> Saved:
+    def save(self) -> SwarmSnapshot:
         """What `VirtualSwarm` goes on from. Only without delay: otherwise members carry progress over the round."""
-        if self._it.delay:
+        if self._config.delay:
             raise ValueError("a swarm whose members carry progress cannot be saved")
         moments = {peer: self.moments(peer) for peer in self.members}
-        return Saved(
+        return SwarmSnapshot(
             self.anchor_E, self.momentum_E, self.position, self.committed_tokens, self.rounds, self._due, moments
         )
 
@@ -238,34 +238,34 @@ class VirtualSwarm:
 
     def _train_meanwhile(self) -> None:
         """What members do between their snapshots and the new anchor."""
-        if self._it.delay:
+        if self._config.delay:
             began = self._now
-            self._rest_until = began + self._it.delay / (self._spec.sync.exchange_share * len(self._fragments))
-            self._advance(began + self._it.delay)
+            self._rest_until = began + self._config.delay / (self._spec.sync.exchange_share * len(self._fragments))
+            self._advance(began + self._config.delay)
 
     def _round(self, weigh: Weigh) -> None:
         part, count = self._part, len(self._fragments)
-        works, consumed = {}, {}
+        contributions, consumed = {}, {}
         for peer, loop in self.loops.items():
             snapshot, gradient_E = loop.snapshot(part), torch.empty_like(self.anchor_E)
             loop.pseudo_gradient_into(gradient_E)
             age = self.rounds - self._joined[peer]
-            works[peer] = Work(gradient_E[part], snapshot.steps, snapshot.fragment_tokens, age)
+            contributions[peer] = Contribution(gradient_E[part], snapshot.steps, snapshot.fragment_tokens, age)
             consumed[peer] = snapshot.samples
-        self._set_out(works)
+        self._set_out(contributions)
         self._train_meanwhile()
         self._turn_back()
-        weights = weigh(works)
-        sent = self._tamper(self.rounds, {peer: work.gradient_E for peer, work in works.items()})
+        weights = weigh(contributions)
+        sent = self._tamper(self.rounds, {peer: work.gradient_E for peer, work in contributions.items()})
         averaged = self._average(sent, weights)
         self.averaged.append(replace(averaged, average_E=torch.empty(0)))
-        self._step_outer(averaged.average_E, works)
-        left_out = {peer for peer, work in works.items() if work.tokens and not weights[peer]}
+        self._step_outer(averaged.average_E, contributions)
+        left_out = {peer for peer, work in contributions.items() if work.tokens and not weights[peer]}
         uncounted = {peer for peer, parts in averaged.left_out.items() if 2 * parts > averaged.parts}
         counted = {peer: 0 if peer in left_out else count for peer, count in consumed.items()}
         self.position = advance(self.position, self.members, counted, self._minimum_lease)
         self.committed_tokens += sum(weight // count for peer, weight in weights.items() if peer not in uncounted)
-        self.trained_tokens += sum(work.tokens // count for work in works.values())
+        self.trained_tokens += sum(work.tokens // count for work in contributions.values())
         self.rounds += 1
         for peer, loop in self.loops.items():
             ranges = self.position.holdings[peer]
@@ -274,7 +274,7 @@ class VirtualSwarm:
             else:
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=self.committed_tokens, moved=part)
 
-    def _set_out(self, works: Mapping[str, Work]) -> None:
+    def _set_out(self, contributions: Mapping[str, Contribution]) -> None:
         """What members do with their weights once their snapshots are made: train on."""
 
     def _turn_back(self) -> None:
@@ -286,7 +286,7 @@ class VirtualSwarm:
         fragment = self._fragments[fragment_of_round(self.rounds + 1, len(self._fragments))]
         return slice(fragment.start, fragment.end)
 
-    def _step_outer(self, average_E: Tensor, works: Mapping[str, Work]) -> None:
+    def _step_outer(self, average_E: Tensor, contributions: Mapping[str, Contribution]) -> None:
         schedule = outer_schedule(self._spec.sync, self.committed_tokens)
         self.anchor_E, self.momentum_E = self._stepped(average_E, *schedule)
 
@@ -297,9 +297,9 @@ class VirtualSwarm:
         outer_step(self.anchor_E[part], self.momentum_E[part], average_E, rate, momentum, out)
         return anchor_E, momentum_E
 
-    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> Averaged:
+    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> RoundAverage:
         """What the butterfly computes: contributions coded once, the average coded once."""
-        codec, pull = CODECS[self._it.codec], PULLS[self._spec.sync.weights]
+        codec, pull = CODECS[self._config.codec], WEIGHTINGS[self._spec.sync.weights]
         average_E = torch.empty_like(next(iter(gradients.values())))
         ranges = partition(average_E.numel(), self.members, self.bandwidth)
         cut = shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
@@ -321,10 +321,10 @@ class VirtualSwarm:
                 pulls = [pull(weights[peer]) for peer in counted]
                 mean_E = weighted_mean(list(counted.values()), pulls, [factors[peer] for peer in counted])
                 average_E[part.start : part.end] = codec.decode(codec.encode(mean_E), part.elements)
-        return Averaged(average_E, left_out, sum(len(share.parts) for share in cut))
+        return RoundAverage(average_E, left_out, sum(len(share.parts) for share in cut))
 
     def _judge(self, values: Mapping[str, Tensor], weights: Mapping[str, int]) -> Mapping[str, float]:
-        if not self._it.screening:
+        if not self._config.screening:
             return dict.fromkeys(values, 1.0)
         given = list(values.values())
         work = [weights[peer] for peer in values]

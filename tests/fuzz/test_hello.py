@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.byte_stream import KeptWriter, reader_of
+from support.byte_stream import RecordingWriter, reader_of
 from support.certificates import certificate_of
 from support.mutation import CASES, Mutator, cases, on_wire, seeds
 from support.virtual_time import run_virtually
@@ -82,7 +82,7 @@ def test_whatever_a_stranger_says_first(examples: int) -> None:
         async def scene() -> None:
             gate, data = gate_of(OWN), said(seed)
             introductions = Introductions(gate, never, Traffic(CLOCK), CLOCK)
-            writer = KeptWriter()
+            writer = RecordingWriter()
             await introductions.answer(PEER.peer_id, reader_of(data, ends=hangs_up), writer)  # type: ignore[arg-type]
             assert asyncio.get_running_loop().time() <= HELLO_TIMEOUT.total_seconds() + 2
             assert introductions.crashes == 0
@@ -91,7 +91,7 @@ def test_whatever_a_stranger_says_first(examples: int) -> None:
                 assert is_honest(data)
             elif writer.written:  # it was told why
                 assert unpack_prefix(bytes(writer.written[:16])).kind is FrameKind.REFUSAL
-            honest = KeptWriter()
+            honest = RecordingWriter()
             good = on_wire(Frame(FrameKind.MESSAGE, GOOD.SerializeToString()))
             await introductions.answer(PEER.peer_id, reader_of(good), honest)  # type: ignore[arg-type]
             assert [member.peer_id for member in gate.members()] == [PEER.peer_id]
@@ -110,7 +110,7 @@ def test_whatever_is_answered_to_our_hello(examples: int) -> None:
             gate, data = gate_of(OWN), said(seed)
 
             async def connect(peer_id: str, protocol: str, timeout: timedelta) -> object:
-                return reader_of(data, ends=hangs_up), KeptWriter()
+                return reader_of(data, ends=hangs_up), RecordingWriter()
 
             introductions = Introductions(gate, connect, Traffic(CLOCK), CLOCK)  # type: ignore[arg-type]
             try:

@@ -13,7 +13,21 @@ import structlog
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.donors import ANN, BOB, CLEO, DAN, EVE, GENESIS, OPERATOR, QUICK, Reef, commit, history, plan_of, state_of
+from support.donors import (
+    ANN,
+    BOB,
+    CLEO,
+    DAN,
+    EVE,
+    GENESIS,
+    OPERATOR,
+    QUICK,
+    DonorSwarm,
+    commit,
+    history,
+    plan_of,
+    state_of,
+)
 from support.memory_network import FrameInTransit, MemoryHub
 from support.mutation import CASES, Mutator, cases, seeds
 
@@ -31,9 +45,9 @@ POLICY = replace(QUICK, answer=timedelta(seconds=5))  # honest donors may be slo
 @pytest.mark.parametrize("examples", CASES)
 def test_whatever_one_donor_answers(examples: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        reef = Reef(Path(directory))
+        donor_swarm = DonorSwarm(Path(directory))
         for voter in VOTERS:
-            reef.serve(voter, history(HEAD), STATE)
+            donor_swarm.serve(voter, history(HEAD), STATE)
 
         @cases(examples)
         @given(seeds, st.sampled_from([0.1, 0.5, 1.0]))
@@ -49,7 +63,7 @@ def test_whatever_one_donor_answers(examples: int) -> None:
                 hub = MemoryHub(change)
                 us = hub.join(CLEO.peer_id)
                 for voter in VOTERS:
-                    hub.join(voter.peer_id).handlers.update(reef.networks[voter.peer_id].handlers)
+                    hub.join(voter.peer_id).handlers.update(donor_swarm.networks[voter.peer_id].handlers)
                 plan = plan_of(*VOTERS, CLEO, voters=tuple(VOTERS))
                 with structlog.testing.capture_logs() as logs:
                     async with asyncio.timeout(10):
@@ -76,19 +90,19 @@ def test_a_reply_that_is_never_whole_is_an_error_of_ours() -> None:
 
     async def scene() -> None:
         with tempfile.TemporaryDirectory() as directory:
-            reef = Reef(Path(directory))
-            reef.hub._fault = nonsense
+            donor_swarm = DonorSwarm(Path(directory))
+            donor_swarm.hub._fault = nonsense
             for voter in VOTERS:
-                reef.serve(voter, history(HEAD), STATE)
+                donor_swarm.serve(voter, history(HEAD), STATE)
             with pytest.raises(AtollError):
                 await catch_up(
-                    reef.network,
+                    donor_swarm.network,
                     plan_of(*VOTERS, CLEO, voters=tuple(VOTERS)),
                     state_of(0.0),
                     None,
                     operator_key=OPERATOR.public_key,
                     policy=QUICK,
                 )
-            await reef.hub.close()
+            await donor_swarm.hub.close()
 
     asyncio.run(scene())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class KeptWriter:
+class RecordingWriter:
     """What `SocketStream` needs of a writer and its transport."""
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ def plan_of(*members: Identity, version: int = 1, base: Head = GENESIS, voters: 
 
 
 @dataclass
-class Holding:
+class DonorState:
     """What one member serves; tests change it while it is served."""
 
     store: ManifestStore
@@ -118,7 +118,7 @@ Behaviour = Callable[[Frame], Awaitable[Frame | AtollError | None]]
 
 
 @dataclass
-class Reef:
+class DonorSwarm:
     """Members in memory. `behaviours` may change every body that a member sends; `bodies` counts them."""
 
     directory: Path
@@ -133,12 +133,12 @@ class Reef:
 
     def serve(
         self, member: Identity, heads: list[Head], state: AnchorState | None, staged: dict[bytes, object] | None = None
-    ) -> Holding:
+    ) -> DonorState:
         """Have `member` hold a history, its last head with `state`."""
         store = ManifestStore(self.directory / member.peer_id, "r")
         for head in heads:
             store.append(head)
-        holding = Holding(store, heads[-1] if heads else None, state)
+        holding = DonorState(store, heads[-1] if heads else None, state)
         network = self.networks[member.peer_id] = self.hub.join(member.peer_id)
         StateServer(network, "r", store, holding.current, (staged or {}).get)
         return holding

@@ -59,11 +59,11 @@ class Swarm:
         executor: Executor | None = None,
         patience: timedelta = TIMEOUT,
         screening: bool = False,  # vectors here have nothing in common
-        pull: Callable[[int], int] = by_tokens,
+        weigh: Callable[[int], int] = by_tokens,
     ) -> None:
         self.hub = MemoryHub(fault) if fault else MemoryHub()
         self.weights = dict(weights)
-        self.screening, self.pull = screening, pull
+        self.screening, self.weigh = screening, weigh
         self.codec = CODECS[codec]
         self.start = start_message(weights, codec, bandwidth)
         self.vectors = {
@@ -107,7 +107,7 @@ class Swarm:
             timeout,
             STALL,
             screen=Screen(change=1.0) if self.screening else None,
-            pull=self.pull,
+            weigh=self.weigh,
         )
         self.exchanges[peer] = exchange
         self.servers[peer].begin(exchange)

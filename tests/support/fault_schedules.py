@@ -75,7 +75,7 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                     make_plan(members, version, world.plan.base, routes),
                     rng.sample(world.peers, rng.randrange(size + 1)),
                 )
-    return _peace(world, version, cut=cut)
+    return _quiet_period(world, version, cut=cut)
 
 
 def _restart(world: World, peer: str, disk: bool) -> None:
@@ -87,7 +87,7 @@ def _restart(world: World, peer: str, disk: bool) -> None:
     world.restart(peer, disk=disk)
 
 
-def _peace(world: World, version: int, *, cut: bool) -> Outcome:
+def _quiet_period(world: World, version: int, *, cut: bool) -> Outcome:
     """Everyone is back, nothing is lost any more: all must agree and go on, if need be after a recovery."""
     world.heal()
     world.network.delay = (0.01, 0.05)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from atoll.core.errors import InvalidTransition
 
 
-class Ledger:
+class FlushLedger:
     """A queue of micro-batches, at most one flush under way, and all that counts."""
 
     def __init__(self) -> None:

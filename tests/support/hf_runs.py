@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.single_process_reference import OneProcess
+from support.single_process_reference import SingleProcessReference
 
 from atoll.core.clock import SystemClock
 from atoll.core.data_position import SampleRange
@@ -104,7 +104,7 @@ def pretrained(directory: Path, family: str = "llama", shard: str = "5GB", **cha
 @contextlib.contextmanager
 def plain_loop(
     spec_toml: str, text: Path, ranges: tuple[SampleRange, ...], named: dict[str, torch.Tensor]
-) -> Iterator[tuple[OneProcess, Loader]]:
+) -> Iterator[tuple[SingleProcessReference, Loader]]:
     """The same run with nothing of ours but the data."""
     spec = parse_run_spec(spec_toml)
     section = spec.model
@@ -114,7 +114,7 @@ def plain_loop(
     loader = Loader(load_corpus(spec, str(text)), spec.run.seed, spec.optimizer.micro_batch_samples, SystemClock())
     loader.restart(SampleFeed(ranges))
     try:
-        yield OneProcess(config, lora, spec.optimizer, named), loader
+        yield SingleProcessReference(config, lora, spec.optimizer, named), loader
     finally:
         loader.close()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Agenda:
+class VirtualClock:
     """Work that waits for its time. Of what is due at once, the first that was entered comes first."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class Violation(AssertionError):
     """An invariant of the protocol is broken."""
 
 
-class Ledger:
+class InvariantChecker:
     """What happened, for everyone."""
 
     def __init__(self, peers: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ POLICY = RoundPolicy(
     part_elements=256,
     codecs=("int4",),
     screen=Screen(change=1.0),
-    pull=by_tokens,
+    weigh=by_tokens,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     exchange_share=1.0,

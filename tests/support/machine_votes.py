@@ -14,7 +14,7 @@ from atoll.v1 import manifest_pb2
 OPERATOR = b"operator"
 
 
-class FakeSeals:
+class FakeVoteSigner:
     """Signatures that name their maker: cheap, and checked as strictly as real ones."""
 
     def __init__(self, me: str) -> None:

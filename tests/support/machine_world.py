@@ -10,9 +10,9 @@ wrong about whether a round holds its snapshot, or hangs in an attempt.
 import random
 from collections.abc import Callable
 
-from support.machine_clock import Agenda
+from support.machine_clock import VirtualClock
 from support.machine_exchange import Exchanges, outer_step
-from support.machine_invariants import Ledger, Violation
+from support.machine_invariants import InvariantChecker, Violation
 from support.machine_network import Network
 from support.machine_node import Disk, Node, Snapshot
 from support.machine_plans import (
@@ -26,7 +26,7 @@ from support.machine_plans import (
     routes_of,
     state_of,
 )
-from support.machine_votes import Acceptor, FakeSeals
+from support.machine_votes import Acceptor, FakeVoteSigner
 
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head, changed_layers
@@ -43,7 +43,7 @@ STEP_SECONDS = 0.3
 TOKENS_PER_TICK = 10
 
 
-class World(Agenda):
+class World(VirtualClock):
     """`size` nodes on a virtual clock, quiet unless told otherwise."""
 
     def __init__(
@@ -70,7 +70,7 @@ class World(Agenda):
         self.reports: list[rt.Report] = []
         self.caught_up: list[tuple[str, str]] = []
         self.killed: list[str] = []
-        self.ledger = Ledger(self.peers)
+        self.ledger = InvariantChecker(self.peers)
         self._exchanges = Exchanges(self._reachable)
         self._made: set[bytes] = set()  # states that somebody computed
         self._too_long = 3 * longest_attempt(policy)
@@ -171,7 +171,14 @@ class World(Agenda):
     def _born(self, peer: str, disk: Disk, head: Head, plan: Plan | None = None) -> Node:
         skew = self.rng.uniform(-1000, 1000)
         machine = self.make_machine(
-            peer, self.policy_of, FakeSeals(peer), head, plan or self.plan, self.now + skew, disk.record, disk.known
+            peer,
+            self.policy_of,
+            FakeVoteSigner(peer),
+            head,
+            plan or self.plan,
+            self.now + skew,
+            disk.record,
+            disk.known,
         )
         return Node(peer, machine, disk, skew)
 
@@ -190,9 +197,9 @@ class World(Agenda):
     def _tell_time(self, node: Node) -> None:
         """So often, and at every new head, as the engine does."""
         if not node.catching_up:
-            beyond = node.trained - node.frozen_at
+            tokens_since_snapshot = node.trained - node.frozen_at
             step_seconds = self.step_seconds.get(node.peer, STEP_SECONDS)
-            self.feed(node.peer, rt.Progress(node.trained - node.spent, step_seconds, beyond))
+            self.feed(node.peer, rt.Progress(node.trained - node.spent, step_seconds, tokens_since_snapshot))
             self.feed(node.peer, TICKED)
 
     def feed(self, peer: str, event: rt.Event) -> None:
@@ -260,7 +267,7 @@ class World(Agenda):
 
     def _pledge(self, node: Node, record: VoteRecord, to: str, message: dp.RoundMessage) -> None:
         if node.disk.full:
-            self._later(0.002, node, self._take, rt.Unkept(message))
+            self._later(0.002, node, self._take, rt.PledgeFailed(message))
             return
         self.ledger.pledge(node.peer, record)
         node.disk.record = record
@@ -293,7 +300,7 @@ class World(Agenda):
     def _end_exchange(self, node: Node, round_id: RoundId, start: dp.Start) -> None:
         digests, partial, verdicts = self._exchanges.parts(round_id, node.peer, start)
         node.parts[round_id] = digests
-        self.feed(node.peer, rt.Parted(round_id, digests, partial, verdicts))
+        self.feed(node.peer, rt.ExchangeDone(round_id, digests, partial, verdicts))
 
     def _complete(self, node: Node, round_id: RoundId, settle: dp.Settle) -> None:
         if round_id not in node.parts:

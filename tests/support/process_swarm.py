@@ -62,7 +62,7 @@ def write_corpus(path: Path) -> Path:
     return path
 
 
-class Reef(LocalSwarm):
+class ProcessSwarm(LocalSwarm):
     """A launcher with a test's shorthands."""
 
     endpoints: dict[str, Any]
@@ -143,9 +143,9 @@ def processes_of(root: Path) -> list[psutil.Process]:
 
 
 @contextlib.asynccontextmanager
-async def reef(root: Path) -> AsyncIterator[Reef]:
+async def process_swarm(root: Path) -> AsyncIterator[ProcessSwarm]:
     """A swarm that is ended afterwards, whatever happened, leaving no process, socket or temporary file."""
-    swarm = Reef(root)
+    swarm = ProcessSwarm(root)
     with nothing_left(root):
         try:
             yield swarm

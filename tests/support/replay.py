@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.virtual_swarm import Ingredients, Saved, VirtualSwarm
+from benchmarks.virtual_swarm import SwarmConfig, SwarmSnapshot, VirtualSwarm
 from torch import Tensor
 
 from atoll.core.data_position import SampleRange, drop_samples
@@ -33,7 +33,7 @@ from atoll.v1 import manifest_pb2
 Carry = Mapping[str, int]  # steps that each member made between a snapshot and the anchor that it led to
 
 
-class Differs(Exception):
+class ReplayMismatch(Exception):
     """No carry leads from one manifest to the next."""
 
 
@@ -61,15 +61,15 @@ class Replay(VirtualSwarm):
         anchor_E = torch.empty(loop.layout.elements)
         loop.initialise_into(anchor_E)
         loop.close()
-        saved = Saved(anchor_E, torch.zeros_like(anchor_E), position_at(genesis, history.plan(first), 0))
+        saved = SwarmSnapshot(anchor_E, torch.zeros_like(anchor_E), position_at(genesis, history.plan(first), 0))
         codec = BY_NUMBER[first.manifest.codec].name
-        ingredients = Ingredients((1.0,) * len(members), codec, 0.0, history.spec.sync.screening)
+        ingredients = SwarmConfig((1.0,) * len(members), codec, 0.0, history.spec.sync.screening)
         super().__init__(history.spec, corpus, ingredients, saved, members=members)
         self._history = history
         self._trained: Mapping[str, int] = {}  # steps between snapshots
         self._carry: Carry = {}
 
-    def again(self, head: Head, carry: Carry) -> bool:
+    def replay_round(self, head: Head, carry: Carry) -> bool:
         """Make this round; whether it came to what the manifest says."""
         self._expect(head)
         self._carry = carry
@@ -100,7 +100,7 @@ class Replay(VirtualSwarm):
 
 
 def find_carries(history: History, corpus: Corpus) -> list[Carry]:
-    """The carry after every round but the last, with which all digests come out. Raises `Differs`."""
+    """The carry after every round but the last, with which all digests come out. Raises `ReplayMismatch`."""
     search = _Search(history, corpus)
     try:
         return [search.follow(head) for head in history.heads][1:]
@@ -109,12 +109,12 @@ def find_carries(history: History, corpus: Corpus) -> list[Carry]:
 
 
 def check(history: History, corpus: Corpus, carries: Sequence[Carry]) -> None:
-    """Make all rounds again with these carries. Raises `Differs` unless all digests come out."""
+    """Make all rounds again with these carries. Raises `ReplayMismatch` unless all digests come out."""
     swarm = Replay(history, corpus)
     try:
         for head, carry in zip(history.heads, [*carries, {}], strict=True):
-            if not swarm.again(head, carry):
-                raise Differs(f"round {head.round} came to other digests")
+            if not swarm.replay_round(head, carry):
+                raise ReplayMismatch(f"round {head.round} came to other digests")
     finally:
         swarm.close()
 
@@ -152,7 +152,7 @@ class _Search(Replay):
     def follow(self, head: Head) -> Carry:
         """The carry that leads to this round."""
         self._expect(head)
-        ways = {peer: self._ways(peer, steps) for peer, steps in self._trained.items()}
+        ways = {peer: self._candidates(peer, steps) for peer, steps in self._trained.items()}
         for chosen in sorted(itertools.product(*ways.values()), key=self._unlikely):
             members = {it.peer: it for it in chosen}
             weights = {item.peer_id: item.weight for item in head.manifest.contributions}
@@ -166,14 +166,14 @@ class _Search(Replay):
                 self.position, self.committed_tokens = head.data, head.committed_tokens
                 self._at_snapshot = members
                 return {peer: it.carry for peer, it in members.items()}
-        raise Differs(f"no carry leads to the digests of round {head.round}")
+        raise ReplayMismatch(f"no carry leads to the digests of round {head.round}")
 
-    def _ways(self, peer: str, steps: int) -> list[_Member]:
+    def _candidates(self, peer: str, steps: int) -> list[_Member]:
         if not self._at_snapshot:
-            return [self._way(peer, steps, 0)]
-        return [self._way(peer, steps, carry) for carry in range(steps + 1)]
+            return [self._candidate(peer, steps, 0)]
+        return [self._candidate(peer, steps, carry) for carry in range(steps + 1)]
 
-    def _way(self, peer: str, steps: int, carry: int) -> _Member:
+    def _candidate(self, peer: str, steps: int, carry: int) -> _Member:
         """What the member has at its next snapshot if the last anchor reached it after so many steps."""
         loop = self.loops[peer]
         if self._at_snapshot:

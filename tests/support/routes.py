@@ -17,7 +17,7 @@ from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.stage import MicroBatchShape, Stage
 
 
-class Reef:
+class RouteStages:
     """The stages of one route, and what they hold together."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from support.flush_ledger import Ledger
+from support.flush_ledger import FlushLedger
 from support.in_process_route import InProcessRoute, Link, oldest
 from torch import Tensor
 
@@ -93,7 +93,7 @@ class ScriptedRoute:
             FlushMachine(StagePosition(each.number, stages, tied, ahead), each, 1.0) for each in self.stages
         ]
         self.route = InProcessRoute(self.runners, pick)
-        self.ledger = Ledger()
+        self.ledger = FlushLedger()
 
     def flush(self, count: int) -> FlushResult:
         """To its end, and into the ledger if that knows of it."""

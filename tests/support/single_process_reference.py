@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll.core.run_spec import OptimizerSection
 
 
-class OneProcess:
+class SingleProcessReference:
     """A plain training loop over the whole model as `transformers` and `peft` make it."""
 
     def __init__(self, config: Any, lora: Any, section: OptimizerSection, weights: dict[str, Tensor]) -> None:

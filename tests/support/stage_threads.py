@@ -144,7 +144,7 @@ async def trainers_of(
 
 
 @asynccontextmanager
-async def bridged(
+async def connected_route(
     trainers: Sequence[StageThread], networks: Sequence[Network], dispatchers: Sequence[RouteDispatcher], plan: int = 1
 ) -> AsyncIterator[list[RouteConnection]]:
     """The trainers as one route, in this order."""

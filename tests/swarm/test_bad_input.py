@@ -4,7 +4,7 @@ import socket
 from datetime import timedelta
 
 import pytest
-from support.process_swarm import READY, reef
+from support.process_swarm import READY, process_swarm
 
 from atoll.core.files import write_private
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
 async def test_every_bad_start_says_what_happened_and_what_to_do(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=10**9)
 
         async def refused(name: str, code: int, *words: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.process_swarm import GONE, READY, Reef, nothing_left, processes_of, reef
+from support.process_swarm import GONE, READY, ProcessSwarm, nothing_left, process_swarm, processes_of
 
 from atoll.lab.faults import kill
 from atoll.node.control.local_client import call
@@ -37,7 +37,7 @@ def is_trainer(process: psutil.Process) -> bool:
     return False
 
 
-async def ends(swarm: Reef, name: str, numbers: list[signal.Signals], seconds: float) -> int:
+async def ends(swarm: ProcessSwarm, name: str, numbers: list[signal.Signals], seconds: float) -> int:
     """Signal a member's daemon; its exit code, once it and all its children are gone in time."""
     program = swarm.programs.pop(name)
     kin, started = family(program.pid), time.monotonic()
@@ -52,13 +52,13 @@ async def ends(swarm: Reef, name: str, numbers: list[signal.Signals], seconds: f
     return code
 
 
-def in_exchange(swarm: Reef, name: str) -> bool:
+def in_exchange(swarm: ProcessSwarm, name: str) -> bool:
     it = swarm.status(name)
     return it is not None and it["rounds_joined"] > it["rounds_committed"] + it["rounds_abandoned"]
 
 
 async def test_sigterm_at_awkward_moments(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=3, tokens=MANY, round_tokens=1500)
         await swarm.node("ann")
         await swarm.until(lambda: "loading" in (swarm.status("ann") or {"detail": ""})["detail"], "not loading", READY)
@@ -90,7 +90,7 @@ async def test_sigterm_at_awkward_moments(tmp_path):
 
 
 async def test_who_is_left_behind_does_not_wait_for_a_round_that_cannot_come(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=3, tokens=MANY, **{"lost-after-seconds": "5"})
         for name in ("ann", "bob", "cleo"):
             await swarm.node(name)
@@ -103,7 +103,7 @@ async def test_who_is_left_behind_does_not_wait_for_a_round_that_cannot_come(tmp
 
 
 async def test_finish_waits_for_the_round_and_a_restart_rests(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=MANY, round_tokens=30_000)  # rounds of several seconds
         for name in ("ann", "bob", "cleo"):
             await swarm.node(name)
@@ -119,7 +119,7 @@ async def test_finish_waits_for_the_round_and_a_restart_rests(tmp_path):
 
 
 async def test_pauses_and_limits_of_a_real_node_last_over_a_restart(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=1, tokens=MANY)
         await swarm.node("ann")
         await swarm.rounds("ann", 1)

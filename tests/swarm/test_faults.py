@@ -1,7 +1,7 @@
 """Real processes, real SIGKILL and SIGSTOP: nothing committed is lost, nobody hangs, every replica is equal."""
 
 import pytest
-from support.process_swarm import READY, Reef, reef
+from support.process_swarm import READY, ProcessSwarm, process_swarm
 
 from atoll.lab.faults import frozen, kill, same_ports
 
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 MANY = 10**9
 
 
-def assert_one_history(swarm: Reef, *names: str) -> None:
+def assert_one_history(swarm: ProcessSwarm, *names: str) -> None:
     """No two nodes know different manifests for one round."""
     chains = [swarm.chain(name) for name in names]
     for number in {number for known in chains for number in known}:
@@ -17,7 +17,7 @@ def assert_one_history(swarm: Reef, *names: str) -> None:
 
 
 async def test_a_frozen_member_is_dropped_and_comes_back(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=3, tokens=MANY)
         for name in ("ann", "bob", "cleo"):
             await swarm.node(name)
@@ -41,7 +41,7 @@ async def test_a_frozen_member_is_dropped_and_comes_back(tmp_path):
 
 
 async def test_half_go_on_with_the_coordinator_and_wait_without_it(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=MANY, **{"lost-after-seconds": "3600"})
         endpoints = swarm.endpoints
         await swarm.node("ann")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.hf_runs import config_of, model_section, pretrained
-from support.process_swarm import Reef, reef
+from support.process_swarm import ProcessSwarm, process_swarm
 
 from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import read_checkpoint
@@ -22,7 +22,7 @@ pytestmark = [
 BIN = Path(sys.executable).parent
 
 
-async def trained(swarm: Reef, model: str, *flags: str) -> None:
+async def trained(swarm: ProcessSwarm, model: str, *flags: str) -> None:
     """Two nodes, to the end."""
     await swarm.begin(nodes=2, tokens=6_000, round_tokens=1_000, codec="int8", model=model)
     for name in ("ann", "bob"):
@@ -36,7 +36,7 @@ async def trained(swarm: Reef, model: str, *flags: str) -> None:
     assert losses[-1] < losses[0]
 
 
-async def exported(swarm: Reef, to: Path, *flags: str) -> None:
+async def exported(swarm: ProcessSwarm, to: Path, *flags: str) -> None:
     command = [BIN / "atoll", "export", "--data-dir", swarm.root / "ann", "--to", to, *flags]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ async def test_two_nodes_train_a_llama_that_transformers_loads(tmp_path):
     from transformers import AutoModelForCausalLM
 
     config = config_of("llama", max_position_embeddings=64)
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await trained(swarm, model_section(config))
         await exported(swarm, tmp_path / "out")
         whole = read_checkpoint(Path(swarm.status("ann")["anchor"]).parent)
@@ -64,7 +64,7 @@ async def test_two_nodes_train_adapters_on_a_base_that_each_has(tmp_path):
     from transformers import AutoModelForCausalLM
 
     base = pretrained(tmp_path / "base")
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await trained(swarm, model_section(config_of("llama"), base, ["q_proj", "v_proj"]), "--base", str(base))
         await exported(swarm, tmp_path / "adapter")
         await exported(swarm, tmp_path / "merged", "--base", str(base))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.process_swarm import GONE, READY, processes_of, reef
+from support.process_swarm import GONE, READY, process_swarm, processes_of
 
 from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
@@ -18,7 +18,7 @@ MANY = 10**9
 
 
 async def test_join_late_pause_resume_drain_and_ban(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=MANY)
         await swarm.node("ann")
         await swarm.node("bob")
@@ -54,7 +54,7 @@ async def test_join_late_pause_resume_drain_and_ban(tmp_path):
 
 
 async def test_nothing_outlives_a_killed_daemon_and_the_others_go_on(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=3, tokens=MANY, **{"lost-after-seconds": "3"})
         for name in ("ann", "bob", "cleo"):
             await swarm.node(name)
@@ -78,7 +78,7 @@ async def test_nothing_outlives_a_killed_daemon_and_the_others_go_on(tmp_path):
 
 
 async def test_a_killed_trainer_costs_a_restart_not_the_membership(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=MANY)
         await swarm.node("ann")
         await swarm.node("bob")
@@ -93,7 +93,7 @@ async def test_a_killed_trainer_costs_a_restart_not_the_membership(tmp_path):
 
 
 async def test_training_goes_on_while_the_coordinator_is_dead(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=MANY)
         ports = _ports(tmp_path)
         await swarm.node("ann")
@@ -121,7 +121,7 @@ async def test_training_goes_on_while_the_coordinator_is_dead(tmp_path):
 
 
 async def test_sigterm_drains_within_its_deadline(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=MANY, round_tokens=1500)
         await swarm.node("ann")
         await swarm.node("bob")

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from support.process_swarm import reef
+from support.process_swarm import process_swarm
 
 from atoll.core.manifest import Head
 from atoll.lab.faults import frozen, kill, same_ports
@@ -71,7 +71,7 @@ async def finish(swarm, root, stopped):
 
 
 async def test_a_swarm_that_was_stopped_in_order_goes_on_from_its_last_round(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=TOKENS, codec="fp32")
         for name in NODES:
             await swarm.node(name, PACE)
@@ -87,7 +87,7 @@ async def test_a_swarm_that_was_stopped_in_order_goes_on_from_its_last_round(tmp
 
 async def test_a_swarm_that_was_killed_goes_on_from_its_newest_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=TOKENS, codec="fp32")
         for name in NODES:
             await swarm.node(name, PACE)

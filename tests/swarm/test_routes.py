@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.process_swarm import READY, Reef, nothing_left, reef
+from support.process_swarm import READY, ProcessSwarm, nothing_left, process_swarm
 
 from atoll.core.manifest import Head, changed_layers
 from atoll.lab.faults import kill
@@ -30,7 +30,7 @@ BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(1200)]
 
 
-async def begin(swarm: Reef, tokens: int) -> None:
+async def begin(swarm: ProcessSwarm, tokens: int) -> None:
     """Everybody is pinned before the run begins."""
     await swarm.begin(nodes=3, tokens=tokens, round_tokens=3000, codec="int8")
     for name, span in SPANS.items():
@@ -39,7 +39,7 @@ async def begin(swarm: Reef, tokens: int) -> None:
             await pinned(swarm, name, span)
 
 
-async def begin_halves(swarm: Reef) -> None:
+async def begin_halves(swarm: ProcessSwarm) -> None:
     """The two stages, and nobody who holds the whole model."""
     await swarm.begin(nodes=2, tokens=10**9, round_tokens=3000, codec="int8")
     for name in HALVES:
@@ -47,26 +47,26 @@ async def begin_halves(swarm: Reef) -> None:
         await pinned(swarm, name, SPANS[name])
 
 
-async def pinned(swarm: Reef, name: str, span: tuple[int, int]) -> None:
+async def pinned(swarm: ProcessSwarm, name: str, span: tuple[int, int]) -> None:
     async with asyncio.timeout(60):
         while name not in await swarm.ctl("node", "list"):
             await asyncio.sleep(0.2)
     await swarm.ctl("plan", "pin", name, "--layers", f"{span[0]}-{span[1]}")
 
 
-def on_route(swarm: Reef, name: str) -> bool:
+def on_route(swarm: ProcessSwarm, name: str) -> bool:
     status = swarm.status(name)
     span = SPANS["cleo"] if name == SPARE else SPANS[name]
     return status is not None and status["route_ready"] and status["layers"] == list(span or ())
 
 
-def stands_by(swarm: Reef, name: str) -> bool:
+def stands_by(swarm: ProcessSwarm, name: str) -> bool:
     status = swarm.status(name)
     return status is not None and "stands by" in status["detail"] and status["route"] is None
 
 
 async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await begin(swarm, tokens=30_000)
         for name in SPANS:
             await swarm.reach(name, "finished")
@@ -92,7 +92,7 @@ async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):
 
 
 async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await begin(swarm, tokens=10**9)
         for name in ("bob", "cleo"):
             await swarm.until(lambda name=name: on_route(swarm, name), f"{name} is on no route", READY)
@@ -109,7 +109,7 @@ async def test_a_killed_stage_comes_back_to_its_layers_and_the_route_goes_on(tmp
 
 async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
     """Nobody else has them."""
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await begin_halves(swarm)
         await swarm.rounds("bob", 2)
         await swarm.node(SPARE, 0.1)
@@ -132,7 +132,7 @@ async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
 
 async def test_who_stands_by_takes_the_place_of_a_killed_stage_that_held_layers_alone(tmp_path):
     """Nothing is lost but what was not averaged yet; who was killed stands by when it is back."""
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await begin_halves(swarm)
         await swarm.rounds("bob", 2)
         began = swarm.status("bob")["route_incarnations"]
@@ -165,7 +165,7 @@ async def test_after_a_power_cut_a_swarm_of_stages_goes_on_from_a_round_that_is_
     """Nobody holds the whole model, and the cut came before one of them had written the newest round."""
     monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
     monkeypatch.setenv("ATOLL_CHECKPOINT_KEEP", "6")
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await begin_halves(swarm)
         await swarm.rounds("bob", 5)
         for name in HALVES:

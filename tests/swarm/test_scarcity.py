@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.process_swarm import READY, Reef, reef
+from support.process_swarm import READY, ProcessSwarm, process_swarm
 
 from atoll.node.state.checkpoint import read_checkpoint
 
@@ -68,14 +68,14 @@ def newest_checkpoint(root: Path):
     return read_checkpoint(max(path for path in directory.iterdir() if path.name.isdecimal())).head
 
 
-async def trains_on(swarm: Reef, more_rounds: int) -> None:
+async def trains_on(swarm: ProcessSwarm, more_rounds: int) -> None:
     """Not only steps: rounds that the others commit are taken in."""
     steps = swarm.status("ann")["steps"]
     await swarm.rounds("ann", more_rounds)
     assert swarm.status("ann")["steps"] > steps
 
 
-async def writes_again(swarm: Reef, root: Path, known: int) -> None:
+async def writes_again(swarm: ProcessSwarm, root: Path, known: int) -> None:
     await swarm.until(lambda: newest_checkpoint(root).round > known, "no new checkpoint", READY)
     await swarm.until(lambda: not swarm.status("ann")["warnings"], "it still complains", READY)
 
@@ -83,7 +83,7 @@ async def writes_again(swarm: Reef, root: Path, known: int) -> None:
 async def test_a_node_in_want_trains_on_and_recovers(tmp_path, monkeypatch):
     monkeypatch.setenv("ATOLL_CHECKPOINT_INTERVAL_SECONDS", "0")
     with small_disk(tmp_path / "ann"):
-        async with reef(tmp_path) as swarm:
+        async with process_swarm(tmp_path) as swarm:
             await swarm.begin(nodes=3, tokens=MANY, round_tokens=1500)
             for name in ("ann", "bob", "cleo"):
                 await swarm.node(name)

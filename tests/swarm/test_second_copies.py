@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from support.process_swarm import READY, Reef, reef
+from support.process_swarm import READY, ProcessSwarm, process_swarm
 
 from atoll.core.manifest import changed_layers
 from atoll.lab.faults import kill
@@ -24,7 +24,7 @@ kv_heads = 4
 hidden_dimension = 768"""
 
 
-async def begin(swarm: Reef) -> None:
+async def begin(swarm: ProcessSwarm) -> None:
     """One route, which the planner could change from then on."""
     await swarm.begin(nodes=3, tokens=10**9, round_tokens=8000, round_growth=1e6, codec="int8", model=MODEL)
     for name, span in SPANS.items():
@@ -39,7 +39,7 @@ async def begin(swarm: Reef) -> None:
         await swarm.ctl("plan", "unpin", name)
 
 
-def on_route(swarm: Reef, name: str, span: tuple[int, int]) -> bool:
+def on_route(swarm: ProcessSwarm, name: str, span: tuple[int, int]) -> bool:
     status = swarm.status(name)
     return status is not None and status["route_ready"] and status["layers"] == list(span)
 
@@ -51,7 +51,7 @@ class Stage:
     copies: list[tuple[int, int]]  # a neighbour's layers that it has, too
 
 
-async def stages(swarm: Reef) -> list[Stage]:
+async def stages(swarm: ProcessSwarm) -> list[Stage]:
     """Of the one route, in order: the planner may have changed who has what since nobody is pinned."""
     nodes = (await swarm.json("plan", "show"))["nodes"]
     found = [Stage(node["name"], bounds(node["span"]), [bounds(it) for it in node["copies"]]) for node in nodes]
@@ -62,7 +62,7 @@ def bounds(span: dict[str, int]) -> tuple[int, int]:
     return span["first"], span["last"]
 
 
-async def first_with_a_copy(swarm: Reef) -> list[Stage]:
+async def first_with_a_copy(swarm: ProcessSwarm) -> list[Stage]:
     """The stages, once the first has the second's layers as of a round that changed them."""
     while True:
         first, second, *_ = found = await stages(swarm)
@@ -73,13 +73,13 @@ async def first_with_a_copy(swarm: Reef) -> list[Stage]:
         await asyncio.sleep(0.5)
 
 
-def newest_change(swarm: Reef, name: str) -> int:
+def newest_change(swarm: ProcessSwarm, name: str) -> int:
     """The first of the layers that the newest round changed."""
     return changed_layers(max(swarm.chain(name).items())[1].manifest).start
 
 
 async def test_a_neighbour_takes_the_layers_of_a_stage_that_held_them_alone(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await begin(swarm)
         async with asyncio.timeout(2 * READY.total_seconds()):
             keeper, alone, last = await first_with_a_copy(swarm)

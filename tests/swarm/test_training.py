@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.process_swarm import nothing_left, reef
+from support.process_swarm import nothing_left, process_swarm
 
 from atoll.core.manifest import require_signers
 from atoll.node.state.manifests import ManifestStore
@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 
 
 async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=20_000, codec="fp32")
         await swarm.node("ann")
         await swarm.node("bob", 0.05, "--device", "cpu,cpu")  # one member, whatever it has

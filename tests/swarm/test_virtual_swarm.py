@@ -1,7 +1,7 @@
 """Benchmarks compare recipes in a swarm in one process: its bits are those of real processes."""
 
 import pytest
-from support.process_swarm import Reef, reef
+from support.process_swarm import ProcessSwarm, process_swarm
 from support.replay import History, check, find_carries
 
 from atoll.core.plan import Plan
@@ -16,7 +16,7 @@ PACES = {"ann": 0.08, "bob": 0.08, "cid": 0.16}  # seconds a step: some are made
 @pytest.mark.parametrize("fragments", [pytest.param(1, marks=pytest.mark.soak), 2])
 async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tmp_path, fragments):
     """Genesis, data, inner steps at unequal speeds, carry, codec, screening, sums, outer steps: every digest."""
-    async with reef(tmp_path) as swarm:
+    async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=3, tokens=16_000, codec="int4", fragments=fragments)
         for name, pace in PACES.items():
             await swarm.node(name, pace)
@@ -34,6 +34,6 @@ async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tm
     assert any(sum(carry.values()) for carry in carries)
 
 
-async def _plan(swarm: Reef, version: int) -> Plan:
+async def _plan(swarm: ProcessSwarm, version: int) -> Plan:
     shown = await swarm.json("plan", "show", "--version", str(version))
     return Plan.from_proto(plan_pb2.Plan.FromString(bytes.fromhex(shown["signed"]["payload"])))

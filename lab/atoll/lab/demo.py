@@ -21,7 +21,7 @@ from typing import Any
 from atoll.core.errors import ConfigError, DeadlineExceeded, first_error
 from atoll.core.manifest import Head
 from atoll.lab.corpus import write_python_corpus
-from atoll.lab.faults import NO_TROUBLE, Trouble, TroubleLog, TroublePlan
+from atoll.lab.faults import NO_FAULTS, FaultInjector, FaultLog, FaultPlan
 from atoll.lab.launcher import LocalSwarm
 from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
@@ -82,7 +82,7 @@ class DemoOptions:
     slowdowns: tuple[float, ...]
     inner_steps: int  # of a full-speed node, a round
     timeout: timedelta
-    trouble: TroublePlan = NO_TROUBLE
+    faults: FaultPlan = NO_FAULTS
 
 
 @dataclass
@@ -98,7 +98,7 @@ class DemoView:
     rounds_opened: int = 0
     rounds_committed: int = 0
     page: str = ""
-    trouble: list[str] = field(default_factory=list)  # what was done to the swarm
+    faults: list[str] = field(default_factory=list)  # what was done to the swarm
 
 
 @dataclass(frozen=True)
@@ -144,21 +144,21 @@ async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], 
             for name, slowdown in zip(names, options.slowdowns, strict=True)
         }
         endpoints = await start(swarm, _spec(options, corpus_of(options.data, swarm.root)), flags, view, show)
-        trouble = Trouble(swarm, options.trouble, names, options.seed, endpoints)
-        view.trouble = trouble.log.events
+        faults = FaultInjector(swarm, options.faults, names, options.seed, endpoints)
+        view.faults = faults.log.events
         async with asyncio.TaskGroup() as tasks:
-            making = tasks.create_task(trouble.run(lambda: share_done(view)))
+            making = tasks.create_task(faults.run(lambda: fraction_done(view)))
             tasks.create_task(watch(swarm, options.timeout, names, view, show, making))
         view.phase = "collecting"
         show(view)
-        return await _collect(swarm, options, names, view, trouble.log)
+        return await _collect(swarm, options, names, view, faults.log)
     except ExceptionGroup as group:
         raise first_error(group) from group
     finally:
         await swarm.close()
 
 
-def share_done(view: DemoView) -> float:
+def fraction_done(view: DemoView) -> float:
     """How much of the run is done, 0 to 1."""
     committed = max((node.get("committed_tokens", 0) for node in view.nodes.values()), default=0)
     return min(1.0, committed / view.stop_tokens)
@@ -178,7 +178,7 @@ async def start(
     view.phase = "starting the seed"
     show(view)
     await swarm.start_member("seed", "seed")
-    await swarm.until(lambda: seed_is_known(swarm), "the seed did not become ready", READY_TIMEOUT)
+    await swarm.until(lambda: seed_is_registered(swarm), "the seed did not become ready", READY_TIMEOUT)
     view.phase = "starting the nodes (each loads torch and the corpus)"
     show(view)
     for name, words in flags.items():
@@ -192,13 +192,13 @@ async def watch(
     names: list[str],
     view: DemoView,
     show: Callable[[DemoView], None],
-    trouble: asyncio.Task[None],
+    faults: asyncio.Task[None],
 ) -> None:
     """Show what happens until all trouble is over and every node has written its anchor."""
 
     def finished() -> bool:
         states = [view.nodes.get(name, {}).get("state") for name in names]
-        return trouble.done() and all(state == "finished" for state in states)
+        return faults.done() and all(state == "finished" for state in states)
 
     deadline = time.monotonic() + timeout.total_seconds()
     while not finished():
@@ -210,14 +210,14 @@ async def watch(
             before = view.nodes.get(name, {})
             now = await asyncio.to_thread(swarm.status, name)
             view.nodes[name] = now or (before and {**before, "state": "down"})
-        await look_at_run(view)
+        await fetch_run_view(view)
         if any(node.get("state") == "training" for node in view.nodes.values()):
             view.phase = "training"
         show(view)
         await asyncio.sleep(1.0)
 
 
-async def look_at_run(view: DemoView) -> None:
+async def fetch_run_view(view: DemoView) -> None:
     """What the coordinator's page shows, for the live view."""
     try:
         page = await asyncio.to_thread(_read_json, view.page + "api/status")
@@ -235,7 +235,7 @@ def _read_json(url: str) -> dict[str, Any]:
 
 
 async def _collect(
-    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, log: TroubleLog
+    swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, log: FaultLog
 ) -> DemoResult:
     run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
@@ -291,7 +291,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def seed_is_known(swarm: LocalSwarm) -> bool:
+def seed_is_registered(swarm: LocalSwarm) -> bool:
     status = swarm.status("seed")
     return status is not None and status["state"] == "ready" and status["coordinator_connected"]
 

@@ -21,7 +21,7 @@ from atoll.core.errors import first_error
 from atoll.core.manifest import Head, changed_layers
 from atoll.lab import demo
 from atoll.lab.demo import RUN, DemoView
-from atoll.lab.faults import DOWN_SECONDS, kill
+from atoll.lab.faults import RESTART_DELAY_SECONDS, kill
 from atoll.lab.launcher import LocalSwarm
 from atoll.node.control.local_client import call
 
@@ -33,7 +33,7 @@ SEQUENCE_LENGTH = 128
 STATE_BYTES_PER_PARAMETER = 4 * 9
 _KILL_AT = 0.35  # of the tokens
 _ENROL_TIMEOUT = timedelta(seconds=90)
-_TOLD_TIMEOUT = timedelta(seconds=60)
+_CHECKPOINT_TIMEOUT = timedelta(seconds=60)
 
 SPEC = """\
 version = 1
@@ -153,15 +153,15 @@ async def _pin(swarm: LocalSwarm, name: str, span: str) -> None:
 
 async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:
     """The last stage of the longest route, which starts again after a while, as its owner would start it."""
-    while demo.share_done(view) < _KILL_AT:  # noqa: ASYNC110 - the view is what it waits for
+    while demo.fraction_done(view) < _KILL_AT:  # noqa: ASYNC110 - the view is what it waits for
         await asyncio.sleep(0.2)
     routes = await _routes(swarm)
     victim = max(routes, key=len)[-1]["name"]
-    view.trouble.append(f"kill {victim} at {demo.share_done(view):.0%}")
+    view.faults.append(f"kill {victim} at {demo.fraction_done(view):.0%}")
     await kill(swarm, victim)
-    await asyncio.sleep(DOWN_SECONDS)
+    await asyncio.sleep(RESTART_DELAY_SECONDS)
     await swarm.restart_member(victim)
-    view.trouble.append(f"{victim} is started again")
+    view.faults.append(f"{victim} is started again")
 
 
 async def _count_aborted(view: DemoView, aborted: dict[str, int], killing: asyncio.Task[None]) -> None:
@@ -221,7 +221,7 @@ async def _pull(swarm: LocalSwarm, round_number: int, layers: int) -> Path:
         spans = [item["layers"] for item in held if item["round"] == round_number]
         return {layer for span in spans for layer in range(span["first"], span["last"] + 1)}
 
-    async with asyncio.timeout(_TOLD_TIMEOUT.total_seconds()):
+    async with asyncio.timeout(_CHECKPOINT_TIMEOUT.total_seconds()):
         while len(await told()) < layers:  # noqa: ASYNC110 - other processes decide it
             await asyncio.sleep(0.5)
     target = swarm.root / "pulled"

@@ -55,9 +55,9 @@ class _Lines:
             self._last = now
             at = f": round {now[1]}" if now[1] else ""
             loss = f", validation loss {view.losses[-1][1]:.3f}" if view.losses else ""
-            for event in view.trouble[self._told :]:
+            for event in view.faults[self._told :]:
                 self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {event}")
-            self._told = len(view.trouble)
+            self._told = len(view.faults)
             self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {view.phase}{at}{loss}")
 
 
@@ -69,8 +69,8 @@ def draw(view: DemoView) -> RenderableType:
         parts += [Text(), _curve(view.losses)]
     if view.stop_tokens:
         parts += [Text(), _facts(view)]
-    if view.trouble:
-        parts.append(Text.from_markup(f"[red]{' · '.join(view.trouble)}[/]"))
+    if view.faults:
+        parts.append(Text.from_markup(f"[red]{' · '.join(view.faults)}[/]"))
     title, page = f"[bold]{view.title}[/] · {view.phase} · {elapsed}", f"[dim]{view.page}[/]" if view.page else None
     return Panel(Group(*parts), title=title, subtitle=page)
 

@@ -20,26 +20,26 @@ import psutil
 from atoll.lab.launcher import LocalSwarm
 
 FREEZE_SECONDS = 20.0
-DOWN_SECONDS = 5.0  # of one that is killed alone
-TOGETHER_SECONDS = 30.0  # of several at once: long enough to be missed, and to go on without them
+RESTART_DELAY_SECONDS = 5.0  # of one that is killed alone
+GROUP_DOWN_SECONDS = 30.0  # of several at once: long enough to be missed, and to go on without them
 _FROM, _TO = 0.12, 0.7  # of the run's tokens: trouble needs a run before it, and time after it
 
 
 @dataclass(frozen=True)
-class TroublePlan:
+class FaultPlan:
     """What shall happen."""
 
     kills: int = 0
-    together: bool = False  # all of them at one moment
+    all_at_once: bool = False  # all of them at one moment
     freezes: int = 0
     kill_coordinator: bool = False
 
 
-NO_TROUBLE = TroublePlan()
+NO_FAULTS = FaultPlan()
 
 
 @dataclass
-class TroubleLog:
+class FaultLog:
     """What happened."""
 
     killed: list[str] = field(default_factory=list)
@@ -55,13 +55,13 @@ class _Event:
     victims: tuple[str, ...]
 
 
-class Trouble:
+class FaultInjector:
     """Carries a plan out while the run goes on."""
 
     def __init__(
-        self, swarm: LocalSwarm, plan: TroublePlan, names: list[str], seed: int, endpoints: dict[str, Any]
+        self, swarm: LocalSwarm, plan: FaultPlan, names: list[str], seed: int, endpoints: dict[str, Any]
     ) -> None:
-        self.log = TroubleLog()
+        self.log = FaultLog()
         self._swarm = swarm
         self._plan = plan
         self._endpoints = endpoints
@@ -90,7 +90,9 @@ class Trouble:
 
     async def _kill(self, victims: tuple[str, ...]) -> None:
         await kill(self._swarm, *victims)
-        await asyncio.sleep(TOGETHER_SECONDS if len(victims) > 1 and self._plan.together else DOWN_SECONDS)
+        await asyncio.sleep(
+            GROUP_DOWN_SECONDS if len(victims) > 1 and self._plan.all_at_once else RESTART_DELAY_SECONDS
+        )
         for name in sorted(victims):  # the coordinator first
             if name == "coordinator":
                 await self._swarm.start_coordinator(*same_ports(self._endpoints))
@@ -135,10 +137,10 @@ def same_ports(endpoints: dict[str, Any]) -> list[str]:
     return ["--enrol-port", enrol, "--member-port", member, "--http-port", http]
 
 
-def _schedule(plan: TroublePlan, names: list[str], rng: random.Random) -> list[_Event]:
+def _schedule(plan: FaultPlan, names: list[str], rng: random.Random) -> list[_Event]:
     """Who is struck when: different nodes as long as there are some."""
     victims = rng.sample(names, len(names)) * (1 + (plan.kills + plan.freezes) // len(names))
-    if plan.together:
+    if plan.all_at_once:
         struck = tuple(victims[: plan.kills]) + (("coordinator",) if plan.kill_coordinator else ())
         kinds = [("kill", struck)]
     else:

@@ -48,7 +48,7 @@ class Program:
             raise ChildDied(f"{self.name} ended with exit code {self.child.returncode}:\n{tail}")
 
 
-class Places(Protocol):
+class ProgramHosts(Protocol):
     """Where programs run: each name of a program is a host."""
 
     def address(self, host: str) -> str:
@@ -60,7 +60,7 @@ class Places(Protocol):
         ...
 
 
-class Loopback:
+class LoopbackHosts:
     """All on this machine, as it is."""
 
     def address(self, host: str) -> str:
@@ -75,7 +75,7 @@ class LocalSwarm:
     """A coordinator, a seed and nodes on this machine, all below `root`."""
 
     root: Path
-    places: Places = field(default_factory=Loopback)
+    program_hosts: ProgramHosts = field(default_factory=LoopbackHosts)
     programs: dict[str, Program] = field(default_factory=dict)
 
     # --- starting ------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class LocalSwarm:
         endpoints.unlink(missing_ok=True)
         ports = () if "--enrol-port" in flags else ("--enrol-port", "0", "--member-port", "0", "--http-port", "0")
         command = [_script("atoll-coordinator"), "serve", "--data-dir", str(directory)]
-        command += ["--listen", self.places.address("coordinator")]
+        command += ["--listen", self.program_hosts.address("coordinator")]
         await self._start("coordinator", directory, [*command, *ports, *flags])
         await self.until(endpoints.exists, "the coordinator did not start to listen", START_TIMEOUT)
         result: dict[str, Any] = json.loads(endpoints.read_text())
@@ -105,7 +105,7 @@ class LocalSwarm:
         directory = make_private_dir(self.root / name)
         write_private(directory / "token", token.encode())
         command = [_script("atoll"), "join", "--yes", "--name", name, "--data-dir", str(directory)]
-        command += ["--token", f"file:{directory / 'token'}", "--listen", self.places.address(name)]
+        command += ["--token", f"file:{directory / 'token'}", "--listen", self.program_hosts.address(name)]
         command += ["--log-format", "console"]
         return await self._start(name, directory, [*command, *flags])
 
@@ -125,7 +125,7 @@ class LocalSwarm:
     async def command(self, script: str, *arguments: str) -> str:
         """Run one of our console scripts to its end, with the operator's credentials; likewise."""
         child = await child_processes.start(
-            self.places.command("coordinator", [_script(script), *arguments]),
+            self.program_hosts.command("coordinator", [_script(script), *arguments]),
             environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -139,7 +139,7 @@ class LocalSwarm:
     async def _start(self, name: str, directory: Path, command: Sequence[str]) -> Program:
         log = directory / "log"
         with log.open("ab") as output:
-            inside = self.places.command(name, command)
+            inside = self.program_hosts.command(name, command)
             child = await child_processes.start(inside, environment=dict(os.environ), stdout=output, stderr=output)
         self.programs[name] = Program(name, directory, child, log)
         return self.programs[name]

@@ -35,7 +35,7 @@ from atoll.node.genesis import write_genesis
 from atoll.node.local_state import LocalState, StateSources
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import position_at
-from atoll.node.rounds.engine import AveragingEngine, Listener
+from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import minimum_lease_samples, policies
 from atoll.node.route_membership import RouteMembership
@@ -353,7 +353,7 @@ class TrainingSession:
             plan=plan,
             clock=context.clock,
             counters=context.status.counters,
-            listener=Listener(
+            callbacks=RoundCallbacks(
                 committed=self._on_head_moved,
                 report=context.link.report,
                 evaluated=self._on_evaluation,

@@ -75,7 +75,7 @@ async def test_what_a_killed_lab_leaves_goes_at_the_next_start_and_nothing_else(
         homes = list(namespaces.NAMESPACES.glob(f"atoll-{token}-*"))
         killed.kill()
         await killed.wait()
-        orphans = namespaces.inhabitants(homes)
+        orphans = namespaces.processes_in(homes)
         assert orphans, "the grandchild should have outlived the lab"
         assert left(token)
         async with wan_network(small()) as network:
@@ -89,7 +89,7 @@ async def test_what_a_killed_lab_leaves_goes_at_the_next_start_and_nothing_else(
         namespaces.ip("netns", "delete", foreign)
         living.kill()
         await asyncio.wait_for(living.wait(), 30)
-        namespaces.sweep()
+        namespaces.remove_leftovers()
     assert left(other) == []
 
 

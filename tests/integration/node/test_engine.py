@@ -28,11 +28,11 @@ from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import engine as engine_module
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
 from atoll.node.rounds.member_streams import PROTOCOL as ROUND
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
-from atoll.node.rounds.snapshot_ledger import Share
+from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.outer_step import holds
@@ -96,7 +96,7 @@ class Member:
             plan=plan,
             clock=SystemClock(),
             counters=self.counters,
-            listener=Listener(
+            callbacks=RoundCallbacks(
                 committed=self.heads.append,
                 report=self.reports.append,
                 evaluated=self.evaluations.append,
@@ -433,7 +433,7 @@ async def test_progress_that_cannot_be_kept_ends_the_engine_and_not_only_a_catch
         monkeypatch.setattr(engine, "_move", moves)
         monkeypatch.setattr(engine, "_keep_progress", fails)
         with pytest.raises(Unreachable, match="trainer"):
-            await engine._catch_up(Share(rt.Counted.NOTHING))
+            await engine._catch_up(CountedShare(rt.Counted.NOTHING))
 
 
 @pytest.mark.timeout(120)

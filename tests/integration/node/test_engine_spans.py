@@ -24,10 +24,10 @@ from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import engine as engine_module
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
+from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
-from atoll.node.rounds.snapshot_ledger import Share
+from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
@@ -82,7 +82,7 @@ class Stage:
             plan=plan,
             clock=SystemClock(),
             counters=self.counters,
-            listener=Listener(
+            callbacks=RoundCallbacks(
                 committed=self.heads.append,
                 report=lambda _: None,
                 evaluated=lambda _: None,
@@ -269,7 +269,7 @@ async def test_a_round_without_the_votes_that_decide_it_says_nothing_of_our_prog
         return told.get(peer, forged)
 
     monkeypatch.setattr(engine_module, "fetch_manifest", tells)
-    assert await engine._share_after(before, head) == Share(rt.Counted.UNKNOWN)
+    assert await engine._share_after(before, head) == CountedShare(rt.Counted.UNKNOWN)
     told[honest] = after
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
     assert (await engine._share_after(before, head)).counted == after.manifest

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from support.loopback_hosts import DIRECT, Lab
-from support.stage_threads import bridged, trainers_of, until
+from support.stage_threads import connected_route, trainers_of, until
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
@@ -98,7 +98,7 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
             await stage.order(ms.Initialise())
             await stage.order(ms.Load(RANGES if stage is stages[0] else (), 0))
             await stage.order(ms.Train())
-        async with bridged(stages, hosts, dispatchers):
+        async with connected_route(stages, hosts, dispatchers):
             await until(lambda: stages[2].status.steps >= 3)
             assert stages[0].status.flushes_aborted == 0
             await struck_in_a_flush(hosts[2].p2pd_pid)

@@ -16,7 +16,7 @@ import structlog
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2 as dht
-from support.donors import ANN, GENESIS, Holding, commit, state_of
+from support.donors import ANN, GENESIS, DonorState, commit, state_of
 from support.loopback_hosts import Lab
 from support.mutation import Mutator, on_wire
 
@@ -61,7 +61,7 @@ class Node:
         self.heard: list[tuple[str, dp.RoundMessage]] = []
         self.links = RoundLinks(host, self._hear)
         self.exchanges = ExchangeServer(host, timedelta(seconds=1))
-        holding = Holding(ManifestStore(directory / "manifests", "r"))
+        holding = DonorState(ManifestStore(directory / "manifests", "r"))
         holding.hold(HEAD, STATE_NOW)
         StateServer(host, "r", holding.store, holding.current)
 

@@ -15,7 +15,7 @@ from support.machine_plans import GENESIS, POLICY, Routes, make_plan
 from support.machine_world import World
 
 from atoll.core.round_id import RoundId
-from atoll.node.rounds.round_trigger import Turns
+from atoll.node.rounds.round_trigger import RoundTrigger
 from atoll.v1 import dataplane_pb2 as dp
 
 PEERS = [f"p{i}" for i in range(4)]
@@ -29,7 +29,7 @@ class Watch:
     def __init__(self, interval: float = 1.0, lead: float = 0.0, *, routes: Routes | None = None, **changes) -> None:
         policy = replace(POLICY, due_tokens=lambda committed, members: DUE, **changes)
         plan = make_plan(PEERS, routes=routes)
-        self.turns = Turns("p0", policy, GENESIS, plan, 0.0)
+        self.turns = RoundTrigger("p0", policy, GENESIS, plan, 0.0)
         opener = RoundId("r", plan.version, 0, 1, 0).order(plan.members).index("p0")
         self.attempt = RoundId("r", plan.version, 0, 1, opener)
         self.interval, self.lead = interval, lead

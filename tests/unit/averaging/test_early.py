@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.core.round_id import RoundId
-from atoll.node.rounds.pending_opens import EarlyOpen
+from atoll.node.rounds.pending_opens import PendingOpens
 from atoll.node.rounds.types import Received
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -14,14 +14,14 @@ def open_of(peer: str, number: int, attempt: int = 0, plan_version: int = 1) -> 
 
 
 def test_an_open_of_a_round_that_is_over_hides_none_of_the_next():
-    early, late, due = EarlyOpen(), open_of("p1", 5, attempt=1), open_of("p2", 6)
+    early, late, due = PendingOpens(), open_of("p1", 5, attempt=1), open_of("p2", 6)
     early.keep(late, 0.0, 10.0)
     early.keep_ahead(due, 0.0, 10.0)
     assert early.take(1, 6, 1.0) == due
 
 
 def test_of_a_plan_that_is_still_to_come_the_newest_round_s_is_kept():
-    early = EarlyOpen()
+    early = PendingOpens()
     early.keep(open_of("p1", 5, attempt=3, plan_version=2), 0.0, 10.0)
     early.keep(newer := open_of("p2", 6, plan_version=2), 0.0, 10.0)
     assert early.take(1, 6, 1.0) is None
@@ -29,7 +29,7 @@ def test_of_a_plan_that_is_still_to_come_the_newest_round_s_is_kept():
 
 
 def test_nobody_takes_the_place_of_another_s_open_and_the_first_attempt_comes_first():
-    early, honest = EarlyOpen(), open_of("p1", 6)
+    early, honest = PendingOpens(), open_of("p1", 6)
     early.keep_ahead(honest, 0.0, 10.0)
     for number in (6, 7, 10**6):
         early.keep_ahead(open_of("liar", number, attempt=3), 0.0, 10.0)
@@ -39,6 +39,6 @@ def test_nobody_takes_the_place_of_another_s_open_and_the_first_attempt_comes_fi
 
 
 def test_none_outlives_its_opener_s_patience():
-    early = EarlyOpen()
+    early = PendingOpens()
     early.keep_ahead(open_of("p1", 6), 0.0, 1.0)
     assert early.take(1, 6, 1.5) is None

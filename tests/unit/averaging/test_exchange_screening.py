@@ -53,7 +53,7 @@ def test_who_trains_backwards_is_in_no_sum_and_every_reducer_says_so() -> None:
 def test_contributions_can_weigh_the_roots_of_their_tokens() -> None:
     async def scene() -> None:
         tokens = {"a": 100, "b": 400, "c": 1600, "d": 0}
-        swarm = Swarm(tokens, "fp32", screening=False, pull=by_roots)
+        swarm = Swarm(tokens, "fp32", screening=False, weigh=by_roots)
         await swarm.run()
         mean_E = weighted_mean(list(swarm.vectors.values()), [1, 2, 4, 0])
         for peer in tokens:
@@ -74,7 +74,7 @@ def test_who_weighs_roots_is_judged_by_tokens(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(reducer, "factors_of", judge)
 
     async def scene() -> None:
-        swarm = Swarm({"a": 10_000, "b": 2_500, "c": 100}, "fp32", screening=True, pull=by_roots)
+        swarm = Swarm({"a": 10_000, "b": 2_500, "c": 100}, "fp32", screening=True, weigh=by_roots)
         await swarm.run()
         assert torch.equal(swarm.averages["a"], weighted_mean(list(swarm.vectors.values()), [10, 5, 1]))
         await swarm.close()

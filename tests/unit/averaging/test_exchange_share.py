@@ -21,7 +21,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.codec_choice import AUTO
-from atoll.node.rounds.round_trigger import Turns
+from atoll.node.rounds.round_trigger import RoundTrigger
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
@@ -127,12 +127,12 @@ def head_of(number: int, members: Sequence[str]) -> Head:
 
 
 def test_who_dies_after_its_vote_is_not_counted_on_at_the_next_head():
-    turns, next_round = Turns("p0", POLICY, GENESIS, make_plan(PEERS), 0.0), RoundId("r", 1, 0, 2, 0)
+    turns, next_round = RoundTrigger("p0", POLICY, GENESIS, make_plan(PEERS), 0.0), RoundId("r", 1, 0, 2, 0)
     for peer in PEERS[1:]:
         turns.expect(peer, next_round, dp.TokenReport(round=next_round.to_proto(), tokens=200), 10.0)
     turns.lose("p3")
     turns.move(head_of(1, PEERS), make_plan(PEERS), 10.5)
-    assert turns.lately(10.5) == {"p0", "p1", "p2"}
+    assert turns.heard_recently(10.5) == {"p0", "p1", "p2"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_who_dies_after_its_vote_is_not_counted_on_at_the_next_head():
 )
 def test_who_came_late_is_waited_for_and_nobody_else(what, waits):
     plan, others = make_plan(PEERS), PEERS[:3]
-    turns = Turns("p0", POLICY, head_of(0, PEERS), plan, 0.0)
+    turns = RoundTrigger("p0", POLICY, head_of(0, PEERS), plan, 0.0)
     turns.begin_exchange(0.0)
     turns.move(head_of(1, PEERS), plan, 10.0)  # an exchange takes ten seconds
     report = dp.TokenReport(tokens=200)

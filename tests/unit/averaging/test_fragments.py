@@ -18,7 +18,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import SyncSection
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds.decide import build_start, check_payload, check_start, manifest_payload, parts_total
-from atoll.node.rounds.opener import Paces
+from atoll.node.rounds.opener import StageDeadlines
 from atoll.node.rounds.outer_schedule import due_tokens
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
@@ -98,7 +98,7 @@ def test_fragments_take_turns_and_all_that_is_trained_is_in_the_rounds_of_each()
 
 
 def test_a_large_fragment_has_deadlines_of_its_own() -> None:
-    small, large = Paces.of(replace(POLICY, fragments=split_into_fragments((0, 128, 4096), 2)))
+    small, large = StageDeadlines.of(replace(POLICY, fragments=split_into_fragments((0, 128, 4096), 2)))
     for _ in range(9):
         small.exchange(4).observe(0.1)
         large.exchange(4).observe(10.0)

@@ -16,8 +16,8 @@ from atoll.core.frames import FrameKind
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, Listener, RoundCounters
-from atoll.node.rounds.event_queue import PLACES, Inbox
+from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
+from atoll.node.rounds.event_queue import PLACES, EventQueue
 from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
 from atoll.node.rounds.policy import policies
 from atoll.node.state.anchor import AnchorState
@@ -35,7 +35,7 @@ def said(peer: str) -> rt.Received:
     return rt.Received(peer, WORD)
 
 
-async def fill(inbox: Inbox, peer: str) -> None:
+async def fill(inbox: EventQueue, peer: str) -> None:
     for _ in range(PLACES):
         await inbox.put_from(peer, said(peer))
 
@@ -47,7 +47,7 @@ async def passes(turns: int = 10) -> None:
 
 
 async def test_a_peer_waits_for_a_place_and_others_and_we_do_not():
-    inbox = Inbox()
+    inbox = EventQueue()
     await fill(inbox, "a")
     waiting = asyncio.create_task(inbox.put_from("a", rt.Lost("a")))
     await passes()
@@ -66,7 +66,7 @@ async def test_a_peer_waits_for_a_place_and_others_and_we_do_not():
 
 
 async def test_who_stops_waiting_takes_no_place():
-    inbox = Inbox()
+    inbox = EventQueue()
     await fill(inbox, "a")
     waiting = [asyncio.create_task(inbox.put_from("a", said("a"))) for _ in range(3)]
     await passes()
@@ -80,7 +80,7 @@ async def test_who_stops_waiting_takes_no_place():
 
 
 async def test_nobody_waits_for_an_inbox_that_is_closed():
-    inbox = Inbox()
+    inbox = EventQueue()
     await fill(inbox, "a")
     waiting = [asyncio.create_task(inbox.put_from("a", said("a"))) for _ in range(3)]
     await passes()
@@ -112,7 +112,7 @@ def engine_of(network, directory) -> AveragingEngine:
         plan=plan_of(ANN, BOB, CLEO),
         clock=SystemClock(),
         counters=RoundCounters(),
-        listener=cast("Listener", SimpleNamespace()),
+        callbacks=cast("RoundCallbacks", SimpleNamespace()),
     )
 
 

@@ -43,7 +43,7 @@ class Listening(World):
 
     def __init__(self, liar: str) -> None:
         super().__init__(4, routes=ROUTES)
-        self.missed: list[rt.Missed] = []
+        self.missed: list[rt.ContributorsMissing] = []
         self.liar = liar
         self.network.drop = self._lie
 
@@ -53,7 +53,7 @@ class Listening(World):
         return False
 
     def _perform(self, node: Node, action: rt.Action) -> None:
-        if isinstance(action, rt.Missed):
+        if isinstance(action, rt.ContributorsMissing):
             self.missed.append(action)
         super()._perform(node, action)
 

@@ -21,10 +21,10 @@ from atoll.core.manifest import Head
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.background import Beside
+from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.policy import policy_of
-from atoll.node.rounds.staged_results import Results
+from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder
 from atoll.node.state.outer_step import layer_states, outer_step
 from atoll.v1 import dataplane_pb2 as dp
@@ -47,7 +47,7 @@ class Trio:
     """Three members that averaged, up to the opener's word."""
 
     def __init__(self) -> None:
-        self.hub, self.beside = MemoryHub(), Beside()
+        self.hub, self.beside = MemoryHub(), BackgroundTasks()
         self.spec = parse_run_spec(
             SPEC.format(model=MODEL, nodes=3, tokens=10**6, corpus="x", round_tokens=1000, codec="fp32")
         )
@@ -58,21 +58,21 @@ class Trio:
             p: torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(PEERS)
         }
 
-    def _results(self, peer: str) -> Results:
+    def _results(self, peer: str) -> RoundResults:
         policy = replace(policy_of(self.spec, OFFSETS), screen=None)
         machine = cast("RoundMachine", SimpleNamespace(held=(), policy=policy))
         network = self.hub.join(peer)
         exchanges = ExchangeServer(network, timedelta(seconds=PATIENCE))
         tell = self.told[peer].put_nowait
-        return Results(self.spec, machine, self.states[peer], network, exchanges, self.beside, tell)
+        return RoundResults(self.spec, machine, self.states[peer], network, exchanges, self.beside, tell)
 
     async def average(self) -> tuple[bytes, ...]:
         """Digests of the parts, which all have."""
         for peer, results in self.results.items():
             results.begin(START, PATIENCE, WHOLE, self.vectors[peer], genesis(self.states[peer]))
-        parted = [await self.next(peer, rt.Parted) for peer in PEERS]
-        assert len({it.digests for it in parted}) == 1
-        return parted[0].digests
+        exchange_done = [await self.next(peer, rt.ExchangeDone) for peer in PEERS]
+        assert len({it.digests for it in exchange_done}) == 1
+        return exchange_done[0].digests
 
     async def next(self, peer: str, kind: type[T]) -> T:
         async with asyncio.timeout(PATIENCE):

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.machine_node import BLANK
 from support.machine_plans import GENESIS, POLICY, make_plan
-from support.machine_votes import FakeSeals
+from support.machine_votes import FakeVoteSigner
 from support.machine_world import World
 
 from atoll.core.plan import Base
@@ -65,7 +65,7 @@ def test_a_dead_member_costs_one_deadline_and_is_dropped():
     assert w.now - began < 12  # nobody waits for it any more
 
 
-@pytest.mark.parametrize("phase", [Phase.FREEZING, Phase.READY, Phase.EXCHANGING, Phase.PARTED, Phase.STAGING])
+@pytest.mark.parametrize("phase", [Phase.FREEZING, Phase.READY, Phase.EXCHANGING, Phase.AWAITING_SETTLE, Phase.STAGING])
 def test_a_member_frozen_in_any_phase_holds_nobody_up_and_returns_without_losing_progress(phase):
     w = World(4, seed=5)
     assert w.run(60, until=committed(w, 3))
@@ -506,7 +506,9 @@ def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment)
 
 
 def machine_of_three(record: VoteRecord = BLANK) -> RoundMachine:
-    return RoundMachine("p0", lambda plan: POLICY, FakeSeals("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record)
+    return RoundMachine(
+        "p0", lambda plan: POLICY, FakeVoteSigner("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record
+    )
 
 
 def open_of(attempt: int, version: int) -> rt.Received:

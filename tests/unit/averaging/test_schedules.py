@@ -12,7 +12,7 @@ from atoll.core.quorum import Ballot, Electorate
 from atoll.node.rounds import opener
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
-from atoll.node.rounds.promises import VoteMemory
+from atoll.node.rounds.promises import Promises
 
 SCHEDULES, BLOCK = 6_000, 500  # a block is a test, so that workers share them
 
@@ -51,26 +51,26 @@ def half_is_enough():
 
 def votes_are_forgotten():
     """A restart knows its promise, but not what it voted for."""
-    recall = VoteMemory.recall
+    recall = Promises.recall
 
     def forgetful(self, head, plan):
         if self._record is not None:
             self._record = replace(self._record, voted=None)
         recall(self, head, plan)
 
-    return patch.object(VoteMemory, "recall", forgetful)
+    return patch.object(Promises, "recall", forgetful)
 
 
 def promises_are_forgotten():
     """Whoever lost its disk votes at once, and whoever kept it takes any ballot."""
-    recall = VoteMemory.recall
+    recall = Promises.recall
 
     def forgetful(self, head, plan):
         self._record = None
         recall(self, head, plan)
         self.votes = True
 
-    return patch.object(VoteMemory, "recall", forgetful)
+    return patch.object(Promises, "recall", forgetful)
 
 
 def nothing_is_adopted():
@@ -82,7 +82,7 @@ def snapshots_are_taken_again():
     release = RoundMachine._release
 
     def thaw(self, **said):
-        self._brought.exposed = False
+        self._snapshot_ledger.exposed = False
         release(self, **said)
 
     return patch.object(RoundMachine, "_release", thaw)
@@ -93,7 +93,7 @@ def votes_of_all_attempts_add_up():
     opened = RoundMachine._opened
 
     def backwards(self, peer, round_id, message):
-        self._memory.promised = None
+        self._promises.promised = None
         self.attempt = min(self.attempt, round_id.attempt)
         opened(self, peer, round_id, message)
 
@@ -104,13 +104,13 @@ def any_snapshot_will_do():
     """After a change of cuts a node brings what it froze of other layers."""
 
     def bring(self, following):
-        frozen = self._brought.of(self._brought._layers)
+        frozen = self._snapshot_ledger.of(self._snapshot_ledger._layers)
         if frozen is None and not following.is_witness:
             following.freeze()
         else:
             following.promise(frozen or rt.Frozen(following.round_id, 0, 0), leaving=self._leaving)
 
-    return patch.object(RoundMachine, "_bring", bring)
+    return patch.object(RoundMachine, "_offer_snapshot", bring)
 
 
 MUTATIONS = [

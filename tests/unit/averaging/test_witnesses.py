@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from support.machine_plans import GENESIS, OFFSETS, POLICY, layers_after, make_plan, policies
-from support.machine_votes import FakeSeals
+from support.machine_votes import FakeVoteSigner
 from support.machine_world import World
 
 from atoll.core.errors import PeerMisbehaved
@@ -121,7 +121,7 @@ def test_witnesses_want_the_word_of_half_of_the_holders_that_decide():
 def staging_witness() -> tuple[RoundMachine, str]:
     """BACK, which waits for what holders attest to, and the opener."""
     machine = RoundMachine(
-        BACK, policies(POLICY), FakeSeals(BACK), GENESIS, PLAN, 0.0, VoteRecord(0, b"", Ballot(0, 0))
+        BACK, policies(POLICY), FakeVoteSigner(BACK), GENESIS, PLAN, 0.0, VoteRecord(0, b"", Ballot(0, 0))
     )
     opener = NUMBER.opener(PEERS)
     opened = dp.Open(round=NUMBER.to_proto(), head_hash=GENESIS.hash, deadline_ms=4000)
@@ -141,7 +141,7 @@ def staging_witness() -> tuple[RoundMachine, str]:
 
 def adopt(*holders: str, payload: bytes | None = None, ballot: Ballot = NUMBER.ballot) -> dp.RoundMessage:
     payload = payload or result()
-    words = [dp.Attestation(peer_id=peer, signature=FakeSeals(peer).attest(payload, ballot)) for peer in holders]
+    words = [dp.Attestation(peer_id=peer, signature=FakeVoteSigner(peer).attest(payload, ballot)) for peer in holders]
     return dp.RoundMessage(
         adopt=dp.Adopt(round=NUMBER.to_proto(), payload=payload, deadline_ms=4000, attestations=words)
     )
@@ -201,8 +201,8 @@ def test_a_holder_that_attests_to_a_result_of_its_own_gets_no_vote_for_it():
         payload = manifest.SerializeToString(deterministic=True)
         ballot = RoundId.from_proto(message.digest.round).ballot
         digest = dp.Digest(round=message.digest.round, payload=payload)
-        digest.signature.CopyFrom(FakeSeals(FRONT).vote(payload, ballot))
-        digest.attestation.CopyFrom(FakeSeals(FRONT).attest(payload, ballot))
+        digest.signature.CopyFrom(FakeVoteSigner(FRONT).vote(payload, ballot))
+        digest.attestation.CopyFrom(FakeVoteSigner(FRONT).attest(payload, ballot))
         lies.append(payload)
         world.at(0.001, world.feed, to, rt.Received(FRONT, dp.RoundMessage(digest=digest)))
         return True

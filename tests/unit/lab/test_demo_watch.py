@@ -25,7 +25,7 @@ async def test_it_names_the_limit_and_how_to_give_it_more(monkeypatch):
     async def nothing(_view):
         pass
 
-    monkeypatch.setattr(demo, "look_at_run", nothing)
+    monkeypatch.setattr(demo, "fetch_run_view", nothing)
     view = demo.DemoView(title="demo", started=0.0, stop_tokens=1)
     trouble = asyncio.create_task(asyncio.sleep(0))
     limit = timedelta(minutes=0.001)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import config_of, initialise_span
-from support.routes import Reef
+from support.routes import RouteStages
 
 from atoll.core.errors import ConfigError, InvalidRequest, UnsupportedModel
 from atoll.core.run_spec import OptimizerSection
@@ -111,8 +111,8 @@ def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
     tokens = [torch.arange(2 * 13).view(2, 13) % 48]
     norms = []
     for stages in (1, 4):
-        reef = Reef(HuggingFaceArchitecture(config), stages, OptimizerSection(), MicroBatchShape(2, 12))
-        for model in reef.models:
+        route_stages = RouteStages(HuggingFaceArchitecture(config), stages, OptimizerSection(), MicroBatchShape(2, 12))
+        for model in route_stages.models:
             initialise_span(model, 1, 0.2)
-        norms.append(reef.route.flush(tokens).norms)
+        norms.append(route_stages.route.flush(tokens).norms)
     assert norms[0] == norms[1]

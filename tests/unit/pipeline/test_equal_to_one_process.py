@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.routes import Reef
+from support.routes import RouteStages
 
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import RunSpec, parse_run_spec
@@ -69,7 +69,7 @@ def test_the_trainer_s_loop_and_routes_of_1_2_and_4_stages_are_equal(
         loop.close()
     assert losses[-1] < 0.7 * losses[0]
     for stages in (1, 2, 4):
-        reef = Reef(loop.run.architecture, stages, spec.optimizer, MicroBatchShape(SAMPLES, TOKENS))
-        reef.load(anchor_E)
-        assert [reef.route.flush(tokens).loss for tokens in batches(spec, corpus)] == losses
-        assert torch.equal(reef.weights(), loop.weights_E)
+        route_stages = RouteStages(loop.run.architecture, stages, spec.optimizer, MicroBatchShape(SAMPLES, TOKENS))
+        route_stages.load(anchor_E)
+        assert [route_stages.route.flush(tokens).loss for tokens in batches(spec, corpus)] == losses
+        assert torch.equal(route_stages.weights(), loop.weights_E)

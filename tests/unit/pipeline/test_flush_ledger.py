@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.flush_ledger import Ledger
+from support.flush_ledger import FlushLedger
 
 from atoll.core.errors import InvalidTransition
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=30))
 def test_every_id_is_counted_or_waiting_and_in_order(flushes: list[tuple[int, bool]]) -> None:
-    ledger = Ledger()
+    ledger = FlushLedger()
     ledger.add(range(40))
     for count, succeeds in flushes:
         if not ledger.waiting:
@@ -25,7 +25,7 @@ def test_every_id_is_counted_or_waiting_and_in_order(flushes: list[tuple[int, bo
 
 
 def test_what_would_count_twice_is_refused() -> None:
-    ledger = Ledger()
+    ledger = FlushLedger()
     ledger.add([7, 8])
     with pytest.raises(InvalidTransition, match="queued before"):
         ledger.add([8])

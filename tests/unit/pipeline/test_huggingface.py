@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.families import FAMILIES, VOCABULARY, config_of, initialise_span, lora_of
-from support.routes import Reef
-from support.single_process_reference import OneProcess
+from support.routes import RouteStages
+from support.single_process_reference import SingleProcessReference
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
@@ -26,14 +26,14 @@ def batches(steps: int) -> list[list[Tensor]]:
     return [list(flush) for flush in (starts + torch.arange(TOKENS + 1)) % VOCABULARY]
 
 
-def weights_of(reef: Reef, without_head: bool) -> dict[str, Tensor]:
+def weights_of(route_stages: RouteStages, without_head: bool) -> dict[str, Tensor]:
     """Every parameter by name; a frozen head that is tied is a copy of the embedding."""
     found: dict[str, Tensor] = {}
-    for model in reef.models:
+    for model in route_stages.models:
         found |= {name: view.clone() for name, view in model.trained.views(model.weights_E)}
         found |= {name: view.clone() for name, view in model.frozen.views(model.frozen_E)}
     if without_head:
-        assert torch.equal(found.pop("lm_head.weight"), found[f"{reef.models[0].cut.embedding}"])
+        assert torch.equal(found.pop("lm_head.weight"), found[f"{route_stages.models[0].cut.embedding}"])
     return found
 
 
@@ -68,16 +68,18 @@ def test_all_are_equal_after_50_steps(family: str, tied: bool, adapted: bool) ->
 def check_equal(family: str, tied: bool, adapted: bool, steps: int) -> None:
     config, lora = config_of(family, tied), lora_of(family) if adapted else None
     architecture = HuggingFaceArchitecture(config, lora)
-    plain: OneProcess | None = None
+    plain: SingleProcessReference | None = None
     losses: list[float] = []
     for stages in (4, 2, 1):
-        reef = Reef(architecture, stages, SECTION, MicroBatchShape(SAMPLES, TOKENS))
-        for model in reef.models:
+        route_stages = RouteStages(architecture, stages, SECTION, MicroBatchShape(SAMPLES, TOKENS))
+        for model in route_stages.models:
             initialise_span(model, 7, 0.1)
         if plain is None:
-            plain = OneProcess(config, lora, SECTION, weights_of(reef, without_head=tied and adapted))
+            plain = SingleProcessReference(
+                config, lora, SECTION, weights_of(route_stages, without_head=tied and adapted)
+            )
             losses = [plain.step(tokens) for tokens in batches(steps)]
             assert steps < 50 or losses[-1] < losses[0]
-            assert not torch.equal(plain.weights(), reef.weights())
-        assert [reef.route.flush(tokens).loss for tokens in batches(steps)] == losses
-        assert torch.equal(reef.weights(), plain.weights())
+            assert not torch.equal(plain.weights(), route_stages.weights())
+        assert [route_stages.route.flush(tokens).loss for tokens in batches(steps)] == losses
+        assert torch.equal(route_stages.weights(), plain.weights())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.hf_runs import TARGETS, config_of, model_section, pretrained, spec_of, spec_text, text_of
 from support.memory_network import MemoryHub
-from support.stage_threads import StageThread, bridged, trainers_of, until
+from support.stage_threads import StageThread, connected_route, trainers_of, until
 
 from atoll.core.errors import PretrainedWeightsUnusable
 from atoll.node.model.run_model import allocate_span, run_model
@@ -77,7 +77,7 @@ async def test_a_route_makes_the_steps_of_one_process(
             assert (tmp_path / "genesis").read_bytes() == genesis_E.numpy().tobytes()
             for stage in stages:
                 await begun(stage, genesis_E)
-            async with bridged(stages, networks, dispatchers):
+            async with connected_route(stages, networks, dispatchers):
                 driver = stages[0]
                 await until(lambda: driver.status.steps >= 4)
                 route_loss = await driver.order(ms.Evaluate())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.machine_plans import make_plan
 from support.memory_network import FrameInTransit, MemoryHub
-from support.stage_threads import StageThread, bridged, trainers_of, until
+from support.stage_threads import StageThread, connected_route, trainers_of, until
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import (
@@ -99,7 +99,7 @@ class Route:
 
     def on(self, plan: int = 1) -> AbstractAsyncContextManager[list[RouteConnection]]:
         """The stages as one route of such a plan."""
-        return bridged(self.stages, self.networks, self.dispatchers, plan)
+        return connected_route(self.stages, self.networks, self.dispatchers, plan)
 
     async def load(self, stage: StageThread) -> None:
         """Genesis; a driver has all the samples there are."""
@@ -296,7 +296,7 @@ async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus
                     await route.load(other)
                     await other.order(ms.Train())
                 back = slice(None, 0, -1)
-                async with bridged(others, route.networks[back], route.dispatchers[back], plan=3):
+                async with connected_route(others, route.networks[back], route.dispatchers[back], plan=3):
                     await until(lambda: others[1].status.steps >= 2)
                     await route.more(1)
             await route.stand_still()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.in_process_route import Pick, oldest
-from support.routes import Reef
+from support.routes import RouteStages
 from torch import Tensor
 
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
@@ -58,10 +58,10 @@ def initial() -> Tensor:
     return weights_E
 
 
-def route(stages: int | list[Span], ahead: int = 0, pick: Pick = oldest) -> Reef:
-    reef = Reef(BuiltInArchitecture(SHAPE), stages, SECTION, ROOM, ahead, pick)
-    reef.load(initial())
-    return reef
+def route(stages: int | list[Span], ahead: int = 0, pick: Pick = oldest) -> RouteStages:
+    route_stages = RouteStages(BuiltInArchitecture(SHAPE), stages, SECTION, ROOM, ahead, pick)
+    route_stages.load(initial())
+    return route_stages
 
 
 def flush_of(seed: int, micro_batches: int = 4) -> list[Tensor]:
@@ -89,35 +89,35 @@ def test_any_cuts_any_order_and_a_break_at_any_moment_give_the_same_bits(
     assert torch.equal(cut.weights(), whole.weights())
 
 
-def decided_before_break(reef: Reef, tokens: list[Tensor], turns: int) -> bool:
+def decided_before_break(route_stages: RouteStages, tokens: list[Tensor], turns: int) -> bool:
     """Begin a flush, and break all links after so many turns."""
-    reef.route.begin(tokens)
+    route_stages.route.begin(tokens)
     for _ in range(turns):
-        reef.route.turn()
-    decided = reef.runners[0].last_result is not None
-    reef.route.reconnect()
+        route_stages.route.turn()
+    decided = route_stages.runners[0].last_result is not None
+    route_stages.route.reconnect()
     return decided
 
 
 def test_a_flush_begins_at_the_first_stage_of_a_route_that_is_ready() -> None:
-    reef = route(2)
+    route_stages = route(2)
     with pytest.raises(InvalidTransition):
-        reef.runners[0].feed([])
-    reef.route.begin(flush_of(0))
-    for runner in reef.runners:
+        route_stages.runners[0].feed([])
+    route_stages.route.begin(flush_of(0))
+    for runner in route_stages.runners:
         with pytest.raises(InvalidTransition):
             runner.feed([])
 
 
 def test_what_was_settled_and_not_decided_is_dropped_when_other_weights_are_loaded() -> None:
-    reef = route(2)
-    reef.route.begin(flush_of(0))
-    last = reef.runners[1]
+    route_stages = route(2)
+    route_stages.route.begin(flush_of(0))
+    last = route_stages.runners[1]
     while not (last.last_flush == 0 and last.awaiting_verdict):
-        reef.route.turn()
+        route_stages.route.turn()
     last.disconnect()
     last.drop_undecided()
-    assert not bool(reef.models[1].gradients_E.any())
+    assert not bool(route_stages.models[1].gradients_E.any())
 
 
 X_BTD, TARGETS_BT = torch.zeros(2, 6, 16), torch.zeros(2, 6, dtype=torch.int64)
@@ -177,35 +177,35 @@ def test_what_a_peer_may_not_send_is_refused_and_the_flush_goes_on(name: str) ->
 
 
 def test_a_report_of_another_number_of_layers_is_refused() -> None:
-    reef = route(2)
-    flush = reef.route.begin(flush_of(0, 1))
-    while reef.runners[0].in_flight == 0:
-        reef.route.turn()
+    route_stages = route(2)
+    flush = route_stages.route.begin(flush_of(0, 1))
+    while route_stages.runners[0].in_flight == 0:
+        route_stages.route.turn()
     with pytest.raises(PeerMisbehaved, match="has 5 norms"):
-        reef.runners[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))
+        route_stages.runners[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))
 
 
 def test_nobody_works_before_the_route_is_ready() -> None:
-    reef = route(3)
+    route_stages = route(3)
     with pytest.raises(PeerMisbehaved, match="before all stages are ready"):
-        reef.runners[1].deliver(0, Begin(1, 4))
+        route_stages.runners[1].deliver(0, Begin(1, 4))
 
 
 def test_what_comes_late_from_a_flush_that_is_over_is_dropped() -> None:
-    reef = route(2)
-    reef.route.flush(flush_of(0))
-    before_E = reef.weights()
-    reef.runners[1].deliver(0, Activation(1, 0, torch.full_like(X_BTD, torch.nan), TARGETS_BT))
-    assert reef.runners[1].advance() is None
-    assert torch.equal(reef.weights(), before_E)
+    route_stages = route(2)
+    route_stages.route.flush(flush_of(0))
+    before_E = route_stages.weights()
+    route_stages.runners[1].deliver(0, Activation(1, 0, torch.full_like(X_BTD, torch.nan), TARGETS_BT))
+    assert route_stages.runners[1].advance() is None
+    assert torch.equal(route_stages.weights(), before_E)
 
 
 def test_values_that_are_not_finite_cost_a_step_and_not_the_weights() -> None:
-    reef = route(3)
-    before_E, broken = reef.weights(), reef.models[1].layer(2)[:1]
+    route_stages = route(3)
+    before_E, broken = route_stages.weights(), route_stages.models[1].layer(2)[:1]
     whole = broken.clone()
     broken.fill_(torch.nan)
-    assert reef.route.flush(flush_of(0)).verdict.factor is None
+    assert route_stages.route.flush(flush_of(0)).verdict.factor is None
     broken.copy_(whole)
-    assert torch.equal(reef.weights(), before_E)
-    assert [stage.skipped_steps for stage in reef.stages] == [1, 1, 1]
+    assert torch.equal(route_stages.weights(), before_E)
+    assert [stage.skipped_steps for stage in route_stages.stages] == [1, 1, 1]

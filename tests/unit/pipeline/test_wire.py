@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.routes import Reef
+from support.routes import RouteStages
 from torch import Tensor
 
 from atoll.core.clock import SystemClock
@@ -102,17 +102,19 @@ def test_what_is_not_finite_arrives_as_that(value: float) -> None:
 def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weights(broken_layer: int) -> None:
     shape, room = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True), MicroBatchShape(samples=2, tokens=6)
     channel = LinkFormat(plan_version=3, route=1, samples=2, tokens=6, dimension=16, vocabulary=48)
-    reef = Reef(BuiltInArchitecture(shape), 3, OptimizerSection(), room, carry=carried(channel, "int8"))
-    reef.load(random(shape.parameters) * 0.1)
-    before_E, tokens = reef.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
-    broken = next(each.layer(broken_layer)[:1] for each in reef.models if broken_layer in each.span_definition.span)
+    route_stages = RouteStages(BuiltInArchitecture(shape), 3, OptimizerSection(), room, carry=carried(channel, "int8"))
+    route_stages.load(random(shape.parameters) * 0.1)
+    before_E, tokens = route_stages.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
+    broken = next(
+        each.layer(broken_layer)[:1] for each in route_stages.models if broken_layer in each.span_definition.span
+    )
     whole = broken.clone()
     broken.fill_(torch.nan)
-    assert reef.route.flush(tokens).verdict.factor is None
+    assert route_stages.route.flush(tokens).verdict.factor is None
     broken.copy_(whole)
-    assert torch.equal(reef.weights(), before_E)
-    assert reef.route.flush(tokens).verdict.factor is not None
-    assert bool(reef.weights().isfinite().all())
+    assert torch.equal(route_stages.weights(), before_E)
+    assert route_stages.route.flush(tokens).verdict.factor is not None
+    assert bool(route_stages.weights().isfinite().all())
 
 
 def changed(**fields: object) -> pb.StageMessage:
@@ -199,14 +201,16 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
     channel = LinkFormat(1, 0, 4, 32, 64, 256)
     try:
         for codec in ("fp32", "int8"):
-            reef = Reef(loop.run.architecture, 4, spec.optimizer, MicroBatchShape(4, 32), carry=carried(channel, codec))
-            reef.load(initial_E)
+            route_stages = RouteStages(
+                loop.run.architecture, 4, spec.optimizer, MicroBatchShape(4, 32), carry=carried(channel, codec)
+            )
+            route_stages.load(initial_E)
             loader = Loader(corpus, 0, 8, SystemClock())
             loader.restart(SampleFeed(((0, 10_000),)))
             for _ in range(90):
-                reef.route.flush(list(torch.split(loader.next().tokens_BT, 4)))
+                route_stages.route.flush(list(torch.split(loader.next().tokens_BT, 4)))
             loader.close()
-            found[codec] = loop.evaluate(reef.weights())
+            found[codec] = loop.evaluate(route_stages.weights())
         before = loop.evaluate(initial_E)
     finally:
         loop.close()

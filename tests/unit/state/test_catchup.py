@@ -23,7 +23,7 @@ from support.donors import (
     OFFSETS,
     OPERATOR,
     QUICK,
-    Reef,
+    DonorSwarm,
     after,
     commit,
     cuts_short,
@@ -54,15 +54,15 @@ CHUNKS = 2 * (3 + 4 + 4)  # of sixteen elements, in layers of 40, 60, 0 and 64
 
 
 @pytest.fixture
-async def reef(tmp_path):
-    made = Reef(tmp_path)
+async def donor_swarm(tmp_path):
+    made = DonorSwarm(tmp_path)
     yield made
     await made.hub.close()
 
 
-async def fetch(reef, ours=None, held=None, plan=PLAN, policy=QUICK):
+async def fetch(donor_swarm, ours=None, held=None, plan=PLAN, policy=QUICK):
     return await catch_up(
-        reef.network, plan, ours or state_of(9.0), held, operator_key=OPERATOR.public_key, policy=policy
+        donor_swarm.network, plan, ours or state_of(9.0), held, operator_key=OPERATOR.public_key, policy=policy
     )
 
 
@@ -70,76 +70,78 @@ def is_true(fetched, state=STATE) -> bool:
     return torch.equal(fetched.anchor_E, state.anchor_E) and torch.equal(fetched.momentum_E, state.momentum_E)
 
 
-async def test_every_donor_does_a_share(reef):
+async def test_every_donor_does_a_share(donor_swarm):
     for member in DONORS:
-        reef.serve(member, history(HEAD), STATE)
-    assert is_true(await fetch(reef))
-    assert set(reef.bodies) == {member.peer_id for member in DONORS}
-    assert sum(reef.bodies.values()) == CHUNKS
+        donor_swarm.serve(member, history(HEAD), STATE)
+    assert is_true(await fetch(donor_swarm))
+    assert set(donor_swarm.bodies) == {member.peer_id for member in DONORS}
+    assert sum(donor_swarm.bodies.values()) == CHUNKS
 
 
-async def test_of_genesis_only_the_anchor_travels(reef):
+async def test_of_genesis_only_the_anchor_travels(donor_swarm):
     """Its momentum is zero; one node has to send it to all others."""
     genesis = state_of(3.0)
     genesis.momentum_E = torch.zeros_like(genesis.anchor_E)
     head = commit(genesis, 0, [])
-    reef.serve(ANN, [head], genesis)
-    fetched = await fetch(reef, AnchorState(torch.zeros(OFFSETS[-1]), OFFSETS), plan=plan_of(ANN, CLEO, base=head))
+    donor_swarm.serve(ANN, [head], genesis)
+    fetched = await fetch(
+        donor_swarm, AnchorState(torch.zeros(OFFSETS[-1]), OFFSETS), plan=plan_of(ANN, CLEO, base=head)
+    )
     assert is_true(fetched, genesis)
-    assert reef.bodies[ANN.peer_id] == CHUNKS / 2
+    assert donor_swarm.bodies[ANN.peer_id] == CHUNKS / 2
 
 
-async def test_the_stream_that_told_the_head_brings_the_state_too(reef):
+async def test_the_stream_that_told_the_head_brings_the_state_too(donor_swarm):
     """Another one would cost round trips, and where it is a connection of its own, a slow start."""
     opened = []
-    dial = reef.network.open
+    dial = donor_swarm.network.open
 
     async def count(peer, protocol, timeout):
         opened.append(peer)
         return await dial(peer, protocol, timeout)
 
-    reef.network.open = count
+    donor_swarm.network.open = count
     for member in DONORS:
-        reef.serve(member, history(HEAD), STATE)
-    assert is_true(await fetch(reef))
+        donor_swarm.serve(member, history(HEAD), STATE)
+    assert is_true(await fetch(donor_swarm))
     assert sorted(opened) == sorted(member.peer_id for member in DONORS)
-    assert await fetch(reef, STATE, HEAD) is None
+    assert await fetch(donor_swarm, STATE, HEAD) is None
     async with asyncio.timeout(5):  # nothing was left open
         for member in DONORS:
-            while tasks := reef.networks[member.peer_id].tasks:
+            while tasks := donor_swarm.networks[member.peer_id].tasks:
                 await asyncio.wait(tasks)
 
 
 @pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies, after(2, dies), after(1, freezes)])
-async def test_one_true_donor_among_four_is_enough(reef, fault):
+async def test_one_true_donor_among_four_is_enough(donor_swarm, fault):
     for member in DONORS:
-        reef.serve(member, history(HEAD), STATE)
+        donor_swarm.serve(member, history(HEAD), STATE)
     for member in DONORS[1:]:
-        reef.behaviours[member.peer_id] = fault
-    assert is_true(await fetch(reef))
+        donor_swarm.behaviours[member.peer_id] = fault
+    assert is_true(await fetch(donor_swarm))
 
 
-async def test_liars_are_found_out_at_the_price_of_one_piece_each_and_named(reef):
+async def test_liars_are_found_out_at_the_price_of_one_piece_each_and_named(donor_swarm):
     for member in DONORS:
-        reef.serve(member, history(HEAD), STATE)
+        donor_swarm.serve(member, history(HEAD), STATE)
     liars = {member.peer_id for member in DONORS[1:]}
-    reef.behaviours = dict.fromkeys(liars, lies)
+    donor_swarm.behaviours = dict.fromkeys(liars, lies)
     with capture_logs() as logs:
-        assert is_true(await fetch(reef))
+        assert is_true(await fetch(donor_swarm))
     assert {line["peer"] for line in logs if line["event"] == "donor given up"} <= liars
-    assert all(reef.bodies.get(liar, 0) <= 4 for liar in liars)
+    assert all(donor_swarm.bodies.get(liar, 0) <= 4 for liar in liars)
 
 
-async def test_bytes_that_nobody_has_right_are_an_error_that_names_the_donors(reef):
+async def test_bytes_that_nobody_has_right_are_an_error_that_names_the_donors(donor_swarm):
     for member in DONORS:
-        reef.serve(member, history(HEAD), STATE)
-        reef.behaviours[member.peer_id] = lies
+        donor_swarm.serve(member, history(HEAD), STATE)
+        donor_swarm.behaviours[member.peer_id] = lies
     with pytest.raises(Unreachable, match=ANN.peer_id):
-        await fetch(reef)
+        await fetch(donor_swarm)
 
 
-async def test_a_stream_that_breaks_costs_what_was_under_way(reef):
-    reef.serve(ANN, history(HEAD), STATE)
+async def test_a_stream_that_breaks_costs_what_was_under_way(donor_swarm):
+    donor_swarm.serve(ANN, history(HEAD), STATE)
     calls = 0
 
     async def breaks_once(frame):
@@ -147,28 +149,28 @@ async def test_a_stream_that_breaks_costs_what_was_under_way(reef):
         calls += 1
         return Unreachable("reset") if calls == 10 else frame
 
-    reef.behaviours[ANN.peer_id] = breaks_once
-    assert is_true(await fetch(reef))
-    assert reef.bodies[ANN.peer_id] <= CHUNKS + 2 * QUICK.max_requests_in_flight
+    donor_swarm.behaviours[ANN.peer_id] = breaks_once
+    assert is_true(await fetch(donor_swarm))
+    assert donor_swarm.bodies[ANN.peer_id] <= CHUNKS + 2 * QUICK.max_requests_in_flight
 
 
-async def test_a_node_back_from_sleep_fetches_only_what_changed(reef):
+async def test_a_node_back_from_sleep_fetches_only_what_changed(donor_swarm):
     anchor_E, momentum_E = STATE.anchor_E.clone(), STATE.momentum_E.clone()
     momentum_E[OFFSETS[1] : OFFSETS[2]] += 1.0  # four chunks
     later = AnchorState(anchor_E, OFFSETS)
     later.momentum_E = momentum_E
     head = commit(later, 2, list(DONORS), after=HEAD)
     for member in DONORS:
-        reef.serve(member, history(HEAD, head), later)
-    assert is_true(await fetch(reef, ours=STATE, held=HEAD), later)
-    assert sum(reef.bodies.values()) == 4
+        donor_swarm.serve(member, history(HEAD, head), later)
+    assert is_true(await fetch(donor_swarm, ours=STATE, held=HEAD), later)
+    assert sum(donor_swarm.bodies.values()) == 4
 
 
-async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(reef):
+async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(donor_swarm):
     later = AnchorState(STATE.anchor_E, OFFSETS)
     later.momentum_E = STATE.momentum_E + 1.0
     head = commit(later, 2, list(DONORS), after=HEAD)
-    holding = reef.serve(ANN, history(HEAD), STATE)
+    holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     plan = plan_of(ANN, CLEO, voters=DONORS)
     anchor_chunks = 0
 
@@ -180,9 +182,9 @@ async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(reef):
                 holding.hold(head, later)
         return frame
 
-    reef.behaviours[ANN.peer_id] = moves_on
-    assert is_true(await fetch(reef, plan=plan), later)
-    assert reef.bodies[ANN.peer_id] < 2 * CHUNKS - 5
+    donor_swarm.behaviours[ANN.peer_id] = moves_on
+    assert is_true(await fetch(donor_swarm, plan=plan), later)
+    assert donor_swarm.bodies[ANN.peer_id] < 2 * CHUNKS - 5
 
 
 def goes_on(holding, head, state):
@@ -195,29 +197,29 @@ def goes_on(holding, head, state):
     return behave
 
 
-async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_the_others_moved_on(reef):
+async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_the_others_moved_on(donor_swarm):
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
     for member in DONORS[:3]:
-        reef.behaviours[member.peer_id] = goes_on(reef.serve(member, history(HEAD), STATE), head, later)
-    reef.serve(EVE, history(HEAD), STATE)
-    reef.behaviours[EVE.peer_id] = after(1, freezes)
+        donor_swarm.behaviours[member.peer_id] = goes_on(donor_swarm.serve(member, history(HEAD), STATE), head, later)
+    donor_swarm.serve(EVE, history(HEAD), STATE)
+    donor_swarm.behaviours[EVE.peer_id] = after(1, freezes)
     slow = replace(QUICK, answer=timedelta(hours=1), stragglers_timeout=timedelta(milliseconds=100))
     async with asyncio.timeout(20):
-        assert is_true(await fetch(reef, policy=slow), later)
+        assert is_true(await fetch(donor_swarm, policy=slow), later)
 
 
-async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those_who_moved_on(reef):
+async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those_who_moved_on(donor_swarm):
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
     for member in DONORS[:3]:
-        reef.behaviours[member.peer_id] = goes_on(reef.serve(member, history(HEAD), STATE), head, later)
-    reef.serve(EVE, history(HEAD), STATE)
-    assert is_true(await fetch(reef, policy=replace(QUICK, stragglers_timeout=timedelta(seconds=20))))
+        donor_swarm.behaviours[member.peer_id] = goes_on(donor_swarm.serve(member, history(HEAD), STATE), head, later)
+    donor_swarm.serve(EVE, history(HEAD), STATE)
+    assert is_true(await fetch(donor_swarm, policy=replace(QUICK, stragglers_timeout=timedelta(seconds=20))))
 
 
-async def test_a_head_that_never_stands_still_is_an_error(reef):
-    holding = reef.serve(ANN, history(HEAD), STATE)
+async def test_a_head_that_never_stands_still_is_an_error(donor_swarm):
+    holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     plan = plan_of(ANN, CLEO, voters=DONORS)
     number = 1
 
@@ -227,13 +229,13 @@ async def test_a_head_that_never_stands_still_is_an_error(reef):
         holding.hold(commit(STATE, number, list(DONORS), after=holding.head), STATE)
         return frame
 
-    reef.behaviours[ANN.peer_id] = runs_away
+    donor_swarm.behaviours[ANN.peer_id] = runs_away
     with pytest.raises(Unreachable, match="moved on"):
-        await fetch(reef, plan=plan, policy=replace(QUICK, restarts=2))
+        await fetch(donor_swarm, plan=plan, policy=replace(QUICK, restarts=2))
 
 
-async def test_a_donor_that_changes_its_state_is_asked_again(reef):
-    holding = reef.serve(ANN, history(HEAD), STATE)
+async def test_a_donor_that_changes_its_state_is_asked_again(donor_swarm):
+    holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     count = 0
 
     async def moves_for_a_while(frame):
@@ -244,24 +246,24 @@ async def test_a_donor_that_changes_its_state_is_asked_again(reef):
             asyncio.get_running_loop().call_later(0.005, setattr, holding, "moving", False)
         return frame
 
-    reef.behaviours[ANN.peer_id] = moves_for_a_while
+    donor_swarm.behaviours[ANN.peer_id] = moves_for_a_while
     patient = replace(QUICK, failures=8)
-    assert is_true(await fetch(reef, plan=plan_of(ANN, CLEO, voters=DONORS), policy=patient))
+    assert is_true(await fetch(donor_swarm, plan=plan_of(ANN, CLEO, voters=DONORS), policy=patient))
 
 
-async def test_a_head_of_another_model_is_an_error_not_a_crash(reef):
+async def test_a_head_of_another_model_is_an_error_not_a_crash(donor_swarm):
     odd = AnchorState(torch.ones(164), (0, 10, 20, 100, 164))
     head = commit(odd, 1, list(DONORS), after=GENESIS)
     for member in DONORS:
-        reef.serve(member, history(head), STATE)
+        donor_swarm.serve(member, history(head), STATE)
     with pytest.raises(CheckpointCorrupt):
-        await fetch(reef)
+        await fetch(donor_swarm)
 
 
 # --- staged results ------------------------------------------------------------------------------------
 
 
-async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
+async def test_a_staged_result_is_fetched_by_its_payload_and_verified(donor_swarm):
     whole = split_into_fragments(OFFSETS, 1)[0]
     staging = STATE.staging(whole, 0.7, 0.9)
     staging.take(0, torch.ones(164))
@@ -270,38 +272,38 @@ async def test_a_staged_result_is_fetched_by_its_payload_and_verified(reef):
     state.momentum_E = staged.momentum_E
     result = commit(state, 2, [ANN], after=HEAD)
     for member in (ANN, BOB):
-        reef.serve(member, history(HEAD), STATE, {result.hash: staged})
-    reef.serve(DAN, history(HEAD), STATE)  # does not keep it
-    reef.behaviours[ANN.peer_id] = lies
+        donor_swarm.serve(member, history(HEAD), STATE, {result.hash: staged})
+    donor_swarm.serve(DAN, history(HEAD), STATE)  # does not keep it
+    donor_swarm.behaviours[ANN.peer_id] = lies
     holders = [member.peer_id for member in (ANN, BOB, DAN, CLEO)]
     payload = result.committed.payload
-    found = await fetch_staged(reef.network, holders, payload, "r", OFFSETS, whole.layers, policy=QUICK)
+    found = await fetch_staged(donor_swarm.network, holders, payload, "r", OFFSETS, whole.layers, policy=QUICK)
     assert torch.equal(found.anchor_E, staged.anchor_E)
     assert torch.equal(found.momentum_E, staged.momentum_E)
     assert found.layers == staged.layers
     with pytest.raises(Unreachable):
-        await fetch_staged(reef.network, [DAN.peer_id], payload, "r", OFFSETS, whole.layers, policy=QUICK)
+        await fetch_staged(donor_swarm.network, [DAN.peer_id], payload, "r", OFFSETS, whole.layers, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
-        await fetch_staged(reef.network, holders, b"\xff", "r", OFFSETS, whole.layers, policy=QUICK)
+        await fetch_staged(donor_swarm.network, holders, b"\xff", "r", OFFSETS, whole.layers, policy=QUICK)
     with pytest.raises(PeerMisbehaved):
-        await fetch_staged(reef.network, holders, payload, "another run", OFFSETS, whole.layers, policy=QUICK)
+        await fetch_staged(donor_swarm.network, holders, payload, "another run", OFFSETS, whole.layers, policy=QUICK)
 
 
-async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(reef):
+async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(donor_swarm):
     whole = split_into_fragments(OFFSETS, 1)[0]
     staged, state, result = stepped(STATE, HEAD, 0, fragments=1)
-    reef.serve(BOB, history(HEAD), STATE, {result.hash: staged})
-    reef.serve(DAN, history(HEAD), STATE)
+    donor_swarm.serve(BOB, history(HEAD), STATE, {result.hash: staged})
+    donor_swarm.serve(DAN, history(HEAD), STATE)
 
     async def waits_for_dan(frame):
-        while tasks := reef.networks[DAN.peer_id].tasks:
+        while tasks := donor_swarm.networks[DAN.peer_id].tasks:
             await asyncio.wait(tasks)
         return frame
 
-    reef.behaviours[BOB.peer_id] = waits_for_dan
+    donor_swarm.behaviours[BOB.peer_id] = waits_for_dan
     holders, at_once = [BOB.peer_id, DAN.peer_id], replace(QUICK, stragglers_timeout=timedelta())
     found = await fetch_staged(
-        reef.network, holders, result.committed.payload, "r", OFFSETS, whole.layers, policy=at_once
+        donor_swarm.network, holders, result.committed.payload, "r", OFFSETS, whole.layers, policy=at_once
     )
     assert is_true(found, state)
 
@@ -309,24 +311,24 @@ async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(reef):
 # --- what one peer may ask -------------------------------------------------------------------------------
 
 
-async def talk(reef, run_id="r"):
-    return await StateClient.connect(reef.network, ANN.peer_id, run_id, timedelta(seconds=1))
+async def talk(donor_swarm, run_id="r"):
+    return await StateClient.connect(donor_swarm.network, ANN.peer_id, run_id, timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 165), (5, 5), (6, 5), (2**63, 2**63 + 1), (0, 2**64 - 1)])
-async def test_nothing_outside_the_vector_is_served(reef, start, end):
-    reef.serve(ANN, history(HEAD), STATE)
-    conversation = await talk(reef)
+async def test_nothing_outside_the_vector_is_served(donor_swarm, start, end):
+    donor_swarm.serve(ANN, history(HEAD), STATE)
+    conversation = await talk(donor_swarm)
     await conversation.request_slice("anchor", HEAD.hash, start, end)
     with pytest.raises(PeerMisbehaved):
         await conversation.answer(1)
 
 
-async def test_no_more_than_the_cap_is_served_at_once(reef):
+async def test_no_more_than_the_cap_is_served_at_once(donor_swarm):
     big = AnchorState(torch.zeros((1 << 20) + 1), (0, (1 << 20) + 1))
     head = commit(big, 1, list(DONORS), after=GENESIS)
-    reef.serve(ANN, history(head), big)
-    conversation = await talk(reef)
+    donor_swarm.serve(ANN, history(head), big)
+    conversation = await talk(donor_swarm)
     await conversation.request_slice("momentum", head.hash, 0, 1 << 20)
     assert len(await conversation.answer(1 << 20)) == 4 << 20
     await conversation.request_slice("momentum", head.hash, 0, (1 << 20) + 1)
@@ -334,17 +336,17 @@ async def test_no_more_than_the_cap_is_served_at_once(reef):
         await conversation.answer((1 << 20) + 1)
 
 
-async def test_four_conversations_at_once_and_not_five(reef):
-    reef.serve(ANN, history(HEAD), STATE)
-    talks = [await talk(reef) for _ in range(4)]
+async def test_four_conversations_at_once_and_not_five(donor_swarm):
+    donor_swarm.serve(ANN, history(HEAD), STATE)
+    talks = [await talk(donor_swarm) for _ in range(4)]
     for conversation in talks:
         assert (await conversation.manifest(None)).hash == HEAD.hash
     with pytest.raises(PeerMisbehaved):
-        await (await talk(reef)).manifest(None)
+        await (await talk(donor_swarm)).manifest(None)
     await talks[0].close()
     async with asyncio.timeout(1):
         while True:
-            again = await talk(reef)
+            again = await talk(donor_swarm)
             try:
                 assert (await again.manifest(None)).hash == HEAD.hash
                 return
@@ -352,15 +354,15 @@ async def test_four_conversations_at_once_and_not_five(reef):
                 await asyncio.sleep(0)  # it has not noticed yet
 
 
-async def test_what_is_not_held_is_refused_by_name(reef):
-    holding = reef.serve(ANN, history(HEAD), STATE)
+async def test_what_is_not_held_is_refused_by_name(donor_swarm):
+    holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     with pytest.raises(NotFound):
-        await (await talk(reef)).manifest(17)
+        await (await talk(donor_swarm)).manifest(17)
     with pytest.raises(NotFound):
-        await (await talk(reef, "another run")).manifest(None)
+        await (await talk(donor_swarm, "another run")).manifest(None)
     for state_hash, moving, error in ((GENESIS.hash, False, NotFound), (HEAD.hash, True, Busy)):
         holding.moving = moving
-        conversation = await talk(reef)
+        conversation = await talk(donor_swarm)
         await conversation.request_slice("anchor", state_hash, 0, 1)
         with pytest.raises(error):
             await conversation.answer(1)
@@ -385,7 +387,7 @@ FAULTS = st.one_of(
 @given(st.lists(FAULTS, min_size=1, max_size=5), st.booleans())
 def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(faults, local):
     async def once(directory: Path) -> None:
-        reef = Reef(directory)
+        donor_swarm = DonorSwarm(directory)
         members = (ANN, BOB, DAN, EVE, FAY)[: len(faults)]
         later = state_of(5.0)
         head = commit(STATE, 1, list(members), after=GENESIS)
@@ -393,24 +395,24 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
         for member, fault in zip(members, faults, strict=True):
             poison = state_of(666.0)
             if fault == "forges":
-                reef.serve(member, history(head, commit(poison, 50, [member], after=head)), poison)
+                donor_swarm.serve(member, history(head, commit(poison, 50, [member], after=head)), poison)
                 continue
-            holding = reef.serve(member, history(head), STATE)
+            holding = donor_swarm.serve(member, history(head), STATE)
             if fault == "moves":
 
                 async def moves(frame, holding=holding):
                     holding.hold(next_head, later)
                     return frame
 
-                reef.behaviours[member.peer_id] = moves
+                donor_swarm.behaviours[member.peer_id] = moves
             elif fault is not None:
-                reef.behaviours[member.peer_id] = fault
+                donor_swarm.behaviours[member.peer_id] = fault
         plan = plan_of(*members, CLEO, voters=members)
         ours = state_of(3.0) if local else state_of(9.0)
         ours.momentum_E += 1.0
         started = time.monotonic()
         try:
-            fetched = await fetch(reef, ours=ours, held=GENESIS if local else None, plan=plan)
+            fetched = await fetch(donor_swarm, ours=ours, held=GENESIS if local else None, plan=plan)
             expected = {head.hash: STATE, next_head.hash: later}.get(fetched.head.hash)
             if expected is None:  # only where forgers are all there is
                 assert faults == ["forges"]
@@ -420,7 +422,7 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
             honest = sum(fault is None for fault in faults)
             assert 2 * honest <= len(faults)
         assert time.monotonic() - started < 10
-        await reef.hub.close()
+        await donor_swarm.hub.close()
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(once(Path(directory)))
@@ -441,25 +443,31 @@ def stepped(before: AnchorState, head: Head, index: int, fragments: int = 2) -> 
     return staged, state, commit(state, head.round + 1, list(DONORS), after=head, layers=staged.layers)
 
 
-async def test_of_a_staged_fragment_only_its_own_layers_travel(reef):
+async def test_of_a_staged_fragment_only_its_own_layers_travel(donor_swarm):
     second = split_into_fragments(OFFSETS, 2)[1]
     staged, _, result = stepped(STATE, HEAD, 1)
     for member in (ANN, BOB):
-        reef.serve(member, history(HEAD), STATE, {result.hash: staged})
+        donor_swarm.serve(member, history(HEAD), STATE, {result.hash: staged})
     found = await fetch_staged(
-        reef.network, [ANN.peer_id, BOB.peer_id], result.committed.payload, "r", OFFSETS, second.layers, policy=QUICK
+        donor_swarm.network,
+        [ANN.peer_id, BOB.peer_id],
+        result.committed.payload,
+        "r",
+        OFFSETS,
+        second.layers,
+        policy=QUICK,
     )
     assert found.start == second.start > 0
     assert torch.equal(found.anchor_E, staged.anchor_E)
     assert torch.equal(found.momentum_E, staged.momentum_E)
-    assert sum(reef.bodies.values()) < CHUNKS
+    assert sum(donor_swarm.bodies.values()) < CHUNKS
 
 
-async def test_what_no_round_has_changed_is_given_out_under_an_older_head(reef):
+async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_swarm):
     """Else nobody could catch up whose link is slower than the rounds of fragments."""
-    holding = reef.serve(ANN, history(HEAD), STATE)
+    holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     first, second = split_into_fragments(OFFSETS, 2)
-    conversation = await StateClient.connect(reef.network, ANN.peer_id, "r", QUICK.answer)
+    conversation = await StateClient.connect(donor_swarm.network, ANN.peer_id, "r", QUICK.answer)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     _, state, head = stepped(STATE, HEAD, 0)
     holding.hold(head, state)
@@ -472,9 +480,9 @@ async def test_what_no_round_has_changed_is_given_out_under_an_older_head(reef):
     await conversation.close()
 
 
-async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_same(reef):
+async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_same(donor_swarm):
     """After every ten chunks the donors move on; the whole state has 22, and no part of it outlasts two moves."""
-    holdings = [reef.serve(member, history(HEAD), STATE) for member in DONORS]
+    holdings = [donor_swarm.serve(member, history(HEAD), STATE) for member in DONORS]
     sent, now = 0, (STATE, HEAD)
 
     async def moves_on(frame):
@@ -487,26 +495,26 @@ async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_sam
         return frame
 
     for member in DONORS:
-        reef.behaviours[member.peer_id] = moves_on
-    fetched = await fetch(reef)
+        donor_swarm.behaviours[member.peer_id] = moves_on
+    fetched = await fetch(donor_swarm)
     assert fetched.head.round > 1
     assert holds(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, OFFSETS)
 
 
-async def test_who_goes_back_to_an_earlier_head_finds_nothing_of_a_later_one(reef):
+async def test_who_goes_back_to_an_earlier_head_finds_nothing_of_a_later_one(donor_swarm):
     """Half of a later state came over what was verified; then its donor was gone."""
     old, new = STATE, state_of(9.0)
     later = commit(new, 2, list(DONORS), after=HEAD)
     workspace = Workspace(0, OFFSETS[-1])
-    reef.serve(ANN, history(HEAD), old)
-    reef.serve(BOB, history(HEAD, later), new)
-    reef.behaviours[BOB.peer_id] = after(5, dies)
+    donor_swarm.serve(ANN, history(HEAD), old)
+    donor_swarm.serve(BOB, history(HEAD, later), new)
+    donor_swarm.behaviours[BOB.peer_id] = after(5, dies)
     wanted = {
         head.round: FetchTarget("r", head.hash, pieces_of(head.manifest.layers, OFFSETS)) for head in (HEAD, later)
     }
-    await fetch_state(reef.network, [ANN.peer_id], wanted[1], workspace, QUICK)
+    await fetch_state(donor_swarm.network, [ANN.peer_id], wanted[1], workspace, QUICK)
     with pytest.raises(Unreachable):
-        await fetch_state(reef.network, [BOB.peer_id], wanted[2], workspace, QUICK)
-    await fetch_state(reef.network, [ANN.peer_id], wanted[1], workspace, QUICK)
+        await fetch_state(donor_swarm.network, [BOB.peer_id], wanted[2], workspace, QUICK)
+    await fetch_state(donor_swarm.network, [ANN.peer_id], wanted[1], workspace, QUICK)
     assert torch.equal(workspace.vectors["anchor"], old.anchor_E)
     assert torch.equal(workspace.vectors["momentum"], old.momentum_E)

@@ -16,7 +16,7 @@ from support.donors import (
     GENESIS,
     OPERATOR,
     QUICK,
-    Reef,
+    DonorSwarm,
     commit,
     history,
     plan_of,
@@ -39,24 +39,26 @@ SECOND = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, DAN])
 
 
 @pytest.fixture
-async def reef(tmp_path):
-    made = Reef(tmp_path)
+async def donor_swarm(tmp_path):
+    made = DonorSwarm(tmp_path)
     yield made
     await made.hub.close()
 
 
-async def believed(reef, plan, held=None, operator=OPERATOR):
-    fetched = await catch_up(reef.network, plan, state_of(9.0), held, operator_key=operator.public_key, policy=QUICK)
+async def believed(donor_swarm, plan, held=None, operator=OPERATOR):
+    fetched = await catch_up(
+        donor_swarm.network, plan, state_of(9.0), held, operator_key=operator.public_key, policy=QUICK
+    )
     return fetched.head if fetched else None
 
 
-async def test_a_newcomer_believes_what_a_majority_voted_for(reef):
+async def test_a_newcomer_believes_what_a_majority_voted_for(donor_swarm):
     for member in (ANN, BOB, DAN):
-        reef.serve(member, history(FIRST, SECOND), TWO)
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
     plan = plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN))
-    assert (await believed(reef, plan)).hash == SECOND.hash
-    assert await believed(reef, plan, held=SECOND) is None
-    assert await newest_round(reef.network, plan, FIRST, operator_key=OPERATOR.public_key) == 2
+    assert (await believed(donor_swarm, plan)).hash == SECOND.hash
+    assert await believed(donor_swarm, plan, held=SECOND) is None
+    assert await newest_round(donor_swarm.network, plan, FIRST, operator_key=OPERATOR.public_key) == 2
 
 
 FORGERIES = {
@@ -73,174 +75,174 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES.keys())
-async def test_one_of_four_cannot_make_others_believe_a_forged_head(reef, forge):
+async def test_one_of_four_cannot_make_others_believe_a_forged_head(donor_swarm, forge):
     poison = state_of(666.0)
     for member in (ANN, BOB, DAN):
-        reef.serve(member, history(FIRST, SECOND), TWO)
-    reef.serve(EVE, forge(poison), poison)
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
+    donor_swarm.serve(EVE, forge(poison), poison)
     with capture_logs() as logs:
-        head = await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))
+        head = await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))
     assert head.hash == SECOND.hash
     assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [EVE.peer_id]
 
 
 @pytest.mark.parametrize("liar", [ANN, BOB, DAN], ids=["ann", "bob", "dan"])
-async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(reef, liar):
+async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(donor_swarm, liar):
     """Whichever member does it: the copies of one manifest are compared in the order of the plan."""
     voters = [ANN, BOB, DAN]
     fewer = Head(manifest_pb2.CommittedManifest(payload=FIRST.committed.payload, ballot_plan_version=1))
     for member in voters:
-        reef.serve(member, history(fewer if member is liar else FIRST), ONE)
+        donor_swarm.serve(member, history(fewer if member is liar else FIRST), ONE)
     with capture_logs() as logs:
-        head = await believed(reef, plan_of(*voters, CLEO, voters=tuple(voters)))
+        head = await believed(donor_swarm, plan_of(*voters, CLEO, voters=tuple(voters)))
     assert head == FIRST
     assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [liar.peer_id]
 
 
-async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(reef):
-    reef.serve(ANN, history(FIRST, SECOND), TWO)
+async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(donor_swarm):
+    donor_swarm.serve(ANN, history(FIRST, SECOND), TWO)
     for member in (BOB, DAN):
-        reef.serve(member, history(FIRST), ONE)
+        donor_swarm.serve(member, history(FIRST), ONE)
     with capture_logs() as logs:
-        head = await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        head = await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
     assert head.hash == FIRST.hash
     assert not logs
 
 
-async def test_members_that_went_on_still_agree_on_the_round_before(reef):
+async def test_members_that_went_on_still_agree_on_the_round_before(donor_swarm):
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST, SECOND), TWO)
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
     for member in (DAN, EVE):
-        reef.serve(member, history(FIRST), ONE)
-    assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+        donor_swarm.serve(member, history(FIRST), ONE)
+    assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
-async def test_newcomers_in_the_round_do_not_make_its_votes_too_few(reef):
+async def test_newcomers_in_the_round_do_not_make_its_votes_too_few(donor_swarm):
     crowded = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, CLEO, EVE, FAY])
     for member in (ANN, BOB, EVE):
-        reef.serve(member, history(FIRST, crowded), TWO)
-    assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == crowded.hash
+        donor_swarm.serve(member, history(FIRST, crowded), TWO)
+    assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == crowded.hash
 
 
-async def test_half_of_the_voters_need_the_operators_tie_break(reef):
+async def test_half_of_the_voters_need_the_operators_tie_break(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, DAN, EVE, voters=(ANN, BOB))
     half = commit(ONE, 1, [ANN], after=GENESIS)
     forged = commit(ONE, 1, [ANN], after=GENESIS, tie_break_by=EVE)
     broken = commit(ONE, 1, [ANN], after=GENESIS, tie_break_by=OPERATOR)
     for head in (half, forged):
         for member in (ANN, DAN, EVE):
-            reef.serve(member, history(head), ONE)
+            donor_swarm.serve(member, history(head), ONE)
         with pytest.raises(Unreachable):
-            await believed(reef, plan)
+            await believed(donor_swarm, plan)
     for member in (ANN, DAN, EVE):
-        reef.serve(member, history(broken), ONE)
-    assert (await believed(reef, plan)).hash == broken.hash
+        donor_swarm.serve(member, history(broken), ONE)
+    assert (await believed(donor_swarm, plan)).hash == broken.hash
 
 
-async def test_members_that_hold_nothing_are_not_asked_to_agree(reef):
-    reef.serve(ANN, history(FIRST), ONE)
+async def test_members_that_hold_nothing_are_not_asked_to_agree(donor_swarm):
+    donor_swarm.serve(ANN, history(FIRST), ONE)
     for member in (BOB, DAN, EVE):
-        reef.serve(member, [], None)
-    assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+        donor_swarm.serve(member, [], None)
+    assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
-async def test_a_single_holder_is_believed_only_with_its_own_vote(reef):
+async def test_a_single_holder_is_believed_only_with_its_own_vote(donor_swarm):
     others = commit(ONE, 1, [BOB, DAN], after=GENESIS, present=[ANN, BOB, DAN])
-    reef.serve(ANN, history(others), ONE)
+    donor_swarm.serve(ANN, history(others), ONE)
     with pytest.raises(Unreachable):
-        await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
 
 
-async def test_two_holders_that_contradict_one_another_are_not_believed(reef):
+async def test_two_holders_that_contradict_one_another_are_not_believed(donor_swarm):
     other = commit(TWO, 1, [ANN, BOB, DAN], after=GENESIS)
-    reef.serve(ANN, history(FIRST), ONE)
-    reef.serve(BOB, history(other), TWO)
+    donor_swarm.serve(ANN, history(FIRST), ONE)
+    donor_swarm.serve(BOB, history(other), TWO)
     with pytest.raises(Unreachable):
-        await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
 
 
-async def test_genesis_is_believed_by_the_hash_in_the_plan(reef):
-    reef.serve(ANN, history(), state_of(0.0))
-    reef.serve(EVE, [commit(state_of(666.0), 0, [])], state_of(666.0))
-    assert (await believed(reef, plan_of(ANN, CLEO, EVE))).hash == GENESIS.hash
+async def test_genesis_is_believed_by_the_hash_in_the_plan(donor_swarm):
+    donor_swarm.serve(ANN, history(), state_of(0.0))
+    donor_swarm.serve(EVE, [commit(state_of(666.0), 0, [])], state_of(666.0))
+    assert (await believed(donor_swarm, plan_of(ANN, CLEO, EVE))).hash == GENESIS.hash
 
 
-async def test_after_a_recovery_the_void_history_is_left_for_the_base(reef):
+async def test_after_a_recovery_the_void_history_is_left_for_the_base(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, version=7, base=FIRST)
-    reef.serve(ANN, history(FIRST, SECOND), TWO)  # has not heard of the recovery
-    reef.serve(BOB, history(FIRST), ONE)
-    assert (await believed(reef, plan, held=SECOND)).hash == FIRST.hash
-    assert await believed(reef, plan, held=FIRST) is None
+    donor_swarm.serve(ANN, history(FIRST, SECOND), TWO)  # has not heard of the recovery
+    donor_swarm.serve(BOB, history(FIRST), ONE)
+    assert (await believed(donor_swarm, plan, held=SECOND)).hash == FIRST.hash
+    assert await believed(donor_swarm, plan, held=FIRST) is None
 
 
-async def test_a_private_manifest_at_our_own_round_gives_way(reef):
+async def test_a_private_manifest_at_our_own_round_gives_way(donor_swarm):
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST), ONE)
+        donor_swarm.serve(member, history(FIRST), ONE)
     private = commit(TWO, 1, [CLEO], after=GENESIS)
-    assert (await believed(reef, plan_of(ANN, BOB, CLEO), held=private)).hash == FIRST.hash
+    assert (await believed(donor_swarm, plan_of(ANN, BOB, CLEO), held=private)).hash == FIRST.hash
 
 
-async def test_a_newer_head_of_ours_is_kept(reef):
+async def test_a_newer_head_of_ours_is_kept(donor_swarm):
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST), ONE)
-    assert await believed(reef, plan_of(ANN, BOB, CLEO), held=SECOND) is None
+        donor_swarm.serve(member, history(FIRST), ONE)
+    assert await believed(donor_swarm, plan_of(ANN, BOB, CLEO), held=SECOND) is None
 
 
-async def test_members_that_change_their_state_still_say_what_their_head_is(reef):
-    holdings = [reef.serve(member, history(FIRST), ONE) for member in (ANN, BOB)]
-    assert (await fetch_manifest(reef.network, ANN.peer_id, "r", None)).hash == FIRST.hash
+async def test_members_that_change_their_state_still_say_what_their_head_is(donor_swarm):
+    holdings = [donor_swarm.serve(member, history(FIRST), ONE) for member in (ANN, BOB)]
+    assert (await fetch_manifest(donor_swarm.network, ANN.peer_id, "r", None)).hash == FIRST.hash
     holdings[0].moving = True
-    assert (await fetch_manifest(reef.network, ANN.peer_id, "r", None)).hash == FIRST.hash
+    assert (await fetch_manifest(donor_swarm.network, ANN.peer_id, "r", None)).hash == FIRST.hash
 
 
-async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(reef, monkeypatch):
+async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(donor_swarm, monkeypatch):
     monkeypatch.setattr(heads, "_STRAGGLERS", timedelta(milliseconds=50))
     for member in (ANN, BOB, DAN):
-        reef.serve(member, history(FIRST), ONE)
+        donor_swarm.serve(member, history(FIRST), ONE)
 
     async def freeze(stream):
         await asyncio.Event().wait()
 
-    reef.hub.join(EVE.peer_id).handle(PROTOCOL, freeze)
+    donor_swarm.hub.join(EVE.peer_id).handle(PROTOCOL, freeze)
     async with asyncio.timeout(2):
-        assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+        assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
-async def test_former_members_that_are_gone_keep_nobody_waiting(reef, monkeypatch):
+async def test_former_members_that_are_gone_keep_nobody_waiting(donor_swarm, monkeypatch):
     monkeypatch.setattr(heads, "_STRAGGLERS", timedelta(milliseconds=50))
 
     async def freeze(stream):
         await asyncio.Event().wait()
 
-    reef.serve(ANN, history(FIRST), ONE)
+    donor_swarm.serve(ANN, history(FIRST), ONE)
     for member in (BOB, DAN, EVE):
-        reef.hub.join(member.peer_id).handle(PROTOCOL, freeze)
+        donor_swarm.hub.join(member.peer_id).handle(PROTOCOL, freeze)
     plan = replace(plan_of(ANN, CLEO, voters=(ANN, BOB, DAN)), former=(BOB.peer_id, DAN.peer_id, EVE.peer_id))
     async with asyncio.timeout(2):
-        assert (await believed(reef, plan)).hash == FIRST.hash
+        assert (await believed(donor_swarm, plan)).hash == FIRST.hash
 
 
-async def test_a_void_history_does_not_win_by_numbers(reef):
+async def test_a_void_history_does_not_win_by_numbers(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, voters=(ANN, BOB, DAN))
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST, SECOND), TWO)
-    reef.serve(DAN, history(FIRST), ONE)
-    assert (await believed(reef, plan)).hash == FIRST.hash
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
+    donor_swarm.serve(DAN, history(FIRST), ONE)
+    assert (await believed(donor_swarm, plan)).hash == FIRST.hash
 
 
-async def test_rounds_cannot_be_skipped(reef):
+async def test_rounds_cannot_be_skipped(donor_swarm):
     leap = commit(TWO, 7, [ANN, BOB, DAN], after=GENESIS)
-    reef.serve(ANN, history(leap), TWO)
+    donor_swarm.serve(ANN, history(leap), TWO)
     with pytest.raises(Unreachable):
-        await believed(reef, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
 
 
-async def test_the_manifest_before_counts_only_if_it_is_the_one_that_the_head_names(reef):
+async def test_the_manifest_before_counts_only_if_it_is_the_one_that_the_head_names(donor_swarm):
     unrelated = commit(ONE, 2, [EVE], after=FIRST)
     claimed = commit(TWO, 3, [EVE], after=SECOND, present=[ANN, BOB, EVE])
-    reef.serve(EVE, history(FIRST, unrelated, claimed), TWO)
+    donor_swarm.serve(EVE, history(FIRST, unrelated, claimed), TWO)
     with pytest.raises(Unreachable):
-        await believed(reef, plan_of(ANN, BOB, CLEO, EVE))
+        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, EVE))
 
 
 class GoneOn:
@@ -257,30 +259,30 @@ class GoneOn:
 FIRST_OF_TWO = commit(ONE, 1, [ANN, DAN], after=GENESIS)
 
 
-async def test_who_holds_the_round_that_a_history_grew_from_needs_nobody_to_agree(reef):
+async def test_who_holds_the_round_that_a_history_grew_from_needs_nobody_to_agree(donor_swarm):
     """Two that are equally far behind, and only one in front, would otherwise wait for one another for ever."""
     run = GoneOn()
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST_OF_TWO), ONE)
-    reef.serve(DAN, run.heads, TWO)
-    assert await newest_round(reef.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 80
-    assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
-    assert (await believed(reef, run.plan)).hash == FIRST_OF_TWO.hash  # a newcomer goes there first
+        donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
+    donor_swarm.serve(DAN, run.heads, TWO)
+    assert await newest_round(donor_swarm.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 80
+    assert (await believed(donor_swarm, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+    assert (await believed(donor_swarm, run.plan)).hash == FIRST_OF_TWO.hash  # a newcomer goes there first
 
 
-async def test_what_one_member_lacks_of_a_history_another_may_have(reef):
+async def test_what_one_member_lacks_of_a_history_another_may_have(donor_swarm):
     run = GoneOn(rounds=40)
     for member in (ANN, BOB, EVE):
-        reef.serve(member, history(FIRST_OF_TWO), ONE)
-    reef.serve(DAN, [head for head in run.heads if head.round not in range(10, 20)], TWO)
+        donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
+    donor_swarm.serve(DAN, [head for head in run.heads if head.round not in range(10, 20)], TWO)
     plan = plan_of(*ALL, FAY, voters=(ANN, DAN))
-    assert await believed(reef, plan, held=FIRST_OF_TWO) is None
-    reef.serve(FAY, [head for head in run.heads if head.round not in range(20, 30)], TWO)
-    assert (await believed(reef, plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+    assert await believed(donor_swarm, plan, held=FIRST_OF_TWO) is None
+    donor_swarm.serve(FAY, [head for head in run.heads if head.round not in range(20, 30)], TWO)
+    assert (await believed(donor_swarm, plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
 
 
 @pytest.mark.parametrize("flaw", ["no tie-break", "another's tie-break", "a stranger's votes", "a gap", "another root"])
-async def test_a_history_that_did_not_grow_from_ours_is_not_believed(reef, flaw):
+async def test_a_history_that_did_not_grow_from_ours_is_not_believed(donor_swarm, flaw):
     run = GoneOn(rounds=5)
     tie_break_by = {"no tie-break": None, "another's tie-break": EVE}.get(flaw, OPERATOR)
     voter = EVE if flaw == "a stranger's votes" else DAN
@@ -289,29 +291,29 @@ async def test_a_history_that_did_not_grow_from_ours_is_not_believed(reef, flaw)
     while heads_[-1].round < 5:
         heads_.append(commit(TWO, heads_[-1].round + 1, [voter], after=heads_[-1], present=[voter]))
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST_OF_TWO), ONE)
-    reef.serve(DAN, [head for head in heads_ if flaw != "a gap" or head.round != 3], TWO)
-    assert await believed(reef, run.plan, held=FIRST_OF_TWO) is None
-    assert await newest_round(reef.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 1
+        donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
+    donor_swarm.serve(DAN, [head for head in heads_ if flaw != "a gap" or head.round != 3], TWO)
+    assert await believed(donor_swarm, run.plan, held=FIRST_OF_TWO) is None
+    assert await newest_round(donor_swarm.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 1
 
 
-async def test_a_history_longer_than_can_be_followed_needs_a_majority(reef, monkeypatch):
+async def test_a_history_longer_than_can_be_followed_needs_a_majority(donor_swarm, monkeypatch):
     run = GoneOn(rounds=5)
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST_OF_TWO), ONE)
-    reef.serve(DAN, run.heads, TWO)
+        donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
+    donor_swarm.serve(DAN, run.heads, TWO)
     monkeypatch.setattr(heads, "MAX_HISTORY_ROUNDS", 3)
-    assert await believed(reef, run.plan, held=FIRST_OF_TWO) is None
+    assert await believed(donor_swarm, run.plan, held=FIRST_OF_TWO) is None
     monkeypatch.setattr(heads, "MAX_HISTORY_ROUNDS", 4)
-    assert (await believed(reef, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
+    assert (await believed(donor_swarm, run.plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
 
 
 class Dripping:
     """Offers a head, and answers every question about what came before it, one in a while."""
 
-    def __init__(self, reef, member, head, seconds):
+    def __init__(self, donor_swarm, member, head, seconds):
         self.head, self.seconds = head, seconds
-        reef.hub.join(member.peer_id).handle(PROTOCOL, self.answer)
+        donor_swarm.hub.join(member.peer_id).handle(PROTOCOL, self.answer)
 
     async def answer(self, stream):
         while True:
@@ -332,52 +334,52 @@ def hasty(monkeypatch):
     monkeypatch.setattr(state_server, "_IDLE", timedelta(seconds=3))
 
 
-async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(reef, hasty):
+async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(donor_swarm, hasty):
     for member in (ANN, BOB, DAN):
-        reef.serve(member, history(FIRST, SECOND), TWO)
-    Dripping(reef, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND), 0.9)
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
+    Dripping(donor_swarm, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND), 0.9)
     async with asyncio.timeout(5):
-        assert (await believed(reef, plan_of(*ALL, voters=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
+        assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
 
 
 @pytest.mark.parametrize("offers", ["a head of its own", "the true head"])
-async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(reef, hasty, offers):
+async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(donor_swarm, hasty, offers):
     run = GoneOn(rounds=80)
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST_OF_TWO), ONE)
-    reef.serve(FAY, run.heads, TWO)
+        donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
+    donor_swarm.serve(FAY, run.heads, TWO)
     for member in (DAN, EVE):
         own = commit(state_of(666.0), 1000, [member], after=SECOND)
-        Dripping(reef, member, own if offers == "a head of its own" else run.heads[-1], 0.9)
+        Dripping(donor_swarm, member, own if offers == "a head of its own" else run.heads[-1], 0.9)
     plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, voters=(ANN, DAN))
-    newest = await newest_round(reef.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key)
+    newest = await newest_round(donor_swarm.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key)
     assert newest == 80
 
 
-async def test_a_head_that_was_only_believed_does_not_stand_against_a_majority_later(reef):
+async def test_a_head_that_was_only_believed_does_not_stand_against_a_majority_later(donor_swarm):
     """A newcomer that first reaches a liar alone, whose state then is not there, believes the others after all."""
     forged = commit(state_of(666.0), 1000, [EVE], after=SECOND)
     plan = plan_of(*ALL, voters=(ANN, BOB, DAN))
 
     async def come(frame):
         for member in (ANN, BOB, DAN):
-            if member.peer_id not in reef.networks:
-                reef.serve(member, history(FIRST, SECOND), TWO)
+            if member.peer_id not in donor_swarm.networks:
+                donor_swarm.serve(member, history(FIRST, SECOND), TWO)
         return NotFound("that state is not the head here, nor staged")
 
-    reef.serve(EVE, [forged], state_of(666.0))
-    reef.behaviours[EVE.peer_id] = come
-    assert (await believed(reef, plan)).hash == SECOND.hash
+    donor_swarm.serve(EVE, [forged], state_of(666.0))
+    donor_swarm.behaviours[EVE.peer_id] = come
+    assert (await believed(donor_swarm, plan)).hash == SECOND.hash
 
 
-async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_another(reef):
+async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_another(donor_swarm):
     """Whoever has manifests of a void history, or a forged one, is passed over."""
     run = GoneOn(rounds=6)
     wrong = commit(TWO, 3, [EVE], after=SECOND)
     for member in (ANN, BOB):
-        reef.serve(member, history(FIRST_OF_TWO), ONE)
+        donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
     for member in (EVE, DAN, FAY):
         heads_ = [wrong if head.round == 3 and member is not DAN else head for head in run.heads]
-        reef.serve(member, heads_, TWO)
+        donor_swarm.serve(member, heads_, TWO)
     plan = plan_of(*ALL, FAY, voters=(ANN, DAN))
-    assert await newest_round(reef.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 6
+    assert await newest_round(donor_swarm.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 6

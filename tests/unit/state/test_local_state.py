@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from support.donors import ANN, BOB, CLEO, GENESIS, OFFSETS, OPERATOR, Reef, commit, history, plan_of, state_of
+from support.donors import ANN, BOB, CLEO, GENESIS, OFFSETS, OPERATOR, DonorSwarm, commit, history, plan_of, state_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
@@ -61,7 +61,7 @@ class Device:
 class Node:
     def __init__(self, folder, *rounds: int) -> None:
         """One whose last process wrote checkpoints of these rounds."""
-        self.reef = Reef(folder / "reef")
+        self.donor_swarm = DonorSwarm(folder / "reef")
         self.store = CheckpointStore(folder / "checkpoints", SPEC, keep=3)
         for number in rounds:
             it = part(number, OURS)
@@ -69,7 +69,7 @@ class Node:
         self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
         self.holdings = LocalState(
             StateSources(
-                self.reef.network,
+                self.donor_swarm.network,
                 "r",
                 folder,
                 OPERATOR.public_key,
@@ -100,13 +100,13 @@ async def make(tmp_path):
 
     yield node
     for item in made:
-        await item.reef.hub.close()
+        await item.donor_swarm.hub.close()
 
 
 async def test_a_node_that_came_back_behind_fetches_what_others_have(make):
     node = make(1)
     for donor in (ANN, BOB):
-        node.reef.serve(donor, history(HEADS[1], HEADS[2]), STATES[2])
+        node.donor_swarm.serve(donor, history(HEADS[1], HEADS[2]), STATES[2])
     await node.load()
     assert node.holds(1)
     assert (await node.holdings.synchronise(PLAN)).round == 2
@@ -117,7 +117,7 @@ async def test_a_node_that_came_back_behind_fetches_what_others_have(make):
 async def test_layers_that_nobody_has_as_they_are_now_are_called_lost(make):
     node = make(1)
     for donor in (ANN, BOB):
-        node.reef.serve(donor, history(HEADS[1], HEADS[2]), part(2, THEIRS))
+        node.donor_swarm.serve(donor, history(HEADS[1], HEADS[2]), part(2, THEIRS))
     await node.load()
     with pytest.raises(Unreachable):
         await node.holdings.synchronise(PLAN)
@@ -128,7 +128,7 @@ async def test_when_the_run_goes_back_each_takes_its_own_checkpoint_of_that_roun
     """Nobody else holds these layers."""
     node = make(1, 3)
     for donor in (ANN, BOB):
-        node.reef.serve(donor, history(HEADS[1]), part(1, THEIRS))
+        node.donor_swarm.serve(donor, history(HEADS[1]), part(1, THEIRS))
     await node.load()
     assert node.holds(3)
     back = plan_of(*VOTERS, version=2, base=HEADS[1])
@@ -141,7 +141,7 @@ async def test_when_the_run_goes_back_each_takes_its_own_checkpoint_of_that_roun
 async def test_without_a_checkpoint_of_that_round_it_is_fetched(make):
     node = make(3)
     for donor in (ANN, BOB):
-        node.reef.serve(donor, history(HEADS[1]), STATES[1])
+        node.donor_swarm.serve(donor, history(HEADS[1]), STATES[1])
     await node.load()
     back = plan_of(*VOTERS, version=2, base=HEADS[1])
     assert (await node.holdings.synchronise(back)).round == 1
@@ -156,7 +156,7 @@ async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what
     """As a node that was drained, and comes back."""
     node = make(1)
     for donor in (ANN, BOB):
-        node.reef.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3])
+        node.donor_swarm.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3])
     await node.load()
     node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
     prefetcher, running = node.holdings.prefetcher, follow(node)
@@ -173,7 +173,7 @@ async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what
 async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
     """Who held the layers is gone by then."""
     node = make(1)
-    holdings = [node.reef.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3]) for donor in (ANN, BOB)]
+    holdings = [node.donor_swarm.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3]) for donor in (ANN, BOB)]
     await node.load()
     node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
     prefetcher, running = node.holdings.prefetcher, follow(node)
@@ -186,11 +186,11 @@ async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
     node.directives.plan = replace(plan_of(ANN, BOB, CLEO, version=2, voters=VOTERS), base=PLAN.base)
     node.directives.prepare = range(0)
     node.directives.wake()
-    bodies = sum(node.reef.bodies.values())
+    bodies = sum(node.donor_swarm.bodies.values())
     assert (await node.holdings.synchronise(node.directives.plan)).round == 3
     assert node.holds(3)
     assert not node.holdings.lost
-    assert sum(node.reef.bodies.values()) == bodies
+    assert sum(node.donor_swarm.bodies.values()) == bodies
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -206,8 +206,8 @@ async def test_when_nobody_answers_nothing_is_called_lost(make):
 
 async def test_a_former_member_is_asked_for_bytes_and_not_for_its_word(make):
     node = make(1)
-    node.reef.serve(ANN, history(HEADS[1], HEADS[2]), part(2, THEIRS))
-    node.reef.serve(BOB, history(HEADS[1], HEADS[2]), STATES[2])
+    node.donor_swarm.serve(ANN, history(HEADS[1], HEADS[2]), part(2, THEIRS))
+    node.donor_swarm.serve(BOB, history(HEADS[1], HEADS[2]), STATES[2])
     await node.load()
     plan = replace(plan_of(ANN, CLEO, version=2, voters=VOTERS), base=PLAN.base)
     with pytest.raises(Unreachable):

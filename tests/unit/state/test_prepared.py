@@ -6,7 +6,20 @@ from typing import cast
 
 import pytest
 import torch
-from support.donors import ANN, BOB, CLEO, DAN, GENESIS, OFFSETS, OPERATOR, Reef, commit, history, plan_of, state_of
+from support.donors import (
+    ANN,
+    BOB,
+    CLEO,
+    DAN,
+    GENESIS,
+    OFFSETS,
+    OPERATOR,
+    DonorSwarm,
+    commit,
+    history,
+    plan_of,
+    state_of,
+)
 
 from atoll.core.errors import DataDirUnusable, Unreachable
 from atoll.core.membership import MembershipVerifier
@@ -33,7 +46,7 @@ class Node:
     """One that is told to fetch layers."""
 
     def __init__(self, folder, held=range(0)):
-        self.reef = Reef(folder)
+        self.donor_swarm = DonorSwarm(folder)
         self.folder = folder / "ours"
         self.folder.mkdir()
         self.directives = Directives(cast(MembershipVerifier, None), lambda *_: None, lambda _: None, folder / "plan")
@@ -41,9 +54,14 @@ class Node:
         self.present = CurrentLayers(OFFSETS, held, HEAD if held else None)
         self.told = 0
         self.prefetcher = LayerPrefetcher(
-            self.reef.network, self.directives, OPERATOR.public_key, self.folder, lambda: self.present, self.ready
+            self.donor_swarm.network,
+            self.directives,
+            OPERATOR.public_key,
+            self.folder,
+            lambda: self.present,
+            self.ready,
         )
-        self.holdings = [self.reef.serve(member, history(HEAD), STATE) for member in DONORS]
+        self.holdings = [self.donor_swarm.serve(member, history(HEAD), STATE) for member in DONORS]
 
     def ready(self):
         self.told += 1
@@ -65,7 +83,7 @@ async def node(tmp_path):
     yield node
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await node.reef.hub.close()
+    await node.donor_swarm.hub.close()
 
 
 def holds(held, state, layers) -> bool:
@@ -102,7 +120,7 @@ async def test_a_member_fetches_only_what_it_lacks(node):
     await node.until(lambda: node.prefetcher.span == range(4))
     assert [state.layers for _, state in node.prefetcher.held] == [range(1), range(2, 4)]
     assert all(holds(state, STATE, state.layers) for _, state in node.prefetcher.held)
-    assert sum(node.reef.bodies.values()) == 4  # an anchor and a momentum of two layers that have parameters
+    assert sum(node.donor_swarm.bodies.values()) == 4  # an anchor and a momentum of two layers that have parameters
 
 
 async def test_what_is_held_already_needs_nothing(node):
@@ -110,7 +128,7 @@ async def test_what_is_held_already_needs_nothing(node):
     node.wants(range(1, 3))
     await node.until(lambda: node.prefetcher.span == range(1, 3))
     assert node.prefetcher.held == ()
-    assert not node.reef.bodies
+    assert not node.donor_swarm.bodies
 
 
 async def test_it_follows_the_rounds_until_the_plan_is_there(node):
@@ -235,29 +253,29 @@ async def test_another_plan_that_is_prepared_in_between_makes_nobody_fetch_twice
     await node.until(lambda: node.prefetcher.span == range(2))
     node.wants(range(3, 4))
     await node.until(lambda: node.prefetcher.span == range(3, 4))
-    fetched = sum(node.reef.bodies.values())
+    fetched = sum(node.donor_swarm.bodies.values())
     assert [state.layers for _, state in node.prefetcher.set_aside] == [range(1, 2)]
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
-    assert sum(node.reef.bodies.values()) == fetched
+    assert sum(node.donor_swarm.bodies.values()) == fetched
 
 
 async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
     """A pause, another plan that is prepared and given up, a coordinator that was started again."""
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
-    fetched = sum(node.reef.bodies.values())
+    fetched = sum(node.donor_swarm.bodies.values())
     node.wants(range(0))
     async with asyncio.timeout(10):
         while node.prefetcher.held:
             await asyncio.sleep(0.01)
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
-    assert sum(node.reef.bodies.values()) == fetched
+    assert sum(node.donor_swarm.bodies.values()) == fetched
     node.wants(range(3))
     await node.until(lambda: node.prefetcher.span == range(3))
     assert [state.layers for _, state in node.prefetcher.held] == [range(3)]
-    assert sum(node.reef.bodies.values()) == fetched  # the third has no parameters
+    assert sum(node.donor_swarm.bodies.values()) == fetched  # the third has no parameters
 
 
 async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(node, monkeypatch):
@@ -296,7 +314,7 @@ async def test_rounds_of_other_layers_copy_nothing(node):
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
     ((_, before),) = node.prefetcher.held
-    fetched = dict(node.reef.bodies)
+    fetched = dict(node.donor_swarm.bodies)
     later = commit(STATE, 2, list(DONORS), after=HEAD, layers=HEAD.manifest.layers)
     for holding in node.holdings:
         holding.hold(later, STATE)
@@ -308,7 +326,7 @@ async def test_rounds_of_other_layers_copy_nothing(node):
     ((head, state),) = node.prefetcher.held
     assert head.hash == later.hash
     assert state is before
-    assert node.reef.bodies == fetched
+    assert node.donor_swarm.bodies == fetched
 
 
 async def test_layers_that_the_model_has_not_are_ignored(node):
@@ -355,7 +373,7 @@ def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
 async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
     node = Node(tmp_path)
     node.prefetcher = LayerPrefetcher(
-        node.reef.network,
+        node.donor_swarm.network,
         node.directives,
         OPERATOR.public_key,
         node.folder,
@@ -366,10 +384,10 @@ async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
     running = asyncio.create_task(node.prefetcher.run())
     node.wants(range(4))
     await node.until(lambda: node.prefetcher.span == range(4))
-    assert not node.reef.bodies
+    assert not node.donor_swarm.bodies
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await node.reef.hub.close()
+    await node.donor_swarm.hub.close()
 
 
 async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
@@ -388,7 +406,7 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
     await asyncio.wait_for(failed.wait(), 10)
     assert node.prefetcher.span == range(4)
     assert holds(node.prefetcher.held[0][1], STATE, range(4))
-    bodies = sum(node.reef.bodies.values())
+    bodies = sum(node.donor_swarm.bodies.values())
     again = asyncio.Event()
 
     async def succeed(*args, **more):
@@ -398,7 +416,7 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
     monkeypatch.setattr(prefetch, "catch_up", succeed)
     await asyncio.wait_for(again.wait(), 10)
     assert node.prefetcher.span == range(4)
-    assert sum(node.reef.bodies.values()) == bodies  # nothing is fetched again
+    assert sum(node.donor_swarm.bodies.values()) == bodies  # nothing is fetched again
 
 
 async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
@@ -422,7 +440,7 @@ async def test_what_has_no_room_is_not_fetched(node):
     node.prefetcher.refuse()
     await asyncio.sleep(0.05)
     assert not node.prefetcher.span
-    assert not node.reef.bodies
+    assert not node.donor_swarm.bodies
 
 
 async def test_what_turns_out_to_have_no_room_is_dropped_and_not_called_prepared(node, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.donors import ANN, CLEO, EVE, GENESIS, OPERATOR, QUICK, Reef, commit, history, plan_of, state_of
+from support.donors import ANN, CLEO, EVE, GENESIS, OPERATOR, QUICK, DonorSwarm, commit, history, plan_of, state_of
 
 from atoll.core.errors import AtollError
 from atoll.core.frames import FrameKind
@@ -76,10 +76,10 @@ def test_whatever_is_asked(examples):
     @given(frames(REQUESTS))
     def ask(questions):
         async def once(directory: Path) -> None:
-            reef = Reef(directory)
-            reef.serve(ANN, history(HEAD), STATE)
-            donor = reef.networks[ANN.peer_id]
-            stream = await reef.network.open(ANN.peer_id, PROTOCOL, timedelta(seconds=1))
+            donor_swarm = DonorSwarm(directory)
+            donor_swarm.serve(ANN, history(HEAD), STATE)
+            donor = donor_swarm.networks[ANN.peer_id]
+            stream = await donor_swarm.network.open(ANN.peer_id, PROTOCOL, timedelta(seconds=1))
             try:
                 for kind, header, body in questions:
                     await stream.send(kind, header, body)
@@ -90,7 +90,7 @@ def test_whatever_is_asked(examples):
             while donor.tasks:
                 await asyncio.wait(donor.tasks, timeout=2)
             assert donor.crashes == 0
-            await reef.hub.close()
+            await donor_swarm.hub.close()
 
         with tempfile.TemporaryDirectory() as directory:
             asyncio.run(once(Path(directory)))
@@ -105,7 +105,7 @@ def test_whatever_is_answered(examples):
     def answer(answers):
         async def once() -> None:
             with tempfile.TemporaryDirectory() as directory:
-                reef = Reef(Path(directory))
+                donor_swarm = DonorSwarm(Path(directory))
             left = list(answers)
 
             async def reply(stream):
@@ -113,11 +113,11 @@ def test_whatever_is_answered(examples):
                     await stream.receive(timedelta(seconds=1))
                     await stream.send(*left.pop(0))
 
-            reef.hub.join(EVE.peer_id).handle(PROTOCOL, reply)
+            donor_swarm.hub.join(EVE.peer_id).handle(PROTOCOL, reply)
             started = time.monotonic()
             try:
                 await catch_up(
-                    reef.network,
+                    donor_swarm.network,
                     plan_of(EVE, CLEO, voters=(ANN,)),
                     state_of(0.0),
                     None,
@@ -128,7 +128,7 @@ def test_whatever_is_answered(examples):
             except AtollError:
                 pass
             assert time.monotonic() - started < 5
-            await reef.hub.close()
+            await donor_swarm.hub.close()
 
         asyncio.run(once())
 

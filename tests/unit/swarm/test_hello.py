@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.byte_stream import KeptWriter, reader_of
+from support.byte_stream import RecordingWriter, reader_of
 from support.certificates import certificate_of
 from support.mutation import on_wire
 from support.virtual_time import run_virtually
@@ -41,7 +41,7 @@ class Side:
     async def hear(self, other: Side) -> None:
         """The other's hello comes in."""
         said = on_wire(Frame(FrameKind.MESSAGE, other.gate.hello().SerializeToString()))
-        await self.introductions.answer(other.gate.own_peer_id, reader_of(said), KeptWriter())  # type: ignore[arg-type]
+        await self.introductions.answer(other.gate.own_peer_id, reader_of(said), RecordingWriter())  # type: ignore[arg-type]
 
 
 def test_the_lower_one_dials_at_once() -> None:

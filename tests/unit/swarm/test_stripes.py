@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.byte_stream import KeptWriter, reader_of
+from support.byte_stream import RecordingWriter, reader_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
@@ -36,7 +36,7 @@ cuts = st.lists(st.integers(0, 3 * UNIT_BYTES), min_size=1, max_size=12)
 
 def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
     """What goes out on each of so many streams."""
-    writers = [KeptWriter() for _ in range(count)]
+    writers = [RecordingWriter() for _ in range(count)]
     striped = StripedWriter(writers)
     for piece in pieces:
         striped.write(piece)
@@ -81,11 +81,11 @@ async def test_a_read_that_is_given_up_goes_on_where_it_was() -> None:
 
 
 async def test_frames_pass_and_one_stream_that_ends_ends_the_conversation() -> None:
-    writers = [KeptWriter() for _ in range(STRIPES)]
+    writers = [RecordingWriter() for _ in range(STRIPES)]
     sender = stream_on(StripedReader([]), StripedWriter(writers))
     await sender.send(FrameKind.PART, b"header", BODY)
     readers = [reader_of(bytes(writer.written), ends=False) for writer in writers]
-    receiver = stream_on(*together([(reader, KeptWriter()) for reader in readers]))
+    receiver = stream_on(*together([(reader, RecordingWriter()) for reader in readers]))
     frame = await receiver.receive(SOON)
     assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", BODY)
     writers[2].close()
@@ -125,7 +125,7 @@ async def test_a_sender_waits_as_long_as_any_stream_moves(monkeypatch: pytest.Mo
     assert all(writer.closed for writer in writers)
 
 
-class SlowWriter(KeptWriter):
+class SlowWriter(RecordingWriter):
     """Holds what it is given until it is told."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ def told(index: int, *, name: bytes = NAME, protocol: str = AVERAGE) -> Frame:
 
 
 def ends(marked: bytes = b"") -> Any:
-    return reader_of(marked, ends=False), KeptWriter()
+    return reader_of(marked, ends=False), RecordingWriter()
 
 
 def coming(gatherings: Gatherings, index: int, marked: bytes = b"", *, peer: str = "ann", **said: Any) -> Joining:
@@ -339,7 +339,7 @@ async def test_who_is_evicted_or_ended_has_nothing_left_here() -> None:
 
 
 async def test_where_one_stream_cannot_be_opened_the_others_are_closed() -> None:
-    opened: list[KeptWriter] = []
+    opened: list[RecordingWriter] = []
 
     async def open_one() -> Any:
         if len(opened) == STRIPES - 1:

@@ -177,7 +177,7 @@ def _there(node: wire.NodeView) -> str:
 
 
 def _clock(status: mb.NodeStatus) -> str:
-    """Beside the coordinator's."""
+    """BackgroundTasks the coordinator's."""
     if not status.HasField("clock_offset_seconds"):
         return "–"
     ahead = status.clock_offset_seconds

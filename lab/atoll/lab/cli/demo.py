@@ -65,7 +65,7 @@ def demo(
     from atoll.core.run_spec import check_codec
     from atoll.lab.demo import SLOWDOWNS, DemoOptions, run_demo
     from atoll.lab.demo_view import live_view
-    from atoll.lab.faults import TroublePlan
+    from atoll.lab.faults import FaultPlan
 
     if pipeline:
         _refuse_unused_options(context)
@@ -73,9 +73,9 @@ def demo(
         return
     check_codec(codec)
     slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
-    trouble = TroublePlan(kill, together, freeze, kill_coordinator)
+    faults = FaultPlan(kill, together, freeze, kill_coordinator)
     options = DemoOptions(
-        nodes, tokens or DEFAULT_TOKENS, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), trouble
+        nodes, tokens or DEFAULT_TOKENS, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), faults
     )
     if kill + freeze > nodes:
         raise UsageError(f"{kill} nodes to kill and {freeze} to freeze are more than {nodes}", "start more --nodes")

@@ -33,8 +33,8 @@ LOSS_SIGMAS = 4.0
 
 _PROBE = Path(__file__).parent / "probe.py"
 _PORT = 5000
-_TOGETHER_MBIT = 600.0  # measured at one time: well below what a core carries
-_PAIRS_TOGETHER = 3
+_MAX_CONCURRENT_MBIT = 600.0  # measured at one time: well below what a core carries
+_MAX_CONCURRENT_PAIRS = 3
 _PING = {"task": "ping", "count": 20, "interval": 0.02}
 _PING_MANY = {"task": "ping", "count": 3000, "interval": 0.001}
 _PING_BYTES = 32  # of IP
@@ -42,7 +42,7 @@ _CALL_SECONDS = 1.0
 _ANSWER_TIMEOUT = timedelta(seconds=90)
 _STOP = timedelta(seconds=2)
 
-Tell = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -84,25 +84,25 @@ class CheckResult:
         return {**asdict(self), "ok": self.ok, "measurements": rows}
 
 
-async def check_topology(topology: Topology, seconds: float, tell: Tell) -> CheckResult:
+async def check_topology(topology: Topology, seconds: float, report_progress: ReportProgress) -> CheckResult:
     """Build it, measure each rate for `seconds`, remove it. Raises `LabUnavailable`, `LabBroken`."""
-    tell(f"building {len(topology.hosts)} hosts")
+    report_progress(f"building {len(topology.hosts)} hosts")
     async with wan_network(topology) as network:
-        return await check_network(network, seconds, tell)
+        return await check_network(network, seconds, report_progress)
 
 
-async def check_network(network: WanNetwork, seconds: float, tell: Tell) -> CheckResult:
+async def check_network(network: WanNetwork, seconds: float, report_progress: ReportProgress) -> CheckResult:
     """Measure a running network that nobody else uses; afterwards it is as its topology says."""
     before = network.counters()
     async with _servers(network):
-        tell("round trips, jitter and loss of every pair")
+        report_progress("round trips, jitter and loss of every pair")
         apart = await _pairs(network)
-        closed = [await _closed(network, host) for host in network.topology.trainers if host.nat]
-        _quiet(network, True)
+        closed = [await _nat_rejects_inbound(network, host) for host in network.topology.trainers if host.nat]
+        _suspend_impairments(network, True)
         try:
-            rates, congestion = await _rates(network, seconds, tell)
+            rates, congestion = await _rates(network, seconds, report_progress)
         finally:
-            _quiet(network, False)
+            _suspend_impairments(network, False)
     after = network.counters()
     share = (after.cpu_seconds - before.cpu_seconds) / (after.seconds - before.seconds)
     return CheckResult(network.topology.name, congestion, share, after.late - before.late, (*rates, *apart, *closed))
@@ -113,7 +113,7 @@ async def check_network(network: WanNetwork, seconds: float, tell: Tell) -> Chec
 
 async def _pairs(network: WanNetwork) -> list[Measurement]:
     """Two hosts behind NAT cannot reach each other, so theirs is left out."""
-    some = asyncio.Semaphore(_PAIRS_TOGETHER)
+    some = asyncio.Semaphore(_MAX_CONCURRENT_PAIRS)
 
     async def measure(one: Host, other: Host) -> list[Measurement]:
         asks, answers = (other, one) if one.is_public or other.nat else (one, other)
@@ -151,7 +151,7 @@ async def _pair(network: WanNetwork, asks: Host, answers: Host) -> list[Measurem
     return rows
 
 
-async def _closed(network: WanNetwork, host: Host) -> Measurement:
+async def _nat_rejects_inbound(network: WanNetwork, host: Host) -> Measurement:
     """Whether a host behind NAT takes a call from outside."""
     call = await _ask(network, network.topology.host(COORDINATOR), host, task="call", seconds=_CALL_SECONDS)
     return Measurement("inbound_calls", host.name, COORDINATOR, 0, float(call["connected"]), 0, 0)
@@ -160,7 +160,7 @@ async def _closed(network: WanNetwork, host: Host) -> Measurement:
 # --- rates -----------------------------------------------------------------------------------------------
 
 
-async def _rates(network: WanNetwork, seconds: float, tell: Tell) -> tuple[list[Measurement], str]:
+async def _rates(network: WanNetwork, seconds: float, report_progress: ReportProgress) -> tuple[list[Measurement], str]:
     rows: list[Measurement] = []
     congestion: set[str] = set()
     public = network.topology.host(COORDINATOR)
@@ -179,7 +179,7 @@ async def _rates(network: WanNetwork, seconds: float, tell: Tell) -> tuple[list[
     for quantity, limit in (("uplink_mbit", public.downlink_mbit), ("downlink_mbit", public.uplink_mbit)):
         wanted = [(host, min(limit, float(getattr(host, quantity)))) for host in network.topology.trainers]
         for together in _batches(wanted):
-            tell(f"{quantity.removesuffix('_mbit')} of {', '.join(host.name for host, _ in together)}")
+            report_progress(f"{quantity.removesuffix('_mbit')} of {', '.join(host.name for host, _ in together)}")
             await asyncio.gather(*(measure(host, quantity, rate) for host, rate in together))
     return rows, "+".join(sorted(congestion))
 
@@ -188,7 +188,7 @@ def _batches(wanted: Iterable[tuple[Host, float]]) -> Iterator[list[tuple[Host, 
     """Hosts that can be measured at one time."""
     batch: list[tuple[Host, float]] = []
     for host, rate in wanted:
-        if batch and sum(item[1] for item in batch) + rate > _TOGETHER_MBIT:
+        if batch and sum(item[1] for item in batch) + rate > _MAX_CONCURRENT_MBIT:
             yield batch
             batch = []
         batch.append((host, rate))
@@ -201,7 +201,7 @@ def _distance_ms(topology: Topology, host: Host) -> float:
     return min(topology.route(host, public).rtt_ms, 2 * host.queue_ms, 2 * public.queue_ms)
 
 
-def _quiet(network: WanNetwork, wanted: bool) -> None:
+def _suspend_impairments(network: WanNetwork, wanted: bool) -> None:
     """Take loss, jitter and too long distances away, or put them back."""
     topology = network.topology
     for host in topology.hosts:

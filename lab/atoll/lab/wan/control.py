@@ -81,7 +81,7 @@ _ROUTE_KEYS = ("rtt_ms", "jitter_ms", "loss")
 
 
 @dataclass(frozen=True)
-class Seen:
+class LinkCounters:
     """What a host, or a directed pair, saw so far. Bytes are those of IP packets of at most 1500 bytes."""
 
     sent_bytes: int = 0
@@ -99,8 +99,8 @@ class HubCounters:
     cpu_seconds: float
     late: int  # times that it got to run more than 2 ms after a packet's time
     latest_seconds: float  # the worst of them
-    hosts: dict[str, Seen]
-    pairs: dict[tuple[str, str], Seen]
+    hosts: dict[str, LinkCounters]
+    pairs: dict[tuple[str, str], LinkCounters]
 
 
 def encode(request: Request) -> bytes:
@@ -169,6 +169,6 @@ class HubControl:
             answer["cpu_seconds"],
             answer["late"],
             answer["latest_seconds"],
-            {name: Seen(**seen) for name, seen in answer["hosts"].items()},
-            {(one, other): Seen(**seen) for one, other, seen in answer["pairs"]},
+            {name: LinkCounters(**seen) for name, seen in answer["hosts"].items()},
+            {(one, other): LinkCounters(**seen) for one, other, seen in answer["pairs"]},
         )

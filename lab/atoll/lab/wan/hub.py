@@ -55,7 +55,7 @@ _SETTINGS = {  # of each namespace; buffers never limit what a link can carry
 
 
 @dataclass(frozen=True)
-class Seat:
+class HostNamespace:
     """Where a host is on this machine."""
 
     host: str
@@ -66,7 +66,7 @@ class Seat:
 class Hub:
     """Devices, control connections, and the shaper between them."""
 
-    def __init__(self, shaper: Shaper, devices: dict[int, Seat], listener: socket.socket) -> None:
+    def __init__(self, shaper: Shaper, devices: dict[int, HostNamespace], listener: socket.socket) -> None:
         self._shaper = shaper
         self._hosts = {descriptor: seat.host for descriptor, seat in devices.items()}
         self._descriptors = {seat.host: descriptor for descriptor, seat in devices.items()}
@@ -85,7 +85,7 @@ class Hub:
     def run(self) -> NoReturn:
         """Until a signal ends it."""
         while True:
-            wait = min(_LONGEST_WAIT_SECONDS, self._shaper.next_event() - time.monotonic())
+            wait = min(_LONGEST_WAIT_SECONDS, self._shaper.next_event_at() - time.monotonic())
             # epoll counts in milliseconds, select in microseconds: one waits for the other.
             if wait <= 0 or select.select((self._poll,), (), (), wait)[0]:
                 for descriptor, _ in self._poll.poll(0):
@@ -123,11 +123,11 @@ class Hub:
 
     def _deliver(self) -> None:
         now = time.monotonic()
-        late = now - self._shaper.next_event()
+        late = now - self._shaper.next_event_at()
         if late > _LATE_SECONDS:
             self._late += 1
             self._latest = max(self._latest, late)
-        for source, target, packet in self._shaper.due(now):
+        for source, target, packet in self._shaper.pop_arrived(now):
             if target in self._flows and not self._admits(source, target, packet.data, now):
                 self._shaper.refused(source, target, packet, Drop.NAT)
                 continue
@@ -136,7 +136,7 @@ class Hub:
             except OSError:  # its receive queue is full, or the device is down
                 self._shaper.refused(source, target, packet, Drop.DEVICE_FULL)
             else:
-                self._shaper.received(source, target, packet)
+                self._shaper.count_received(source, target, packet)
 
     def _admits(self, source: str, target: str, data: bytes, now: float) -> bool:
         """Whether a host behind NAT takes the packet."""
@@ -149,26 +149,26 @@ class Hub:
     def _serve(self, descriptor: int) -> None:
         connection, rest = self._clients[descriptor]
         try:
-            received = connection.recv(_READ_BYTES)
-            rest += received
+            count_received = connection.recv(_READ_BYTES)
+            rest += count_received
             while b"\n" in rest:
                 line, _, left = bytes(rest).partition(b"\n")
                 rest[:] = left
                 connection.sendall(json.dumps(self._answer(line)).encode() + b"\n")
         except OSError:
-            received = b""
-        if not received or len(rest) > _READ_BYTES:
+            count_received = b""
+        if not count_received or len(rest) > _READ_BYTES:
             self._poll.unregister(descriptor)
             del self._clients[descriptor]
             connection.close()
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            return self._obey(control.decode(line))
+            return self._apply(control.decode(line))
         except TopologyError as error:
             return {"error": str(error), "remedy": error.remedy}
 
-    def _obey(self, request: control.Request) -> dict[str, Any]:
+    def _apply(self, request: control.Request) -> dict[str, Any]:
         match request:
             case control.SetHost(host, values):
                 self._shaper.set_host(host, values)
@@ -218,7 +218,7 @@ def open_device(namespace: str) -> int:
     return descriptor
 
 
-def _go_first() -> None:
+def _raise_priority() -> None:
     """A hub that waits for a CPU is a slower network than was asked for; it works without, only less exactly."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
@@ -233,11 +233,11 @@ def main() -> None:
     topology = read_topology(document["topology"], document["name"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    devices = {open_device(seat["namespace"]): Seat(**seat) for seat in document["seats"]}
+    devices = {open_device(seat["namespace"]): HostNamespace(**seat) for seat in document["seats"]}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(document["control"])
     listener.listen()
-    _go_first()
+    _raise_priority()
     ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, _TIMER_SLACK_NANOSECONDS, 0, 0, 0)
     hub = Hub(Shaper(topology, document["seed"]), devices, listener)
     gc.freeze()

@@ -103,7 +103,7 @@ def claim() -> Claim:
         raise LabUnavailable(f"cannot write to {LABS}: {error.strerror}") from error
 
 
-def sweep() -> list[str]:
+def remove_leftovers() -> list[str]:
     """Remove what labs that were killed left behind; returns their tokens."""
     swept = []
     for path in sorted(LABS.glob("*.lock")):
@@ -162,7 +162,7 @@ def burst_bytes(uplink_mbit: float) -> int:
     return int(min(high, max(low, uplink_mbit * 1e6 / 8 * _BURST_SECONDS)))
 
 
-def inhabitants(namespaces: Iterable[Path]) -> set[int]:
+def processes_in(namespaces: Iterable[Path]) -> set[int]:
     """Processes that live in any of them."""
     inodes = set()
     for path in namespaces:
@@ -210,7 +210,7 @@ def _lock(descriptor: int) -> bool:
 
 def _remove(token: str) -> None:
     paths = sorted(NAMESPACES.glob(f"atoll-{token}-*"))
-    _end(paths)
+    _kill_processes(paths)
     for path in paths:
         with suppress(LabBroken):  # somebody removed it by hand
             ip("netns", "delete", path.name)
@@ -219,10 +219,10 @@ def _remove(token: str) -> None:
     _lock_path(token).unlink(missing_ok=True)
 
 
-def _end(namespaces: Sequence[Path]) -> None:
+def _kill_processes(namespaces: Sequence[Path]) -> None:
     """Kill whoever still lives there; none of them is anybody's but ours."""
     deadline = time.monotonic() + _ENDING.total_seconds()
-    while (left := inhabitants(namespaces)) and time.monotonic() < deadline:
+    while (left := processes_in(namespaces)) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ from typing import TypeVar
 from atoll.core.errors import DeadlineExceeded
 from atoll.lab.wan import control, namespaces
 from atoll.lab.wan.errors import LabBroken
-from atoll.lab.wan.hub import Seat, enter_namespace
+from atoll.lab.wan.hub import HostNamespace, enter_namespace
 from atoll.lab.wan.memory import MemoryLimit, limit_hosts
 from atoll.lab.wan.topology import Topology
 from atoll.node.system import child_processes
@@ -147,7 +147,7 @@ class WanNetwork:
     def check(self) -> None:
         """Raise `LabBroken` with the hub's last words if it ended."""
         if self._hub.returncode is not None:
-            raise LabBroken(f"the hub ended with {self._hub.returncode}: {_last_words(self._claim.directory)}")
+            raise LabBroken(f"the hub ended with {self._hub.returncode}: {_log_tail(self._claim.directory)}")
 
     def _ask(self, request: control.Request) -> None:
         self.check()
@@ -164,7 +164,7 @@ async def wan_network(topology: Topology, *, seed: int = 0) -> AsyncIterator[Wan
 
     `seed` is that of losses and jitter. Raises `LabUnavailable`, `LabBroken`.
     """
-    await asyncio.to_thread(namespaces.sweep)
+    await asyncio.to_thread(namespaces.remove_leftovers)
     claim = namespaces.claim()
     hub: asyncio.subprocess.Process | None = None
     try:
@@ -192,7 +192,7 @@ async def wan_network(topology: Topology, *, seed: int = 0) -> AsyncIterator[Wan
 async def _start_hub(
     topology: Topology, claim: namespaces.Claim, addresses: Mapping[str, str], seed: int
 ) -> asyncio.subprocess.Process:
-    seats = [asdict(Seat(name, str(claim.path(name)), address)) for name, address in addresses.items()]
+    seats = [asdict(HostNamespace(name, str(claim.path(name)), address)) for name, address in addresses.items()]
     document = {"name": topology.name, "topology": topology.to_document(), "seats": seats, "seed": seed}
     document["control"] = str(_control_path(claim.directory))
     with (claim.directory / "hub.log").open("wb") as log:
@@ -219,7 +219,7 @@ async def _start_hub(
         raise
     if not ready:
         await child_processes.stop(hub, STOP_GRACE)
-        raise LabBroken(f"the hub did not start: {_last_words(claim.directory)}")
+        raise LabBroken(f"the hub did not start: {_log_tail(claim.directory)}")
     return hub
 
 
@@ -227,6 +227,6 @@ def _control_path(directory: Path) -> Path:
     return directory / "control.sock"
 
 
-def _last_words(directory: Path) -> str:
+def _log_tail(directory: Path) -> str:
     lines = (directory / "hub.log").read_text(errors="replace").split("\n")
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")

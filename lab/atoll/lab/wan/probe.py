@@ -31,14 +31,14 @@ def serve(port: int) -> None:
         threading.Thread(target=_serve_one, args=(connection,), daemon=True).start()
 
 
-def _go_first() -> None:
+def _raise_priority() -> None:
     """An instrument that waits for a CPU measures the CPU. Holds for this thread and those that it starts."""
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 def _echo(echo: socket.socket) -> None:
-    _go_first()
+    _raise_priority()
     while True:
         data, sender = echo.recvfrom(2048)
         echo.sendto(data, sender)
@@ -53,12 +53,12 @@ def _serve_one(connection: socket.socket) -> None:
                     connection.sendall(CHUNK)
             else:
                 _, warm_up = connection.recv(1), float(connection.recv(16))
-                connection.sendall(json.dumps(_swallow(connection, warm_up, STEP_TIMEOUT)).encode())
+                connection.sendall(json.dumps(_receive_for(connection, warm_up, STEP_TIMEOUT)).encode())
         except OSError:
             return
 
 
-def _swallow(connection: socket.socket, warm_up: float, seconds: float) -> dict[str, Any]:
+def _receive_for(connection: socket.socket, warm_up: float, seconds: float) -> dict[str, Any]:
     """Receive until the end or for `seconds` after the warm-up; the rate is that after it."""
     start = time.monotonic()
     total = counted = 0
@@ -87,14 +87,14 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
         congestion = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
         if request["task"] == "download":
             connection.sendall(b"d")
-            measured = _swallow(connection, request["warm_up"], request["seconds"])
+            measured = _receive_for(connection, request["warm_up"], request["seconds"])
         else:
             connection.sendall(b"u" + b"%17.6f" % request["warm_up"])
-            measured = _pour(connection, request["warm_up"] + request["seconds"])
+            measured = _send_for(connection, request["warm_up"] + request["seconds"])
     return {**measured, "congestion": congestion}
 
 
-def _pour(connection: socket.socket, seconds: float) -> dict[str, Any]:
+def _send_for(connection: socket.socket, seconds: float) -> dict[str, Any]:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         connection.sendall(CHUNK)
@@ -108,7 +108,7 @@ def _pour(connection: socket.socket, seconds: float) -> dict[str, Any]:
 
 def _ping(place: tuple[str, int], count: int, interval: float) -> dict[str, Any]:
     """Round trips of small datagrams, in ms, and how many did not come back."""
-    _go_first()
+    _raise_priority()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.connect(place)
         sent: dict[int, float] = {}

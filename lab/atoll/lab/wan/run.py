@@ -88,7 +88,7 @@ class LabRunResult:
 
 
 @dataclass
-class _Seen:
+class _NodeProgress:
     """When a node was first seen to train, and when it was last."""
 
     first: float = 0.0
@@ -166,9 +166,9 @@ async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, 
 
 async def _watch(
     swarm: LocalSwarm, network: WanNetwork, options: LabRunOptions, page: str, view: DemoView, show: Show
-) -> dict[str, _Seen]:
+) -> dict[str, _NodeProgress]:
     """Show what happens until every node has finished."""
-    seen = {host.name: _Seen() for host in options.topology.trainers}
+    seen = {host.name: _NodeProgress() for host in options.topology.trainers}
 
     def finished() -> bool:
         return all(node.status.get("state") == "finished" for node in seen.values())
@@ -210,7 +210,7 @@ async def _look_at_run(network: WanNetwork, page: str, view: DemoView) -> None:
 
 
 async def _collect(
-    swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _Seen], pace: float, view: DemoView
+    swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _NodeProgress], pace: float, view: DemoView
 ) -> LabRunResult:
     counters = network.counters()
     name = next(iter(seen.values())).status["run"]

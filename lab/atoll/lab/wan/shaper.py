@@ -48,7 +48,7 @@ class Counters:
         self.sent_bytes += packet.wire_bytes
         self.sent_segments += packet.segments
 
-    def received(self, packet: Packet) -> None:
+    def count_received(self, packet: Packet) -> None:
         self.received_bytes += packet.wire_bytes
         self.received_segments += packet.segments
 
@@ -56,7 +56,7 @@ class Counters:
         self.dropped_segments[why] = self.dropped_segments.get(why, 0) + segments
 
 
-class Wander:
+class JitterProcess:
     """A delay between 0 and `amplitude` that moves in straight lines from one random value to the next."""
 
     def __init__(self, amplitude: float, chance: random.Random) -> None:
@@ -97,12 +97,12 @@ class _Link:
         self.queue = host.queue_ms / 1000
 
 
-class _Way:
+class _Path:
     """From one host to another: everything between the two access links."""
 
     def __init__(self, delay: float, jitter: float, loss: float, chance: random.Random) -> None:
         self.delay = delay
-        self.wander = Wander(jitter, chance)
+        self.wander = JitterProcess(jitter, chance)
         self.last_arrival = -math.inf
         self._loss = loss
         self._chance = chance
@@ -143,7 +143,7 @@ class Shaper:
         self._chance = random.Random(seed)
         self._links = {host.name: _Link(host) for host in topology.hosts}
         self._routes: dict[frozenset[str], Route] = {}
-        self._ways: dict[tuple[str, str], _Way] = {}
+        self._paths: dict[tuple[str, str], _Path] = {}
         self._events: list[_Event] = []
         self._number = 0
         self._cut: set[str] = set()
@@ -168,7 +168,7 @@ class Shaper:
             self._drop(pair, Drop.UPLINK_FULL, packet.segments)
             return
         link.up_free = start + packet.wire_bytes / link.up_rate
-        way = self._ways.get(pair) or self._way(pair)
+        way = self._paths.get(pair) or self._path_between(pair)
         lost = way.lost(packet.segments)
         if lost:
             self._drop(pair, Drop.LOST, len(lost))
@@ -180,11 +180,11 @@ class Shaper:
             start += piece.wire_bytes / link.up_rate
             self._push(first, source, target, piece, last)
 
-    def next_event(self) -> float:
-        """When `due` has something to do again; infinity when nothing is on its way."""
+    def next_event_at(self) -> float:
+        """When `pop_arrived` has something to do again; infinity when nothing is on its way."""
         return self._events[0].at if self._events else math.inf
 
-    def due(self, now: float) -> list[tuple[str, str, Packet]]:
+    def pop_arrived(self, now: float) -> list[tuple[str, str, Packet]]:
         """Packets (source, target, packet) that have arrived by `now`, in order."""
         arrived = []
         while self._events and self._events[0].at <= now:
@@ -197,10 +197,10 @@ class Shaper:
                 self._enter_downlink(event, event.last_arrival)
         return arrived
 
-    def received(self, source: str, target: str, packet: Packet) -> None:
+    def count_received(self, source: str, target: str, packet: Packet) -> None:
         """Count a packet that the target's device took."""
-        self.hosts[target].received(packet)
-        self.pairs[source, target].received(packet)
+        self.hosts[target].count_received(packet)
+        self.pairs[source, target].count_received(packet)
 
     def refused(self, source: str, target: str, packet: Packet, why: Drop) -> None:
         """Count a packet that arrived and was not taken."""
@@ -226,14 +226,14 @@ class Shaper:
         at_the_target = why in (Drop.DOWNLINK_FULL, Drop.NAT, Drop.DEVICE_FULL)
         self.hosts[pair[at_the_target]].dropped(why, segments)
 
-    def _way(self, pair: tuple[str, str]) -> _Way:
+    def _path_between(self, pair: tuple[str, str]) -> _Path:
         one, other = (self._links[name].host for name in pair)
         route = self._routes.get(frozenset(pair)) or self._topology.route(one, other)
         met = end_to_end(one, other, route)
-        old = self._ways.get(pair)
-        way = _Way(met.rtt_ms / 2000, met.jitter_ms / 1000, met.loss, self._chance)
+        old = self._paths.get(pair)
+        way = _Path(met.rtt_ms / 2000, met.jitter_ms / 1000, met.loss, self._chance)
         way.last_arrival = old.last_arrival if old else -math.inf
-        self._ways[pair] = way
+        self._paths[pair] = way
         return way
 
     # --- changes while it runs ------------------------------------------------------------------------
@@ -246,14 +246,14 @@ class Shaper:
     def set_host(self, name: str, changes: Mapping[str, float]) -> None:
         """Change some of a link's values, for packets from now on. Raises `TopologyError`."""
         self._links[name].set(replace(self.host(name), **cast(dict[str, Any], changes)))
-        self._renew(pair for pair in self._ways if name in pair)
+        self._rebuild_paths(pair for pair in self._paths if name in pair)
 
     def set_route(self, one: str, other: str, changes: Mapping[str, float]) -> None:
         """Change what lies between two hosts. Raises `TopologyError`."""
         ends = frozenset((one, other))
         now = self._routes.get(ends) or self._topology.route(self.host(one), self.host(other))
         self._routes[ends] = replace(now, **changes)
-        self._renew(pair for pair in self._ways if frozenset(pair) == ends)
+        self._rebuild_paths(pair for pair in self._paths if frozenset(pair) == ends)
 
     def cut(self, name: str) -> None:
         """Nothing reaches or leaves the host, nor does what is on its way. Raises `TopologyError`."""
@@ -280,6 +280,6 @@ class Shaper:
             return False
         return not self._group or self._group.get(one) == self._group.get(other)
 
-    def _renew(self, pairs: Iterable[tuple[str, str]]) -> None:
+    def _rebuild_paths(self, pairs: Iterable[tuple[str, str]]) -> None:
         for pair in tuple(pairs):
-            self._way(pair)
+            self._path_between(pair)

@@ -79,11 +79,11 @@ class Exchange:
         stall: timedelta,
         *,
         screen: Screen | None,
-        pull: Callable[[int], int] = by_tokens,
+        weigh: Callable[[int], int] = by_tokens,
     ) -> None:
         """`take` gets the average, part by part.
 
-        `screen`: how contributions are judged; None: not at all. `pull`: how much one of so many tokens weighs.
+        `screen`: how contributions are judged; None: not at all. `weigh`: how much one of so many tokens weighs.
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
@@ -98,7 +98,7 @@ class Exchange:
         for share in self._average.shares:
             if share.reducer == self._me:
                 self._reducer = Reducer(
-                    self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, pull=pull
+                    self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, weigh=weigh
                 )
         self._desk = RepairDesk(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came

@@ -95,9 +95,9 @@ class Reducer:
         stall: timedelta,
         *,
         screen: Screen | None,
-        pull: Callable[[int], int] = by_tokens,
+        weigh: Callable[[int], int] = by_tokens,
     ) -> None:
-        """`weights` are tokens, `pull` says how much so many weigh.
+        """`weights` are tokens, `weigh` says how much so many weigh.
 
         `screen` of None: nobody is judged.
         """
@@ -110,7 +110,7 @@ class Reducer:
         self._average = average
         self._stall = stall
         self._screen = screen
-        self._pull = pull
+        self._pull = weigh
         self._places = {peer: place for place, peer in enumerate(weights)}
         self._left_out: Counter[int] = Counter()  # parts, by contributor
         self._scaled: Counter[int] = Counter()

@@ -86,7 +86,7 @@ def by_roots(tokens: int) -> int:
     return math.isqrt(tokens << 20)
 
 
-PULLS = {"tokens": by_tokens, "roots": by_roots}
+WEIGHTINGS = {"tokens": by_tokens, "roots": by_roots}
 
 
 def shares_of(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:

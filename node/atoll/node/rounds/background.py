@@ -11,7 +11,7 @@ from atoll.core import log
 _log = log.get("rounds")
 
 
-class Beside:
+class BackgroundTasks:
     """A set of tasks."""
 
     def __init__(self) -> None:

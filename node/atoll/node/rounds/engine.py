@@ -25,16 +25,16 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.background import Beside
+from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.decide import is_witness, position_at
-from atoll.node.rounds.event_queue import Inbox
+from atoll.node.rounds.event_queue import EventQueue
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.outer_schedule import is_stale
-from atoll.node.rounds.signatures import IdentitySeals
-from atoll.node.rounds.snapshot_ledger import Share
-from atoll.node.rounds.staged_results import Results
-from atoll.node.rounds.token_account import Tally
+from atoll.node.rounds.signatures import IdentityVoteSigner
+from atoll.node.rounds.snapshot_ledger import CountedShare
+from atoll.node.rounds.staged_results import RoundResults
+from atoll.node.rounds.token_account import TokenAccount
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import is_valid_successor
@@ -73,7 +73,7 @@ class RoundCounters:
 
 
 @dataclass(frozen=True)
-class Listener:
+class RoundCallbacks:
     """Whom the engine tells. Called in the event loop; must not block."""
 
     committed: Callable[[Head], None]
@@ -104,7 +104,7 @@ class AveragingEngine:
         plan: Plan,
         clock: Clock,
         counters: RoundCounters,
-        listener: Listener,
+        callbacks: RoundCallbacks,
     ) -> None:
         self.head = head  # what `state` holds
         self._spec = spec
@@ -116,27 +116,30 @@ class AveragingEngine:
         self._network = network
         self._clock = clock
         self._counters = counters
-        self._listener = listener
+        self._callbacks = callbacks
         self._me = identity.peer_id
         self._machine = RoundMachine(
             self._me,
             policies,
-            IdentitySeals(identity, spec.run.name, operator_key),
+            IdentityVoteSigner(identity, spec.run.name, operator_key),
             head,
             plan,
             clock.monotonic(),
             votes.load(),
             manifests.newest(),
         )
-        self._events = Inbox()
+        self._events = EventQueue()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
-        self._beside = Beside()
-        self._results = Results(spec, self._machine, state, network, exchanges, self._beside, self._events.put)
-        self._tally = Tally(trainer.status.tokens, head.round)
+        self._background = BackgroundTasks()
+        self._results = RoundResults(spec, self._machine, state, network, exchanges, self._background, self._events.put)
+        self._token_account = TokenAccount(trainer.status.tokens, head.round)
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
-        self._accounted = (b"", Share(rt.Counted.UNKNOWN))  # the head before the last commit; what that holds of ours
+        self._accounted = (
+            b"",
+            CountedShare(rt.Counted.UNKNOWN),
+        )  # the head before the last commit; what that holds of ours
         self._looking = False
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self._last_look = clock.monotonic()
@@ -164,7 +167,7 @@ class AveragingEngine:
     async def receive(self, peer: str, message: dp.RoundMessage) -> None:
         """A round message from a member; returns when there is room for it."""
         if message.HasField("plan"):
-            self._listener.plan_shared(message.plan)
+            self._callbacks.plan_shared(message.plan)
         elif not self._catching_up or message.HasField("open"):  # it may be followed when we are there
             await self._events.put_from(peer, rt.Received(peer, message))
 
@@ -207,7 +210,7 @@ class AveragingEngine:
             raise first_error(group) from group
         finally:
             self._events.close()
-            await self._beside.stop()
+            await self._background.stop()
             self._results.close()
 
     async def _feed(self) -> None:
@@ -229,8 +232,11 @@ class AveragingEngine:
         if self._catching_up:
             return  # what the machine believes is out of date
         status = self._trainer.status
-        tokens, beyond = self._tally.unreported(status.tokens), self._tally.beyond(status.tokens)
-        self._step(rt.Progress(tokens, status.step_seconds, beyond))
+        tokens, tokens_since_snapshot = (
+            self._token_account.unreported(status.tokens),
+            self._token_account.tokens_since_snapshot(status.tokens),
+        )
+        self._step(rt.Progress(tokens, status.step_seconds, tokens_since_snapshot))
         self._step(rt.Tick())
         quiet = self._clock.monotonic() - self._last_look
         if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
@@ -270,16 +276,16 @@ class AveragingEngine:
             case rt.Obtain(round_id, payload, holders, seconds):
                 self._results.obtain(round_id, payload, holders, seconds)
             case rt.AskCoordinator(round_id, payload):
-                self._beside.begin(self._ask_coordinator(round_id, payload))
+                self._background.begin(self._ask_coordinator(round_id, payload))
             case rt.Release(round_id, thaw):
                 self._release(round_id, thaw)
             case rt.Install(head, opened_here, counted):
-                share = Share.of(self._me, head.manifest, counted)
+                share = CountedShare.of(self._me, head.manifest, counted)
                 self._account(head, share)
                 self._orders.put_nowait(lambda: self._install(head, opened_here, share))
             case rt.CatchUp(reason):
                 self._look(reason)
-            case rt.Missed(round_id, peer, contributors):
+            case rt.ContributorsMissing(round_id, peer, contributors):
                 _log.info("missing in sums", round=str(round_id), said_by=peer, contributors=contributors)
             case rt.Report():
                 self._report(action)
@@ -293,7 +299,7 @@ class AveragingEngine:
                 await asyncio.to_thread(self._votes.save, pledge.record)
             except AtollError as error:  # a full disk
                 _log.error("cannot vote", reason=str(error))
-                self._events.put(rt.Unkept(pledge.message))
+                self._events.put(rt.PledgeFailed(pledge.message))
                 continue
             if pledge.peer == self._me:
                 self._events.put(rt.Received(self._me, pledge.message))
@@ -302,7 +308,7 @@ class AveragingEngine:
 
     def _share_plan(self, peer: str) -> None:
         now = self._clock.monotonic()
-        sealed = self._listener.plan_newer_than(self._machine.plan.version - 1)
+        sealed = self._callbacks.plan_newer_than(self._machine.plan.version - 1)
         if sealed is not None and now - self._plans_sent.get(peer, float("-inf")) >= _PLAN_AGAIN_SECONDS:
             self._plans_sent[peer] = now
             self._links.send(peer, dp.RoundMessage(plan=sealed))
@@ -323,21 +329,21 @@ class AveragingEngine:
             return  # given up while other orders were carried out
         own = self._state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
-        self._tally.freeze(snapshot.tokens, self._trainer.status.tokens)
+        self._token_account.freeze(snapshot.tokens, self._trainer.status.tokens)
         self._events.put(rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples))
 
-    def _account(self, head: Head, share: Share) -> None:
+    def _account(self, head: Head, share: CountedShare) -> None:
         """What a round holds of ours is not reported again, while its state is still being written."""
         self._head_is_new = True
         self._accounted = (head.manifest.previous_hash, share)
         if is_witness(self._machine.plan, self._me, head.committed.payload):
-            self._tally.pass_by(self._trainer.status.tokens)
+            self._token_account.pass_by(self._trainer.status.tokens)
         elif share.counted is rt.Counted.SNAPSHOT:
-            self._tally.count(head.round)
+            self._token_account.count(head.round)
         elif share.counted is rt.Counted.UNKNOWN:
-            self._tally.begin_anew(self._trainer.status.tokens)
+            self._token_account.begin_anew(self._trainer.status.tokens)
 
-    async def _install(self, head: Head, opened_here: bool, share: Share) -> None:
+    async def _install(self, head: Head, opened_here: bool, share: CountedShare) -> None:
         if head.round <= self.head.round:
             return  # we caught up with a later one meanwhile
         if is_witness(self._machine.plan, self._me, head.committed.payload):
@@ -357,7 +363,7 @@ class AveragingEngine:
         self._look_at_verdicts(head.manifest)
         await self._end_turn(head, opened_here)
 
-    async def _take_anchor(self, head: Head, share: Share, moved: tuple[int, int] | None = None) -> None:
+    async def _take_anchor(self, head: Head, share: CountedShare, moved: tuple[int, int] | None = None) -> None:
         """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told."""
         ranges, committed_tokens = self._ranges(head), head.committed_tokens
         match share.counted:
@@ -370,9 +376,9 @@ class AveragingEngine:
                 await self._trainer.apply(ranges=ranges, committed_tokens=committed_tokens, moved=moved)
             case rt.Counted.UNKNOWN:
                 await self._trainer.load(ranges=ranges, committed_tokens=committed_tokens)
-                self._tally.begin_anew(self._trainer.status.tokens)
+                self._token_account.begin_anew(self._trainer.status.tokens)
 
-    async def _witness(self, head: Head, opened_here: bool, share: Share) -> None:
+    async def _witness(self, head: Head, opened_here: bool, share: CountedShare) -> None:
         """A round of layers that are not held here: what we trained of ours goes on."""
         if head.manifest.previous_hash != self.head.hash:
             self._begin_catch_up(f"round {head.round} does not follow our state")
@@ -381,7 +387,7 @@ class AveragingEngine:
         await self._move(head, lambda: None)
         self._results.forget()
         self._counters.witnessed += 1
-        await self._take_anchor(head, Share(rt.Counted.NOTHING, share.samples), moved=(0, 0))
+        await self._take_anchor(head, CountedShare(rt.Counted.NOTHING, share.samples), moved=(0, 0))
         _log.info("round committed by others", round=head.round, tokens=head.committed_tokens)
         await self._end_turn(head, opened_here)
 
@@ -395,7 +401,7 @@ class AveragingEngine:
             elif over:
                 await self._evaluate_route(head, _LAST_EVALUATION)
             else:
-                self._beside.begin(self._evaluate_route(head, _EVALUATION))
+                self._background.begin(self._evaluate_route(head, _EVALUATION))
         if over:
             self.finished.set()
 
@@ -452,11 +458,11 @@ class AveragingEngine:
             self.head = head
             self.moving = False
             self._last_look = self._clock.monotonic()
-            self._listener.committed(head)
+            self._callbacks.committed(head)
 
     async def _evaluate(self, head: Head) -> None:
         loss = await self._trainer.evaluate()
-        self._listener.evaluated(
+        self._callbacks.evaluated(
             mb.EvaluationReport(round=head.round, loss=loss, committed_tokens=head.committed_tokens)
         )
 
@@ -470,7 +476,7 @@ class AveragingEngine:
         self._results.begin(start, seconds, fragment, own_E, self.head)
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> None:
-        self._events.put(await self._listener.ask_coordinator(round_id, payload))
+        self._events.put(await self._callbacks.ask_coordinator(round_id, payload))
 
     def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1
@@ -483,7 +489,7 @@ class AveragingEngine:
         """Somebody says that others are ahead. Ask them, beside the rounds: it may not be true."""
         if not self._looking and not self._catching_up:
             self._looking = True
-            self._beside.begin(self._look_ahead(reason))
+            self._background.begin(self._look_ahead(reason))
 
     async def _look_ahead(self, reason: str) -> None:
         self._last_look = self._clock.monotonic()
@@ -500,7 +506,7 @@ class AveragingEngine:
         finally:
             self._looking = False
 
-    def _begin_catch_up(self, reason: str, share: Share | None = None) -> None:
+    def _begin_catch_up(self, reason: str, share: CountedShare | None = None) -> None:
         """Fetch the head that the others agree on. `share` is of the round after ours, where that is known."""
         if self._catching_up:
             return
@@ -508,7 +514,7 @@ class AveragingEngine:
         _log.warning("behind", reason=reason)
         self._orders.put_nowait(lambda: self._catch_up(share))
 
-    async def _catch_up(self, share: Share | None) -> None:
+    async def _catch_up(self, share: CountedShare | None) -> None:
         plan, before = self._machine.plan, self.head
         try:
             try:
@@ -533,7 +539,7 @@ class AveragingEngine:
         finally:
             self._catching_up = False
 
-    async def _share_after(self, before: Head, head: Head) -> Share:
+    async def _share_after(self, before: Head, head: Head) -> CountedShare:
         """What the round after `before`, on the way to `head`, holds of ours: only that one can.
 
         The machine may have committed that round itself since we began to catch up, and forgotten what it brought.
@@ -543,8 +549,8 @@ class AveragingEngine:
         if previous_hash == before.hash:
             return share
         if after is None or after.manifest.previous_hash != before.hash:
-            return Share(rt.Counted.UNKNOWN)
-        return Share.of(self._me, after.manifest, self._machine.counted(after.manifest))
+            return CountedShare(rt.Counted.UNKNOWN)
+        return CountedShare.of(self._me, after.manifest, self._machine.counted(after.manifest))
 
     async def _round_after(self, before: Head) -> Head | None:
         """With the votes that decided it, from any member that has it."""
@@ -561,19 +567,19 @@ class AveragingEngine:
         answers = await asyncio.gather(*map(one, others))
         return next((after for after in answers if after is not None), None)
 
-    async def _keep_progress(self, before: Head, head: Head, share: Share) -> None:
+    async def _keep_progress(self, before: Head, head: Head, share: CountedShare) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
-        usual, was_counted = self._tally.usual, share.counted is rt.Counted.SNAPSHOT
+        usual_tokens, was_counted = self._token_account.usual_tokens, share.counted is rt.Counted.SNAPSHOT
         if was_counted:
-            self._tally.count(before.round + 1)
-        tokens = self._tally.uncounted(self._trainer.status.tokens)
+            self._token_account.count(before.round + 1)
+        tokens = self._token_account.uncounted(self._trainer.status.tokens)
         missed = head.round - before.round - was_counted
         whole_turn = missed >= self.turns  # before that, most of it is of fragments that nobody moved
-        stale = whole_turn and is_stale(tokens, usual, missed)
-        await self._take_anchor(head, Share(rt.Counted.UNKNOWN) if stale else share)
+        stale = whole_turn and is_stale(tokens, usual_tokens, missed)
+        await self._take_anchor(head, CountedShare(rt.Counted.UNKNOWN) if stale else share)
 
     def _report(self, action: rt.Report) -> None:
-        self._listener.report(
+        self._callbacks.report(
             mb.RoundReport(
                 round=action.round_id.to_proto(),
                 committed=action.manifest is not None,

@@ -12,7 +12,7 @@ from atoll.node.rounds.types import Event
 PLACES = 4  # of each peer; a word takes thirty times its size when it is parsed
 
 
-class Inbox:
+class EventQueue:
     """A queue of events, in the order in which they came in."""
 
     def __init__(self) -> None:

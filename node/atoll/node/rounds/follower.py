@@ -24,20 +24,20 @@ from atoll.node.rounds.decide import (
     is_witness,
     manifest_payload,
 )
-from atoll.node.rounds.opener import Paces
-from atoll.node.rounds.promises import VoteMemory
+from atoll.node.rounds.opener import StageDeadlines
+from atoll.node.rounds.promises import Promises
 from atoll.node.rounds.types import (
     Action,
     Complete,
+    ExchangeDone,
     Freeze,
     Frozen,
     Obtain,
-    Parted,
     Phase,
     Pledge,
     RoundPolicy,
     RunExchange,
-    Seals,
+    VoteSigner,
 )
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -55,9 +55,9 @@ class Follower:
     plan: Plan  # the attempt ends under the plan it began with
     head: Head
     policy: RoundPolicy
-    paces: Paces
-    seals: Seals
-    memory: VoteMemory
+    paces: StageDeadlines
+    signer: VoteSigner
+    promises: Promises
     tie_seconds: float  # what the opener may need to hear the coordinator
     deadline: float
     phase: Phase = Phase.FREEZING
@@ -89,18 +89,20 @@ class Follower:
         """Ready: we bring that many tokens, and will not vote in earlier attempts."""
         self.brings = brings
         accepted = None
-        if self.memory.voted is not None:
-            ballot, payload = self.memory.voted.ballot, self.memory.voted.payload
+        if self.promises.voted is not None:
+            ballot, payload = self.promises.voted.ballot, self.promises.voted.payload
             named = replace(self.round_id, plan_version=ballot.plan_version, attempt=ballot.attempt)
-            signature = self.seals.vote(payload, ballot)
+            signature = self.signer.vote(payload, ballot)
             accepted = dp.Accepted(ballot=named.to_proto(), payload=payload, signature=signature)
         self._ready = dp.Ready(
             round=self.round_id.to_proto(),
             tokens=frozen.tokens,
             samples=frozen.samples,
             accepted=accepted,
-            voter=self.memory.votes,
-            holds=sorted(manifest_hash(held) for held in self.memory.held if not is_witness(self.plan, self.me, held)),
+            voter=self.promises.votes,
+            holds=sorted(
+                manifest_hash(held) for held in self.promises.held if not is_witness(self.plan, self.me, held)
+            ),
             leaving=leaving,
         )
         self.phase = Phase.READY
@@ -124,7 +126,7 @@ class Follower:
         self._start = message
         self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor_seconds
         if self.is_witness:
-            self.phase = Phase.PARTED
+            self.phase = Phase.AWAITING_SETTLE
             self.out.append((self.opener, dp.RoundMessage(parts=dp.Parts(round=self.round_id.to_proto()))))
             return
         self.phase = Phase.EXCHANGING
@@ -132,10 +134,10 @@ class Follower:
             self.paces.codec.begin(message.codec, now)
         self.out.append(RunExchange(self.round_id, message, seconds, self.fragment))
 
-    def parted(self, event: Parted, now: float) -> None:
+    def exchange_done(self, event: ExchangeDone, now: float) -> None:
         """Our exchange is over: report the parts."""
         assert self._start is not None
-        self.phase = Phase.PARTED
+        self.phase = Phase.AWAITING_SETTLE
         if len(self._start.partition) > 1:
             self.paces.codec.end(now, complete=all(event.digests))
         self._parts, self._verdicts = event.digests, event.verdicts
@@ -150,7 +152,7 @@ class Follower:
         """Which parts are the round's; the first word counts. It may come before our own exchange is over."""
         if self._settle is None:
             self._settle = message
-            if self.phase is Phase.PARTED:
+            if self.phase is Phase.AWAITING_SETTLE:
                 self._complete(now)
 
     def _complete(self, now: float) -> None:
@@ -188,7 +190,7 @@ class Follower:
         self.deadline = now + seconds + self.tie_seconds
         if is_witness(self.plan, self.me, message.payload):
             self.phase = Phase.STAGING  # until holders attest to it
-        elif message.payload not in self.memory.held:
+        elif message.payload not in self.promises.held:
             self.phase = Phase.STAGING
             holders = tuple(sorted((set(message.holders) & set(self.plan.members)) - {self.me}))
             self.out.append(Obtain(self.round_id, message.payload, holders, seconds))
@@ -208,7 +210,7 @@ class Follower:
             raise PeerMisbehaved("Adopt shows the word of too few who hold the layers")
         try:
             for peer, signature in said.items():
-                self.seals.check_attestation(message.payload, self.round_id.ballot, signature, peer)
+                self.signer.check_attestation(message.payload, self.round_id.ballot, signature, peer)
         except AtollError as error:
             raise PeerMisbehaved(f"Adopt shows a word that nobody gave: {error}") from error
 
@@ -225,18 +227,18 @@ class Follower:
         said_so = self._ready is not None and self._ready.leaving
         left_out = self._settle is not None and self.me not in self._settle.present and not said_so
         attests = len(self.plan.cuts) > 0 and not is_witness(self.plan, self.me, payload)
-        attestation = self.seals.attest(payload, self.round_id.ballot) if attests else None
+        attestation = self.signer.attest(payload, self.round_id.ballot) if attests else None
         digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, attestation=attestation)
-        if not self.memory.votes or left_out:
+        if not self.promises.votes or left_out:
             if attests:
                 self.out.append((self.opener, dp.RoundMessage(digest=digest)))
             return
-        digest.signature.CopyFrom(self.seals.vote(payload, self.round_id.ballot))
+        digest.signature.CopyFrom(self.signer.vote(payload, self.round_id.ballot))
         self._pledge(dp.RoundMessage(digest=digest), payload)
 
     def _pledge(self, message: dp.RoundMessage, payload: bytes | None = None) -> None:
         """Send what binds us, once it is on disk."""
-        if self.memory.votes:
-            self.out.append(Pledge(self.memory.pledge(self.round_id.ballot, payload), self.opener, message))
+        if self.promises.votes:
+            self.out.append(Pledge(self.promises.pledge(self.round_id.ballot, payload), self.opener, message))
         else:
             self.out.append((self.opener, message))

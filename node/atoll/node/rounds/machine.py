@@ -1,6 +1,6 @@
 """The outer round as a pure state machine: events in, actions out, no I/O, no clock of its own.
 
-    IDLE ─Open─▶ FREEZING ─▶ READY ─Start─▶ EXCHANGING ─▶ PARTED ─Settle─▶ STAGING ─▶ VOTED ─Commit─▶ IDLE
+    IDLE ─Open─▶ FREEZING ─▶ READY ─Start─▶ EXCHANGING ─▶ AWAITING_SETTLE ─Settle─▶ STAGING ─▶ VOTED ─Commit─▶ IDLE
                                └────────────────── Adopt ──────────────────▲
 
 Everyone follows (follower.py); the attempt's number names the one that also leads it (opener.py), when a round is due
@@ -28,11 +28,11 @@ from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import check_payload, is_witness
 from atoll.node.rounds.follower import Follower
-from atoll.node.rounds.opener import TIE_SECONDS, Opener, Paces
-from atoll.node.rounds.pending_opens import EarlyOpen
-from atoll.node.rounds.promises import VoteMemory
-from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, Turns
-from atoll.node.rounds.snapshot_ledger import Brought
+from atoll.node.rounds.opener import TIE_SECONDS, Opener, StageDeadlines
+from atoll.node.rounds.pending_opens import PendingOpens
+from atoll.node.rounds.promises import Promises
+from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, RoundTrigger
+from atoll.node.rounds.snapshot_ledger import SnapshotLedger
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -46,14 +46,14 @@ class RoundMachine:
     # what belongs to the head; `_reset` begins it anew
     _following: Follower | None
     _opener: Opener | None
-    _brought: Brought
-    _told: dict[str, float]  # peers that heard our head from us, and when
+    _snapshot_ledger: SnapshotLedger
+    _head_sent_at: dict[str, float]  # peers that heard our head from us, and when
 
     def __init__(
         self,
         me: str,
         policy_of: rt.PolicyOf,
-        seals: rt.Seals,
+        signer: rt.VoteSigner,
         head: Head,
         plan: Plan,
         now: float,
@@ -66,17 +66,17 @@ class RoundMachine:
         self.plan = plan
         self.attempt = 0  # the next one
         self._policy_of = policy_of
-        self._seals = seals
-        self._memory = VoteMemory(record, head, plan)
-        self._turns = Turns(me, policy, head, plan, now)
+        self._signer = signer
+        self._promises = Promises(record, head, plan)
+        self._trigger = RoundTrigger(me, policy, head, plan, now)
         self._known = known or head  # the newest that this node ever saw committed
-        self._tokens = self._beyond = 0  # since the head; since the snapshot
+        self._tokens = self._tokens_since_snapshot = 0  # since the head; since the snapshot
         self._step_seconds = 0.0
         self._next_plan: Plan | None = None
         self._leaving = False
-        self._paces_by_fragment = Paces.of(policy)
+        self._paces_by_fragment = StageDeadlines.of(policy)
         self._inbox: deque[rt.Received] = deque()  # to ourselves
-        self._early = EarlyOpen()
+        self._pending_opens = PendingOpens()
         self._actions: list[rt.Action] = []
         self._now = now
         self._unix_ms = 0
@@ -106,7 +106,7 @@ class RoundMachine:
 
     def counted(self, manifest: manifest_pb2.Manifest) -> rt.Counted:
         """What of this node's progress, of this life, a result of the next round holds."""
-        return self._brought.counted(self.me, manifest)
+        return self._snapshot_ledger.counted(self.me, manifest)
 
     def is_freezing(self, round_id: RoundId) -> bool:
         """Whether a snapshot for that attempt is still wanted."""
@@ -115,12 +115,12 @@ class RoundMachine:
     @property
     def held(self) -> tuple[bytes, ...]:
         """Payloads whose state must be kept, because they may still be committed."""
-        return tuple(self._memory.held)
+        return tuple(self._promises.held)
 
     @property
     def votes(self) -> bool:
         """Whether this node's vote counts at this head: it knows all that it ever promised."""
-        return self._memory.votes
+        return self._promises.votes
 
     @property
     def lagging(self) -> bool:
@@ -130,10 +130,10 @@ class RoundMachine:
     @property
     def in_doubt(self) -> bytes:
         """The payload that this node voted for without knowing whether it was committed; empty for none."""
-        return self._memory.in_doubt
+        return self._promises.in_doubt
 
     @property
-    def _paces(self) -> Paces:
+    def _paces(self) -> StageDeadlines:
         """Of the next round's fragment."""
         return self._paces_by_fragment[self.policy.fragment_of(self.head.round + 1).index]
 
@@ -157,14 +157,18 @@ class RoundMachine:
         match event:
             case rt.Tick():
                 self._tick()
-            case rt.Progress(tokens, step_seconds, beyond):
-                self._tokens, self._step_seconds, self._beyond = tokens, step_seconds, beyond
+            case rt.Progress(tokens, step_seconds, tokens_since_snapshot):
+                self._tokens, self._step_seconds, self._tokens_since_snapshot = (
+                    tokens,
+                    step_seconds,
+                    tokens_since_snapshot,
+                )
             case rt.Received(peer, message):
                 self._receive(peer, message)
             case rt.Frozen():
                 self._froze(event)
-            case rt.Parted():
-                self._parted(event)
+            case rt.ExchangeDone():
+                self._on_exchange_done(event)
             case rt.Staged(round_id, layers):
                 self._staged(round_id, layers)
             case rt.Obtained(round_id, payload):
@@ -172,12 +176,12 @@ class RoundMachine:
             case rt.Failed(round_id, reason):
                 if self._is_following(round_id):
                     self._give_up(reason)
-            case rt.Unkept(message):
-                self._unkept(message)
+            case rt.PledgeFailed(message):
+                self._on_pledge_failed(message)
             case rt.TieBreak():
                 if self._opener is not None:
                     self._opener.tie_broken(event, self._now)
-                    self._led()
+                    self._drain_opener()
             case rt.PlanReceived(plan):
                 self._plan_received(plan)
             case rt.HeadMoved(head):
@@ -189,12 +193,12 @@ class RoundMachine:
 
     def _lost(self, peer: str) -> None:
         """Do not wait long for somebody who is most likely dead."""
-        self._turns.lose(peer)
+        self._trigger.lose(peer)
         if self._following is not None and self._following.opener == peer:
             self._following.deadline = min(self._following.deadline, self._now + _LOST_SECONDS)
         if self._opener is not None:
             self._opener.decline(peer, "its connection broke", self._now)
-            self._led()
+            self._drain_opener()
 
     def _plan_received(self, plan: Plan) -> None:
         if plan.version > (self._next_plan or self.plan).version:
@@ -207,17 +211,17 @@ class RoundMachine:
         self._supersede(f"this node moved to round {head.round}")
         for paces in self._paces_by_fragment:
             paces.codec.forget_round()
-        self._turns.forget_exchange()
+        self._trigger.forget_exchange()
         self._reset(head)
         self._check_history()  # a recovery may have made it void while it was fetched
         self._adopt_plan()
-        self._say_that_we_are_here()
+        self._announce_position()
         self._try_waiting()
 
     def _tick(self) -> None:
         if self._opener is not None:
             self._opener.tick(self._now)
-            self._led()
+            self._drain_opener()
         if self._following is not None and self._now >= self._following.deadline:
             self._overdue(self._following)
         self._adopt_plan()
@@ -233,12 +237,12 @@ class RoundMachine:
     # --- opening -----------------------------------------------------------------------------------
 
     def _report_tokens(self) -> None:
-        if not self._turns.hear_self(self._tokens, self._leaving, self._step_seconds, self._now):
+        if not self._trigger.hear_self(self._tokens, self._leaving, self._step_seconds, self._now):
             return
         for peer in self._upcoming(self.round_id):
             self._send_report(peer)
 
-    def _say_that_we_are_here(self) -> None:
+    def _announce_position(self) -> None:
         """To everybody, after others were: most likely a round is under way without us, and the next may wait."""
         if self.me in self.plan.members:
             for peer in self.plan.members:
@@ -265,7 +269,7 @@ class RoundMachine:
         number = self.head.round + 2
         fragment = self.policy.fragment_of(number).index
         expected = RoundId(self.policy.run_id, self.plan.version, fragment, number, 0)
-        report = self._report_of(expected, self._beyond)
+        report = self._report_of(expected, self._tokens_since_snapshot)
         report.expected = True
         for peer in self._upcoming(expected):
             self._send(peer, dp.RoundMessage(report=report))
@@ -280,26 +284,26 @@ class RoundMachine:
             return
         if self._opener is not None:
             return
-        attempt = self._turns.attempt_to_open(self.round_id, self._now, self._paces.answers.median_seconds)
+        attempt = self._trigger.attempt_to_open(self.round_id, self._now, self._paces.answers.median_seconds)
         if attempt is None:
             return
         self._opener = Opener(
             replace(self.round_id, attempt=attempt),
             self.plan,
             self.electorate,
-            self._turns.lately(self._now),
+            self._trigger.heard_recently(self._now),
             self.head,
             self.policy,
             self._paces,
-            self._seals,
+            self._signer,
             self._now,
             self._unix_ms,
-            slowest_step=self._turns.slowest_step(self._now),
-            enough_since=self._turns.enough_since,
+            slowest_step=self._trigger.slowest_step(self._now),
+            enough_since=self._trigger.enough_since,
         )
-        self._led()
+        self._drain_opener()
 
-    def _led(self) -> None:
+    def _drain_opener(self) -> None:
         """Carry out what the attempt that we lead wants."""
         opener = self._opener
         if opener is not None:
@@ -311,7 +315,7 @@ class RoundMachine:
         """The head moves under the attempt that we lead."""
         if self._opener is not None:
             self._opener.supersede(reason, self._now)
-            self._led()
+            self._drain_opener()
 
     def _carry_out(self, attempt: Opener | Follower) -> None:
         out, attempt.out = attempt.out, []
@@ -346,24 +350,24 @@ class RoundMachine:
             if kind == "decline":
                 self._declined(self._opener, peer, message.decline)
             self._opener.collect(peer, kind, message, self._now)
-            self._led()
+            self._drain_opener()
         if self._is_following(round_id) and self._following is not None and peer == self._following.opener:
-            self._obey(self._following, kind, message)
+            self._on_opener_message(self._following, kind, message)
 
     def _declined(self, opener: Opener, peer: str, decline: dp.Decline) -> None:
         if decline.plan_version == self.plan.version:
-            self._turns.declined(self.attempt, decline.attempt)
+            self._trigger.declined(self.attempt, decline.attempt)
             return
         newer = decline.plan_version > self.plan.version
-        if newer and opener.may_give_way_to(peer) and self._turns.awaits_newer_plan(peer):
+        if newer and opener.may_give_way_to(peer) and self._trigger.awaits_newer_plan(peer):
             opener.give_way(f"{peer} follows plan {decline.plan_version} already", self._now)
 
-    def _obey(self, following: Follower, kind: str, message: dp.RoundMessage) -> None:
+    def _on_opener_message(self, following: Follower, kind: str, message: dp.RoundMessage) -> None:
         """A word of the opener that we follow."""
         match kind, self.phase:
             case "start", rt.Phase.READY:
                 self._try(following, lambda: self._start(following, message.start))
-            case "settle", rt.Phase.EXCHANGING | rt.Phase.PARTED:
+            case "settle", rt.Phase.EXCHANGING | rt.Phase.AWAITING_SETTLE:
                 self._try(following, lambda: following.settle(message.settle, self._now))
             case "adopt", rt.Phase.READY:
                 self._try(following, lambda: self._adopt(following, message.adopt))
@@ -378,8 +382,8 @@ class RoundMachine:
         if round_id.plan_version < self.plan.version:
             self._actions.append(rt.SharePlan(peer))
         if round_id.plan_version == self.plan.version and self.phase is rt.Phase.IDLE and self._opener is None:
-            self.attempt = self._turns.reach(self.attempt, round_id.attempt, self._now)
-        self._turns.hear(peer, report, self._now)
+            self.attempt = self._trigger.reach(self.attempt, round_id.attempt, self._now)
+        self._trigger.hear(peer, report, self._now)
         if self._is_between_rounds:
             self._open_if_due()
 
@@ -389,11 +393,11 @@ class RoundMachine:
             return
         one_ahead = round_id.number == self.head.round + 2
         if one_ahead and kind == "report" and message.report.expected:
-            self._turns.expect(peer, round_id, message.report, self._now)
+            self._trigger.expect(peer, round_id, message.report, self._now)
             return
         ours = round_id.plan_version == self.plan.version
         if kind == "open" and ours and peer == round_id.opener(self.plan.members):
-            self._early.keep_ahead(rt.Received(peer, message), self._now, self._open_seconds(message))
+            self._pending_opens.keep_ahead(rt.Received(peer, message), self._now, self._open_seconds(message))
         self._heard_from_ahead(peer, round_id.number)
 
     def _opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
@@ -419,30 +423,30 @@ class RoundMachine:
             self._behind(f"{peer} builds round {round_id.number} on another manifest than ours")
             return
         self.attempt = round_id.attempt
-        self._turns.begin_attempt(self._now)
+        self._trigger.begin_attempt(self._now)
         seconds = self._open_seconds(message)
         tie = self._tie_seconds
         until = self._now + 2 * seconds + tie
-        head, plan, policy, memory = self.head, self.plan, self.policy, self._memory
+        head, plan, policy, promises = self.head, self.plan, self.policy, self._promises
         self._following = Follower(
-            self.me, peer, round_id, plan, head, policy, self._paces, self._seals, memory, tie, until
+            self.me, peer, round_id, plan, head, policy, self._paces, self._signer, promises, tie, until
         )
-        self._bring(self._following)
+        self._offer_snapshot(self._following)
         self._carry_out(self._following)
 
-    def _bring(self, following: Follower) -> None:
+    def _offer_snapshot(self, following: Follower) -> None:
         """What others saw in an earlier attempt stays this head's snapshot, unless the round is of other layers now.
 
         Where we voted for a result that may hold it, one attempt is given the chance to commit that.
         """
-        snapshot = self._brought.of(following.fragment.layers)
+        snapshot = self._snapshot_ledger.of(following.fragment.layers)
         if snapshot is not None:
             following.promise(snapshot, leaving=self._leaving)
-        elif following.is_witness or (self._memory.in_doubt and self._brought.hope()):
+        elif following.is_witness or (self._promises.in_doubt and self._snapshot_ledger.hope()):
             nothing = rt.Frozen(following.round_id, 0, 0)
             following.promise(nothing, leaving=self._leaving, brings=False)
         else:
-            self._brought.make_room()
+            self._snapshot_ledger.make_room()
             following.freeze()
 
     def _refusal(self, peer: str, round_id: RoundId) -> str:
@@ -451,15 +455,15 @@ class RoundMachine:
             return "this member follows a newer plan"
         if peer not in self.plan.members or peer != round_id.opener(self.plan.members) or self.lagging:
             return "this is not an attempt that this member follows"
-        late = round_id.attempt < self.attempt or self._memory.forbids(round_id.ballot)
+        late = round_id.attempt < self.attempt or self._promises.forbids(round_id.ballot)
         if late or round_id.attempt > min(MAX_ATTEMPT, self.attempt + MAX_ATTEMPT_JUMP):
             return f"we stand at {self.round_id}"
-        if self._turns.must_wait(peer, self._now):
+        if self._trigger.must_wait(peer, self._now):
             return "its last attempt failed: others have their turn first"
         return ""
 
     def _wait_with(self, peer: str, message: dp.RoundMessage) -> None:
-        self._early.keep(rt.Received(peer, message), self._now, self._open_seconds(message))
+        self._pending_opens.keep(rt.Received(peer, message), self._now, self._open_seconds(message))
 
     def _open_seconds(self, message: dp.RoundMessage) -> float:
         """That the opener waits for us, at most."""
@@ -467,9 +471,9 @@ class RoundMachine:
 
     def _heard_from_ahead(self, peer: str, number: int) -> None:
         one_ahead = number == self.head.round + 2
-        if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.PARTED, rt.Phase.STAGING):
+        if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.AWAITING_SETTLE, rt.Phase.STAGING):
             return  # a majority was quicker than we are: our own result is on its way
-        if one_ahead and self._memory.held:
+        if one_ahead and self._promises.held:
             self._send_report(peer)  # most likely what we hold was committed: the answer is that manifest
         else:
             self._behind(f"{peer} is at round {number}, we are at {self.head.round}")
@@ -479,9 +483,9 @@ class RoundMachine:
         interval = self.policy.report_interval.total_seconds()
         if kind not in ("report", "open", "ready", "parts", "digest") or peer not in self.plan.members:
             return
-        if self._now - self._told.get(peer, float("-inf")) < interval / 2 or not self.head.committed.signatures:
+        if self._now - self._head_sent_at.get(peer, float("-inf")) < interval / 2 or not self.head.committed.signatures:
             return
-        self._told[peer] = self._now
+        self._head_sent_at[peer] = self._now
         commit = dp.Commit(round=self.head.manifest.round, manifest=self.head.committed)
         self._send(peer, dp.RoundMessage(commit=commit))
 
@@ -491,10 +495,10 @@ class RoundMachine:
             return
         following = self._following
         if number == self.head.round + 1:
-            if message.manifest.payload in self._memory.held or self._witnesses(message.manifest.payload):
+            if message.manifest.payload in self._promises.held or self._witnesses(message.manifest.payload):
                 self._install(message.manifest)
                 return
-            staging = self.phase in (rt.Phase.EXCHANGING, rt.Phase.PARTED, rt.Phase.STAGING)
+            staging = self.phase in (rt.Phase.EXCHANGING, rt.Phase.AWAITING_SETTLE, rt.Phase.STAGING)
             if staging and following is not None and message.round == following.round_id.to_proto():
                 following.commit = message.manifest  # most likely it is what we are about to compute
                 return
@@ -511,7 +515,7 @@ class RoundMachine:
     def _install(self, committed: manifest_pb2.CommittedManifest) -> bool:
         """Commit what we hold; False when the votes do not prove it."""
         try:
-            head = self._seals.check_commit(committed, self.electorate)
+            head = self._signer.check_commit(committed, self.electorate)
         except AtollError:
             return False
         if not self.plan.accepts(head):
@@ -520,8 +524,8 @@ class RoundMachine:
         counted = self.counted(head.manifest)
         self._actions.append(rt.Install(head, opened_here, counted))
         if counted is rt.Counted.SNAPSHOT and self.me in head.electorate.members:
-            self._memory.took_part()
-        self._turns.serve_leaving()
+            self._promises.took_part()
+        self._trigger.serve_leaving()
         self._supersede(f"round {head.round} was committed in another attempt")
         self._reset(head)
         self._adopt_plan()
@@ -533,22 +537,22 @@ class RoundMachine:
     def _froze(self, event: rt.Frozen) -> None:
         following = self._followed_in(event.round_id, rt.Phase.FREEZING)
         if following is not None:
-            self._brought.keep(event, following.fragment.layers)
-            self._beyond = 0
+            self._snapshot_ledger.keep(event, following.fragment.layers)
+            self._tokens_since_snapshot = 0
             following.promise(event, leaving=self._leaving)
             self._carry_out(following)
 
     def _start(self, following: Follower, message: dp.Start) -> None:
         following.start(message, self._now)
-        self._turns.begin_exchange(self._now)
+        self._trigger.begin_exchange(self._now)
         if following.brings:
             weighs = any(item.peer_id == self.me and item.weight for item in message.contributions)
-            self._brought.begin(following.round_id, weighs=weighs)
+            self._snapshot_ledger.begin(following.round_id, weighs=weighs)
 
-    def _parted(self, event: rt.Parted) -> None:
+    def _on_exchange_done(self, event: rt.ExchangeDone) -> None:
         following = self._followed_in(event.round_id, rt.Phase.EXCHANGING)
         if following is not None:
-            self._try(following, lambda: following.parted(event, self._now))
+            self._try(following, lambda: following.exchange_done(event, self._now))
 
     def _staged(self, round_id: RoundId, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
         following = self._followed_in(round_id, rt.Phase.STAGING)
@@ -558,30 +562,30 @@ class RoundMachine:
     def _hold_own(self, following: Follower, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
         payload = following.staged(layers)
         check_payload(self.policy, self.plan, self.head, payload)  # it may be of a state that is behind our head
-        self._hold(following, payload)
+        self._vote_or_install(following, payload)
 
     def _adopt(self, following: Follower, message: dp.Adopt) -> None:
         following.adopt(message, self._now)
-        if message.payload in self._memory.held:
-            self._hold(following, message.payload)
+        if message.payload in self._promises.held:
+            self._vote_or_install(following, message.payload)
 
     def _attest(self, following: Follower, message: dp.Adopt) -> None:
         following.attest(message)
-        self._hold(following, message.payload)
+        self._vote_or_install(following, message.payload)
 
     def _obtained(self, round_id: RoundId, payload: bytes) -> None:
         try:
             check_payload(self.policy, self.plan, self.head, payload)
         except PeerMisbehaved:
             return  # the head moved meanwhile
-        self._memory.keep(payload)
+        self._promises.keep(payload)
         following = self._followed_in(round_id, rt.Phase.STAGING)
         if following is not None:
-            self._try(following, lambda: self._hold(following, payload))
+            self._try(following, lambda: self._vote_or_install(following, payload))
 
-    def _hold(self, following: Follower, payload: bytes) -> None:
+    def _vote_or_install(self, following: Follower, payload: bytes) -> None:
         """We have the state that `payload` names: install it when it is committed already, else vote."""
-        self._memory.keep(payload)
+        self._promises.keep(payload)
         if following.commit is None or following.commit.payload != payload or not self._install(following.commit):
             following.vote(payload)
             if following.brings and not self._leaving:
@@ -606,11 +610,11 @@ class RoundMachine:
         self._release()
         if following.opener == self.me and self._opener is not None:
             self._opener.decline(self.me, reason, self._now)
-            self._led()
+            self._drain_opener()
         elif following.opener != self.me:
             self._decline(following.opener, following.round_id, reason)
 
-    def _unkept(self, message: dp.RoundMessage) -> None:
+    def _on_pledge_failed(self, message: dp.RoundMessage) -> None:
         """What we trained counts all the same; the others decide without our vote."""
         following, kind = self._following, message.WhichOneof("body")
         if following is None or RoundId.from_proto(getattr(message, str(kind)).round) != following.round_id:
@@ -626,12 +630,12 @@ class RoundMachine:
         following, self._following = self._following, None
         if following is None:
             return
-        if not self._brought.exposed:
-            self._brought.drop()
-        self._actions.append(rt.Release(following.round_id, thaw=not self._brought.exposed))
-        self._turns.failed(following.opener, self._now, said_so=said_so)
+        if not self._snapshot_ledger.exposed:
+            self._snapshot_ledger.drop()
+        self._actions.append(rt.Release(following.round_id, thaw=not self._snapshot_ledger.exposed))
+        self._trigger.failed(following.opener, self._now, said_so=said_so)
         if following.round_id.number == self.head.round + 1 and following.plan.version == self.plan.version:
-            self.attempt = self._turns.after(self.attempt, following.round_id.attempt)
+            self.attempt = self._trigger.after(self.attempt, following.round_id.attempt)
         self._adopt_plan()
         self._try_waiting()
 
@@ -644,12 +648,12 @@ class RoundMachine:
             self._known = head
         self._following = None
         self._opener = None
-        self._tokens = self._beyond = 0
-        self._brought = Brought()
-        self._told = {}
-        self._turns.move(head, self.plan, self._now)
-        self._memory.recall(head, self.plan)
-        self.attempt = self._memory.next_attempt(self.plan)
+        self._tokens = self._tokens_since_snapshot = 0
+        self._snapshot_ledger = SnapshotLedger()
+        self._head_sent_at = {}
+        self._trigger.move(head, self.plan, self._now)
+        self._promises.recall(head, self.plan)
+        self.attempt = self._promises.next_attempt(self.plan)
 
     def _adopt_plan(self) -> None:
         if self._next_plan is None or self._following is not None or self._opener is not None:
@@ -657,11 +661,11 @@ class RoundMachine:
         before, self.plan, self._next_plan = self.plan, self._next_plan, None
         fragments, self.policy = self.policy.fragments, self._policy_of(self.plan)
         if self.policy.fragments != fragments:
-            self._paces_by_fragment = Paces.of(self.policy)
+            self._paces_by_fragment = StageDeadlines.of(self.policy)
         if self.plan.base != before.base:  # what was voted for on the old history does not count
-            self._memory.recall(self.head, self.plan)
-        self._turns.begin(self.head, self.plan, self._now, self.policy)
-        self.attempt = self._memory.next_attempt(self.plan)
+            self._promises.recall(self.head, self.plan)
+        self._trigger.begin(self.head, self.plan, self._now, self.policy)
+        self.attempt = self._promises.next_attempt(self.plan)
         self._check_history()
         self._try_waiting()
 
@@ -671,7 +675,7 @@ class RoundMachine:
 
     def _try_waiting(self) -> None:
         """An Open that came too early may be followed now."""
-        received = self._early.take(self.plan.version, self.head.round + 1, self._now)
+        received = self._pending_opens.take(self.plan.version, self.head.round + 1, self._now)
         if received is not None:
             self._inbox.append(received)
 

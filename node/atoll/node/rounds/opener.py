@@ -34,7 +34,15 @@ from atoll.node.rounds.decide import (
     parts_total,
 )
 from atoll.node.rounds.settlement import check_report, settle
-from atoll.node.rounds.types import Action, AskCoordinator, Missed, Report, RoundPolicy, Seals, TieBreak
+from atoll.node.rounds.types import (
+    Action,
+    AskCoordinator,
+    ContributorsMissing,
+    Report,
+    RoundPolicy,
+    TieBreak,
+    VoteSigner,
+)
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -53,19 +61,19 @@ class Stage(Enum):
 
 
 @dataclass
-class Paces:
+class StageDeadlines:
     """How long each stage of one fragment's rounds took lately, and which codec that is good for."""
 
     ready: LearnedDeadline
     answers: ResponseTimes  # from Open to each member's Ready
     exchanges: dict[int, LearnedDeadline]  # by the number of the codec
     decision: LearnedDeadline
-    mending: LearnedDeadline  # the same where somebody has to make its state anew: what it has was not settled, or it has none
+    decision_with_repair: LearnedDeadline  # the same where somebody has to make its state anew: what it has was not settled, or it has none
     codec: CodecChoice
     exchange_ceiling: float
 
     @classmethod
-    def of(cls, policy: RoundPolicy) -> tuple[Paces, ...]:
+    def of(cls, policy: RoundPolicy) -> tuple[StageDeadlines, ...]:
         """For each fragment, because some are larger than others; nothing seen yet."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
@@ -98,8 +106,8 @@ class Opener:
     expected: frozenset[str]  # heard from lately: worth waiting for
     head: Head
     policy: RoundPolicy
-    paces: Paces
-    seals: Seals
+    paces: StageDeadlines
+    signer: VoteSigner
     now: float
     unix_ms: int = 0  # dates a Start
     slowest_step: float = 0.0  # seconds, of those worth waiting for
@@ -301,7 +309,9 @@ class Opener:
                 self._learn(far=False, failed=True)
             self._abandon("nobody has any part of the average")
             return
-        told = [Missed(self.round_id, peer, tuple(sorted(set(self._parts[peer].partial)))) for peer in summed]
+        told = [
+            ContributorsMissing(self.round_id, peer, tuple(sorted(set(self._parts[peer].partial)))) for peer in summed
+        ]
         self.out += [missed for missed in told if missed.contributors]
         self._learn(far=all(digests))
         self._mends = bool(holders) or not all(digests)
@@ -338,7 +348,7 @@ class Opener:
                 if ballot >= self.round_id.ballot:
                     raise PeerMisbehaved("a vote in an attempt that was not opened yet")
                 check_payload(self.policy, self.plan, self.head, ready.accepted.payload)
-                self.seals.check_vote(ready.accepted.payload, ballot, ready.accepted.signature, peer)
+                self.signer.check_vote(ready.accepted.payload, ballot, ready.accepted.signature, peer)
             except AtollError as error:
                 self.decline(peer, f"its earlier vote does not count: {error}", self.now)
                 return
@@ -367,10 +377,10 @@ class Opener:
         try:
             if digest.HasField("attestation"):
                 self._check_attested(payload)
-                self.seals.check_attestation(payload, ballot, digest.attestation, peer)
+                self.signer.check_attestation(payload, ballot, digest.attestation, peer)
                 self._attestations.setdefault(payload, {})[peer] = digest.attestation
             if digest.HasField("signature"):
-                self.seals.check_vote(payload, ballot, digest.signature, peer)
+                self.signer.check_vote(payload, ballot, digest.signature, peer)
                 self._votes.setdefault(payload, {})[peer] = digest.signature
         except AtollError as error:
             self.declined[peer] = str(error)
@@ -471,7 +481,7 @@ class Opener:
 
     @property
     def _decision(self) -> LearnedDeadline:
-        return self.paces.mending if self._mends else self.paces.decision
+        return self.paces.decision_with_repair if self._mends else self.paces.decision
 
     # --- what was collected ------------------------------------------------------------------------
 

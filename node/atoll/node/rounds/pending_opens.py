@@ -10,7 +10,7 @@ from atoll.node.rounds.types import Received
 _Kept = tuple[float, Received]  # until when its opener waits
 
 
-class EarlyOpen:
+class PendingOpens:
     """Of the next round the highest one, and of each member one of a round after that; as long as its opener waits."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from atoll.core.quorum import Ballot, LastVote, VoteRecord
 HELD = 2  # results of one head whose state is kept, because they may still be committed
 
 
-class VoteMemory:
+class Promises:
     """The newest record, seen from one head under one plan's base."""
 
     def __init__(self, record: VoteRecord | None, head: Head, plan: Plan) -> None:

@@ -43,7 +43,7 @@ def _at_once(peer: str) -> float:
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _LastReport:
     """A member's last token report."""
 
     tokens: int
@@ -62,7 +62,7 @@ class _Heard:
         return (self.tokens - tokens) / (self.when - when) * (min(now - self.when, self.gap) + lead)
 
 
-class Turns:
+class RoundTrigger:
     """What one member knows of the others at one head under one plan; `begin` starts it anew."""
 
     def __init__(self, me: str, policy: RoundPolicy, head: Head, plan: Plan, now: float) -> None:
@@ -76,7 +76,7 @@ class Turns:
         self._last_commit = _NEVER
         self._exchange_began: float | None = None  # the last one, since the head
         self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, _LastReport] = {}
         self._late: set[str] = set()
         self._attempt_began = math.inf  # the last one, since the head
         self._awaited: dict[str, tuple[int, int]] = {}  # peer → not before that round, and for how many then
@@ -176,11 +176,11 @@ class Turns:
         self._reported = now
         return True
 
-    def _said(self, peer: str, tokens: int, leaving: bool, step_seconds: float, now: float) -> _Heard:
+    def _said(self, peer: str, tokens: int, leaving: bool, step_seconds: float, now: float) -> _LastReport:
         before, full = self._heard.get(peer), self._is_full(peer, tokens)
         if before is None or tokens < before.tokens:  # the latter: it began anew
-            return _Heard(tokens, now, leaving, step_seconds, full, since=(tokens, now), gap=0.0)
-        return _Heard(tokens, now, leaving, step_seconds, full, before.since, now - before.when)
+            return _LastReport(tokens, now, leaving, step_seconds, full, since=(tokens, now), gap=0.0)
+        return _LastReport(tokens, now, leaving, step_seconds, full, before.since, now - before.when)
 
     def lose(self, peer: str) -> None:
         """Its connection broke."""
@@ -188,14 +188,16 @@ class Turns:
         self._expected.pop(peer, None)
         self._late.discard(peer)
 
-    def lately(self, now: float) -> frozenset[str]:
+    def heard_recently(self, now: float) -> frozenset[str]:
         """Members of the plan that were heard from here, lately; ourselves too."""
         heard = {peer for peer, said in self._heard.items() if now - said.when <= _LATELY * self._interval}
         return frozenset((heard | {self._me}) & set(self._plan.members))
 
     def slowest_step(self, now: float) -> float:
         """Seconds of the longest inner step among those."""
-        return max((self._heard[peer].step_seconds for peer in self.lately(now) & self._heard.keys()), default=0.0)
+        return max(
+            (self._heard[peer].step_seconds for peer in self.heard_recently(now) & self._heard.keys()), default=0.0
+        )
 
     # --- whose turn ----------------------------------------------------------------------------------
 
@@ -213,33 +215,33 @@ class Turns:
         self._due_since = now if self._due_since is None else self._due_since
         order = round_id.order(self._plan.members)
         turn = (order.index(self._me) - round_id.attempt) % len(order)
-        before_us = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(turn)} & self.lately(now)
+        before_us = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(turn)} & self.heard_recently(now)
         if now - self._due_since < len(before_us) * self._policy.open_timeout.total_seconds():
             return None
         return round_id.attempt + turn
 
     def _is_due(self, now: float, lead: Callable[[str], float]) -> bool:
-        lately = self.lately(now)
+        heard_recently = self.heard_recently(now)
         electorate = self._plan.electorate(self._head)
-        voters = lately & electorate.members
+        voters = heard_recently & electorate.members
         if not (electorate.decides(voters) or electorate.is_half(voters)):
             return False  # nothing could be committed
-        said = {peer: self._heard[peer] for peer in lately & self._heard.keys()}
+        said = {peer: self._heard[peer] for peer in heard_recently & self._heard.keys()}
         total = sum(item.tokens for peer, item in said.items() if peer in self._holders)
         leaving = any(said[peer].leaving for peer in (voters & said.keys()) - self._left)
         began = self._head.round > self._plan.base.round
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
-        everyone = electorate.members <= lately or now - self._began >= patience
+        everyone = electorate.members <= heard_recently or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
         most = self._policy.open_timeout.total_seconds() / 2  # or who knows of longer ones opens out of turn
         coming = sum(
             max(0.0, min(said[peer].coming(now, min(lead(peer), most)), self._cap(peer) - said[peer].tokens))
             for peer in said.keys() & self._holders - {self._me}
         )
-        enough = everyone and self._suffices(total, coming, len(lately & self._trainers))
+        enough = everyone and self._suffices(total, coming, len(heard_recently & self._trainers))
         if enough and self._enough_since is None:
             self._enough_since = now
-        all_here = now >= self._late_until or self._late <= lately
+        all_here = now >= self._late_until or self._late <= heard_recently
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
         rested = last or now >= self._rest_until or any(item.full for item in said.values())
         due_here = (enough and all_here) or overdue

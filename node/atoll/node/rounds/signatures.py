@@ -1,4 +1,4 @@
-"""Votes and commits with real signatures: what the round machine's `Seals` are in a swarm."""
+"""Votes and commits with real signatures: what the round machine's `VoteSigner` are in a swarm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
 
-class IdentitySeals:
+class IdentityVoteSigner:
     """Signs with this node's identity; believes members' keys and the operator's."""
 
     def __init__(self, identity: Identity, run_id: str, operator_key: bytes) -> None:

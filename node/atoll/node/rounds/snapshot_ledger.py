@@ -15,19 +15,19 @@ from atoll.v1 import manifest_pb2
 
 
 @dataclass(frozen=True)
-class Share:
+class CountedShare:
     """What a round holds of one node."""
 
     counted: rt.Counted  # of its progress
     samples: int = 0  # taken from its ranges, by whichever life of it
 
     @classmethod
-    def of(cls, peer: str, manifest: manifest_pb2.Manifest, counted: rt.Counted) -> Share:
+    def of(cls, peer: str, manifest: manifest_pb2.Manifest, counted: rt.Counted) -> CountedShare:
         """With the samples that the manifest has for it."""
         return cls(counted, sum(item.samples for item in manifest.contributions if item.peer_id == peer))
 
 
-class Brought:
+class SnapshotLedger:
     """At one head: the snapshot, and the attempts that may hold it."""
 
     def __init__(self) -> None:

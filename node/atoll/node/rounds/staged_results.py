@@ -1,6 +1,6 @@
 """The exchange of the attempt under way, and the states that may still be committed.
 
-An attempt's exchange leads to digests of the average (`Parted`), with the opener's word to a state (`Staged`), which is
+An attempt's exchange leads to digests of the average (`ExchangeDone`), with the opener's word to a state (`Staged`), which is
 kept for as long as the machine holds its payload: a commit may come late, or in another attempt.
 """
 
@@ -23,7 +23,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.background import Beside
+from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
@@ -49,8 +49,8 @@ class _Running:
     made: Staged | None = None  # what the average comes to if it is settled as it came
 
 
-class Results:
-    """`tell` gets what the machine must hear of them."""
+class RoundResults:
+    """`post_event` gets what the machine must hear of them."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Results:
         state: AnchorState,
         network: Network,
         exchanges: ExchangeServer,
-        beside: Beside,
-        tell: Callable[[rt.Event], None],
+        background: BackgroundTasks,
+        post_event: Callable[[rt.Event], None],
     ) -> None:
         self._spec, self._machine, self._state = spec, machine, state
         self._network, self._exchanges = network, exchanges
-        self._beside, self._tell = beside, tell
+        self._background, self._post_event = background, post_event
         self._running: _Running | None = None
         self._ending: asyncio.Task[None] | None = None  # the last that was ended
         self._served: RoundId | None = None  # the exchange whose parts others may ask for
@@ -97,22 +97,22 @@ class Results:
             timedelta(seconds=seconds),
             max(policy.stall, timedelta(seconds=seconds * _STALL)),
             screen=policy.screen,
-            pull=policy.pull,
+            weigh=policy.weigh,
         )
         self.end_exchange()
         if self._served is not None:
             self._exchanges.end(self._served)
         self._served = exchange.round_id
         self._exchanges.begin(exchange)
-        self._running = _Running(exchange, head, staging, self._beside.begin(self._run(exchange)))
+        self._running = _Running(exchange, head, staging, self._background.begin(self._run(exchange)))
 
     def complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
         """Repair what the opener's digests say is missing or wrong, and make the state of it."""
-        self._beside.begin(self._complete(round_id, settle, seconds))
+        self._background.begin(self._complete(round_id, settle, seconds))
 
     def obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
         """The state of an earlier attempt's result, from those who still have it."""
-        self._beside.begin(self._obtain(round_id, payload, holders, seconds))
+        self._background.begin(self._obtain(round_id, payload, holders, seconds))
 
     def forget(self) -> None:
         """The head moved: nothing of what was made on the old one is of use."""
@@ -142,12 +142,12 @@ class Results:
         try:
             held = await exchange.run()
         except RoundAbandoned as error:  # our own update is of no use
-            self._tell(rt.Failed(exchange.round_id, str(error)))
+            self._post_event(rt.Failed(exchange.round_id, str(error)))
             return
-        self._tell(rt.Parted(exchange.round_id, held.digests, held.partial, held.verdicts))
+        self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.partial, held.verdicts))
         running = self._running
         if all(held.digests) and running is not None and running.exchange is exchange:
-            running.making = self._beside.begin(self._make(running))
+            running.making = self._background.begin(self._make(running))
 
     async def _make(self, running: _Running) -> None:
         """Digests take as long as the opener's word, which seldom changes anything: so they do not wait for it."""
@@ -164,14 +164,14 @@ class Results:
         try:
             changed = await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
         except RoundAbandoned as error:
-            self._tell(rt.Failed(round_id, str(error)))
+            self._post_event(rt.Failed(round_id, str(error)))
             return
         if running.making is not None and not changed:
             await asyncio.wait([running.making])
         staged = running.made if running.made is not None and not changed else await self._finish(running)
         if self._running is running:
             self._keep(staged)
-            self._tell(rt.Staged(round_id, staged.layers))
+            self._post_event(rt.Staged(round_id, staged.layers))
 
     async def _obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
         try:
@@ -179,13 +179,13 @@ class Results:
                 run_id, state = self._spec.run.name, self._state
                 staged = await fetch_staged(self._network, holders, payload, run_id, state.offsets, state.layers)
         except (AtollError, TimeoutError) as error:
-            self._tell(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
+            self._post_event(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
             return
         self._keep(staged)
-        self._tell(rt.Obtained(round_id, payload))
+        self._post_event(rt.Obtained(round_id, payload))
 
     def _keep(self, staged: Staged) -> None:
-        """Beside those that the machine still holds: it says what may be committed yet."""
+        """BackgroundTasks those that the machine still holds: it says what may be committed yet."""
         kept = {_key_of(manifest_pb2.Manifest.FromString(payload).layers) for payload in self._machine.held}
         self._staged = {key: held for key, held in self._staged.items() if key in kept}
         self._staged[_key_of(staged.layers)] = staged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 
-class Tally:
+class TokenAccount:
     """Totals are the trainer's. What a snapshot froze is counted with the round that holds it, or never."""
 
     def __init__(self, trained: int, round_number: int) -> None:
@@ -17,7 +17,7 @@ class Tally:
         self._usual_tokens: deque[int] = deque(maxlen=2)  # what was counted of ours, a round
 
     @property
-    def usual(self) -> int:
+    def usual_tokens(self) -> int:
         """The fewer tokens of the last two rounds that counted ours; 0: none did."""
         return min(self._usual_tokens, default=0)
 
@@ -29,7 +29,7 @@ class Tally:
         """What was trained since the head, as far as rounds should open for it."""
         return max(0, trained - self._reported_from)
 
-    def beyond(self, trained: int) -> int:
+    def tokens_since_snapshot(self, trained: int) -> int:
         """What was trained since the last snapshot."""
         return max(0, trained - self._frozen_at)
 

@@ -28,7 +28,7 @@ class Phase(Enum):
     FREEZING = auto()
     READY = auto()
     EXCHANGING = auto()
-    PARTED = auto()
+    AWAITING_SETTLE = auto()
     STAGING = auto()
     VOTED = auto()
 
@@ -45,7 +45,7 @@ class RoundPolicy:
     part_elements: int  # that a part has at most
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screen: Screen | None  # None: contributions are not judged
-    pull: Callable[[int], int]  # tokens → how much a contribution weighs in sums
+    weigh: Callable[[int], int]  # tokens → how much a contribution weighs in sums
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
     exchange_share: float  # of the time from one exchange's begin to the next's, at most
@@ -68,7 +68,7 @@ class RoundPolicy:
         return self.fragments[fragment_of_round(number, len(self.fragments))]
 
 
-class Seals(Protocol):
+class VoteSigner(Protocol):
     """Signatures, made and checked."""
 
     def vote(self, payload: bytes, ballot: Ballot) -> pb.Signed:
@@ -115,7 +115,7 @@ class Progress:
 
     tokens: int
     step_seconds: float = 0.0
-    beyond: int = 0
+    tokens_since_snapshot: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Frozen:
 
 
 @dataclass(frozen=True)
-class Parted:
+class ExchangeDone:
     """The exchange is over here: digests of the averaged parts (empty: missing), and who is only in some sums.
 
     `verdicts` are ours as a reducer, ordered by contributor.
@@ -176,7 +176,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Unkept:
+class PledgeFailed:
     """What would have bound us is not on disk, so nobody was told: the message of that `Pledge` is undelivered."""
 
     message: dp.RoundMessage
@@ -217,11 +217,11 @@ Event = (
     | Progress
     | Received
     | Frozen
-    | Parted
+    | ExchangeDone
     | Staged
     | Obtained
     | Failed
-    | Unkept
+    | PledgeFailed
     | TieBreak
     | Lost
     | Leave
@@ -243,7 +243,7 @@ class Send:
 class Pledge:
     """Make `record` durable, and only then deliver the message, to ourselves as `Received` too.
 
-    Where that fails, answer with `Unkept`.
+    Where that fails, answer with `PledgeFailed`.
     """
 
     record: VoteRecord
@@ -268,7 +268,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class RunExchange:
-    """All-reduce the frozen pseudo-gradients; answer with `Parted` whatever happens to others."""
+    """All-reduce the frozen pseudo-gradients; answer with `ExchangeDone` whatever happens to others."""
 
     round_id: RoundId
     start: dp.Start
@@ -343,7 +343,7 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
-class Missed:
+class ContributorsMissing:
     """A reducer says that its sums lack these, whose tokens do not count then. It is believed, so it is named."""
 
     round_id: RoundId
@@ -373,6 +373,6 @@ Action = (
     | Release
     | Install
     | CatchUp
-    | Missed
+    | ContributorsMissing
     | Report
 )

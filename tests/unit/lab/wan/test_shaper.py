@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.lab.wan.packets import Packet
-from atoll.lab.wan.shaper import Drop, Shaper, Wander
+from atoll.lab.wan.shaper import Drop, JitterProcess, Shaper
 from atoll.lab.wan.topology import Host, Route, Topology
 
 NAMES = ("a", "b", "c")
@@ -26,8 +26,8 @@ def packet(size=1500, number=0) -> Packet:
 def drain(shaper: Shaper):
     """Every arrival as (time, source, target, packet), in the order of the clock."""
     arrived = []
-    while math.isfinite(at := shaper.next_event()):
-        arrived += [(at, *item) for item in shaper.due(at)]
+    while math.isfinite(at := shaper.next_event_at()):
+        arrived += [(at, *item) for item in shaper.pop_arrived(at)]
     return arrived
 
 
@@ -65,9 +65,9 @@ def test_rates_order_and_accounts(plan, uplink, downlink, queue, jitter):
     now, sent, arrived = 0.0, {}, []
     for number, (gap, (source, target), size, segments) in enumerate(plan):
         now += gap
-        while shaper.next_event() <= now:
-            at = shaper.next_event()
-            arrived += [(at, *item) for item in shaper.due(at)]
+        while shaper.next_event_at() <= now:
+            at = shaper.next_event_at()
+            arrived += [(at, *item) for item in shaper.pop_arrived(at)]
         item = Packet(number.to_bytes(8), segments, size * segments, size)
         sent[item.data] = now
         shaper.send(source, target, item, now)
@@ -181,7 +181,7 @@ def test_a_nearer_path_does_not_overtake():
 def test_jitter_wanders_within_its_bounds_and_without_leaps(gaps, seed):
     import random
 
-    wander, now, before = Wander(0.01, random.Random(seed)), 0.0, None
+    wander, now, before = JitterProcess(0.01, random.Random(seed)), 0.0, None
     for gap in gaps:
         now += gap
         value = wander.at(now)
