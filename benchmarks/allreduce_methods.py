@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.coordinator.planner.shares import Link, best_shares, reduce_rate
+from atoll.coordinator.planner.reduce_shares import Link, best_shares, reduce_rate
 from atoll.core.round_id import RoundId
 from atoll.lab.wan.hub import DEVICE
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer

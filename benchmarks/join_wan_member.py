@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from atoll.core.identity import Identity
-from atoll.node.direct.path import DirectConfig
+from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore

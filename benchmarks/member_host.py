@@ -11,7 +11,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier, issue_membership
-from atoll.node.direct.path import DirectConfig
+from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.wire.transport import Stream
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from support.memory_network import MemoryHub
 
-from atoll.coordinator.planner.capacity import room
+from atoll.coordinator.planner.span_memory import room
 from atoll.core.run_spec import parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model

@@ -20,10 +20,10 @@ import numpy as np
 
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.links import complete
 from atoll.coordinator.planner.problem import Layout, Problem
 from atoll.coordinator.planner.solve import Solution, solve
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import SystemClock
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
 from benchmarks.common import RESULTS, Report

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from atoll.coordinator.planner.cost import evaluate, route_cost
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Layout, Route, Stage
-from atoll.coordinator.planner.tables import Tables
 
 Curve = list[tuple[float, float]]  # seconds, best score so far
 

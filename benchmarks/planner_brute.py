@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations, permutations, product
 
 from atoll.coordinator.planner.problem import Goal, Layout, Machine, Problem, Reach, Stage
-from atoll.coordinator.planner.shares import Link, best_shares, vector_seconds
+from atoll.coordinator.planner.reduce_shares import Link, best_shares, vector_seconds
 
 RELAY = 1_250_000.0
 

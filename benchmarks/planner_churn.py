@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.links import complete
 from atoll.coordinator.planner.problem import Problem
 from atoll.coordinator.planner.question import NamedRoute
 from atoll.coordinator.planner.repair import able_routes
 from atoll.coordinator.planner.replan import Change, fetched_bytes, named_routes, replan
 from atoll.coordinator.planner.solve import solve
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import SystemClock
 from atoll.core.errors import NoFeasiblePlan
 

@@ -31,7 +31,7 @@ from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.msgpack_scan import MAX_DEPTH
 from atoll.node.swarm.p2p import GatedP2P
-from atoll.node.swarm.validators import MemberRecords
+from atoll.node.swarm.record_validator import MemberRecords
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.v1 import common_pb2 as pb

@@ -22,11 +22,11 @@ from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.direct import dialler
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.direct_path import DirectConfig, DirectPath, way_in
 from atoll.node.direct.pacer import Pacer
-from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm.door import Door, request_bytes
 from atoll.node.swarm.hello import Introductions
+from atoll.node.swarm.stream_acceptor import Door, request_bytes
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream

@@ -15,7 +15,7 @@ from support.virtual_time import Inline
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer, PartsHeld
-from atoll.node.exchange.average import Average, Take
+from atoll.node.exchange.averaged_parts import Average, Take
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import Part, partition
 from atoll.node.exchange.screening import Screen

@@ -16,7 +16,7 @@ from support.direct_pair import unhurried_dialling
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier
-from atoll.node.direct.path import DirectConfig
+from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.direct.protocol import BULK
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.wire.transport import Stream

@@ -203,6 +203,8 @@ class Controller:
 
 
 def _answer(question: Question, clock: Clock) -> Answer:
-    from atoll.coordinator.planner.live import answer  # SciPy: a second, and only runs that need routes pay for it
+    from atoll.coordinator.planner.answer_question import (
+        answer,  # SciPy: a second, and only runs that need routes pay for it
+    )
 
     return answer(question, clock)

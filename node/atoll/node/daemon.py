@@ -31,9 +31,8 @@ from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.local_api import LocalApi
-from atoll.node.direct.path import DirectConfig
+from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets
-from atoll.node.probe.paths import PathProber
 from atoll.node.session import LOAD_TIMEOUT, NodeContext, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -41,6 +40,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
+from atoll.node.swarm.rtt_probe import PathProber
 from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
 from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import TrainerConfig

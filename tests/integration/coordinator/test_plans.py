@@ -14,7 +14,7 @@ from unit.coordinator.routed import LONG_ROUNDS, card, covers, rows
 from unit.coordinator.world import genesis_report, layer_table
 
 from atoll.coordinator.cli import main
-from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 

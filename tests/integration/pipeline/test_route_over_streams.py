@@ -21,7 +21,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.direct.path import DirectConfig
+from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.pipeline import link_codec, stage_streams
 from atoll.node.pipeline.dispatcher import RouteDispatcher

@@ -32,9 +32,9 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.state_client import PROTOCOL as STATE
 from atoll.node.state.state_client import StateClient
 from atoll.node.state.state_server import StateServer
-from atoll.node.swarm.door import MAX_STREAMS_PER_PEER
 from atoll.node.swarm.hello import PROTOCOL as HELLO
 from atoll.node.swarm.host import SwarmHost
+from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PEER
 from atoll.node.swarm.stripes import GATHER_TIMEOUT, STRIPES
 from atoll.node.swarm.stripes import PROTOCOL as STRIPED
 from atoll.v1 import dataplane_pb2 as dp

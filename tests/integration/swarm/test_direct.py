@@ -16,8 +16,8 @@ from atoll.core.frames import FrameKind
 from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, tcp
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.host import SwarmHost
+from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.transport import Stream
 

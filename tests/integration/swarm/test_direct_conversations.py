@@ -26,8 +26,8 @@ from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.dialler import WayIn
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm import door
-from atoll.node.swarm.door import Door
+from atoll.node.swarm import stream_acceptor as door
+from atoll.node.swarm.stream_acceptor import Door
 from atoll.node.wire import streams
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.transport import Stream

@@ -12,7 +12,8 @@ import pytest
 from support.direct_pair import TALK, direct_pair, shout
 
 from atoll.core.frames import FrameKind
-from atoll.node.direct import tls, wire
+from atoll.node.direct import tls
+from atoll.node.direct import tls_streams as wire
 
 PATIENCE = timedelta(seconds=10)
 SMALL = [16, 60_000] * 4

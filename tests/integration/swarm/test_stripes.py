@@ -14,8 +14,8 @@ from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.core.membership import DenyList
 from atoll.node.direct.protocol import BULK
 from atoll.node.swarm import stripes
-from atoll.node.swarm.door import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.host import SwarmHost
+from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.stripes import PROTOCOL, STRIPES
 from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as wire

@@ -18,7 +18,7 @@ from support.virtual_time import Inline, run_virtually
 
 from atoll.core.errors import PartInvalid, Unreachable
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.exchange.average import Average
+from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.reducer import Inlet
 from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp

@@ -7,10 +7,10 @@ from functools import cache
 
 from unit.coordinator.world import FIT, RUN, World, layer_table, spec_toml
 
-from atoll.coordinator.planner.capacity import Room, room
-from atoll.coordinator.planner.drafting import Part, routes_of
-from atoll.coordinator.planner.live import answer
+from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.plan_builder import Part, routes_of
 from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.planner.span_memory import Room, room
 from atoll.coordinator.runs import machine
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Policy

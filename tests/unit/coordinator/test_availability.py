@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from unit.coordinator.routed import RoutedWorld
 from unit.coordinator.world import FIT, World
 
-from atoll.coordinator.planner.measured import problem_of
 from atoll.coordinator.planner.problem import Wishes, read_layers
+from atoll.coordinator.planner.problem_from_nodes import problem_of
 from atoll.coordinator.state import availability
 from atoll.coordinator.state.snapshot import Live, Moment
 from atoll.coordinator.store.records import Node

@@ -13,7 +13,7 @@ from unit.coordinator.world import RUN, World, spec_toml
 
 from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.planner.live import answer
+from atoll.coordinator.planner.answer_question import answer
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.snapshot import Draft, Policy

@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.live import pinning, plan_apply
-from atoll.coordinator.planner.live import answer
+from atoll.coordinator.planner.answer_question import answer
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.state import prefetch
 from atoll.core.clock import ManualClock

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_report, spec_toml
 
-from atoll.coordinator.live.fitness import DRAIN_SECONDS, corpus_notice, ready_count
+from atoll.coordinator.live.attendance import DRAIN_SECONDS, corpus_notice, ready_count
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.state import lookup

@@ -12,9 +12,9 @@ from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.live import neighbour_copies, pinning
-from atoll.coordinator.live.fitness import Present
-from atoll.coordinator.live.issuing import round_seconds
+from atoll.coordinator.live.attendance import Present
 from atoll.coordinator.live.neighbour_copies import Pair
+from atoll.coordinator.live.plan_issue import round_seconds
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
 from atoll.coordinator.state.snapshot import Coming, Draft

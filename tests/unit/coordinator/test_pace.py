@@ -8,7 +8,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN
 
-from atoll.coordinator.live.predicted_pace import KEPT_SECONDS, SAMPLE_SECONDS
+from atoll.coordinator.live.plan_pace import KEPT_SECONDS, SAMPLE_SECONDS
 from atoll.coordinator.runs import admission
 from atoll.coordinator.store.records import PlanFigures
 

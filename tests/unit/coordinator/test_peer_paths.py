@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from unit.coordinator.world import World, spec_toml
 
 from atoll.coordinator.planner.checks import check_problem
-from atoll.coordinator.planner.measured import OFF, Measured, problem_of, wishes_of
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
+from atoll.coordinator.planner.problem_from_nodes import OFF, Measured, problem_of, wishes_of
 from atoll.coordinator.planner.question import Path, Preferences
-from atoll.coordinator.planner.shares import MAX_UPLINK
+from atoll.coordinator.planner.reduce_shares import MAX_UPLINK
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.sanitize import tidied
 from atoll.coordinator.state import peer_paths

@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.live import pinning, plan_apply, planner_question
-from atoll.coordinator.planner.live import answer
+from atoll.coordinator.planner.answer_question import answer
 from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.services import plan_views
 from atoll.coordinator.services.views import node_view

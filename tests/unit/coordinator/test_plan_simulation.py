@@ -19,8 +19,8 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card, covers, model
 from unit.coordinator.world import FIT, RUN
 
 from atoll.coordinator.live import pinning
-from atoll.coordinator.live.fitness import present
-from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.live.attendance import present
+from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission
 from atoll.coordinator.state.snapshot import Step

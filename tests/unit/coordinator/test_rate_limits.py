@@ -19,7 +19,7 @@ from unit.coordinator.world import (
     round_report,
 )
 
-from atoll.coordinator.live import fitness
+from atoll.coordinator.live import attendance as fitness
 from atoll.coordinator.rounds import reports, tie_break_votes
 from atoll.coordinator.runs import admission, checkpoints, machine
 from atoll.coordinator.state import snapshot

@@ -9,7 +9,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, LONG_ROUNDS, QUICK, RoutedWorld, card, covers, rows
 from unit.coordinator.world import FIT, RUN, layer_table
 
-from atoll.coordinator.planner.drafting import most_round_tokens, routes_of
+from atoll.coordinator.planner.plan_builder import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
 from atoll.coordinator.runs import admission, machine, recovery
 from atoll.coordinator.services.plan_views import part_in_plan

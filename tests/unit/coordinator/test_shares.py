@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.planner.drafting import most_round_tokens
-from atoll.coordinator.planner.shares import MOST, WORTH, Link, best_shares, gain, needs_relay, vector_seconds
+from atoll.coordinator.planner.plan_builder import most_round_tokens
+from atoll.coordinator.planner.reduce_shares import MOST, WORTH, Link, best_shares, gain, needs_relay, vector_seconds
 from atoll.core.run_spec import parse_run_spec
 
 rates = st.floats(1e3, 1e9) | st.sampled_from([0.0, 5e-324, 1e-12, 1.0, 1e12])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.node.direct.incoming import PIECE_BYTES, SPARE_BYTES, YOUNG, Incoming, bytes_to_wait_for
+from atoll.node.direct.reader import PIECE_BYTES, SPARE_BYTES, YOUNG, Incoming, bytes_to_wait_for
 
 LARGE = SPARE_BYTES + 100_000
 
@@ -170,7 +170,7 @@ def test_no_more_is_waited_for_than_will_come_for_sure(missing: int, before: int
 
 
 async def test_the_kernel_gathers_in_the_middle_of_a_large_read_and_never_at_its_end(monkeypatch):
-    monkeypatch.setattr("atoll.node.direct.incoming._WAITS_FOR_PIECES", True)
+    monkeypatch.setattr("atoll.node.direct.reader._WAITS_FOR_PIECES", True)
     incoming, transport = connected()
     for _ in range(12):
         reading = asyncio.create_task(incoming.readexactly(4 * LARGE))

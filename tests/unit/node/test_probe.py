@@ -12,8 +12,8 @@ from support.virtual_time import LoopClock, run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import FrameKind
-from atoll.node.probe import paths
-from atoll.node.probe.paths import PROTOCOL, PathProber, due, own_peers
+from atoll.node.swarm import rtt_probe as paths
+from atoll.node.swarm.rtt_probe import PROTOCOL, PathProber, due, own_peers
 
 NAMES = st.sets(st.text("abcdef0123456789", min_size=1, max_size=6), min_size=1, max_size=60)
 

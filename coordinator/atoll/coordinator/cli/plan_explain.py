@@ -14,13 +14,13 @@ from atoll.coordinator.cli.output import below, show
 from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, check_writable, draw, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem, without_unfit_pins
 from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.explain import explain
-from atoll.coordinator.planner.measured import problem_of, wishes_of
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Stage, read_layers
+from atoll.coordinator.planner.problem_from_nodes import problem_of, wishes_of
 from atoll.coordinator.planner.question import Measured, Path, Preferences, of_its_layers
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
-from atoll.coordinator.planner.tables import Tables
 from atoll.coordinator.sanitize import clean
 from atoll.core.clock import SystemClock
 from atoll.core.errors import InvalidTransition

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.cli.output import Column, Plain, below, show
-from atoll.coordinator.planner.drawing import drawing
 from atoll.coordinator.planner.explain import Explanation, Place, explain
+from atoll.coordinator.planner.layout_svg import drawing
 from atoll.coordinator.planner.report import document, sentences
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.what_if import read_what_if

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.live import planner_question
-from atoll.coordinator.live.fitness import present
+from atoll.coordinator.live.attendance import present
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.coordinator.store.records import Node

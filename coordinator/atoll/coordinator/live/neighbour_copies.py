@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import issuing, planner_question, stage_liveness, standbys
-from atoll.coordinator.live.fitness import Present
-from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
+from atoll.coordinator.live import plan_issue as issuing
+from atoll.coordinator.live import planner_question, stage_liveness, standbys
+from atoll.coordinator.live.attendance import Present
 from atoll.coordinator.live.pinning import span_of
+from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
 from atoll.coordinator.live.span_fit import has_room
-from atoll.coordinator.planner.drafting import Route, routes_of
+from atoll.coordinator.planner.plan_builder import Route, routes_of
 from atoll.coordinator.planner.question import is_known
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Coming, Draft, Policy, State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live.fitness import OUT, wanted
+from atoll.coordinator.live.attendance import OUT, wanted
 from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step

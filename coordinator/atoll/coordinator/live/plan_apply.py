@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_answer, planner_question, routing
-from atoll.coordinator.live.fitness import difference, present
-from atoll.coordinator.live.issuing import issue
+from atoll.coordinator.live import planner_answer, planner_question
+from atoll.coordinator.live import replan_trigger as routing
+from atoll.coordinator.live.attendance import difference, present
+from atoll.coordinator.live.plan_issue import issue
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.core.errors import InvalidTransition

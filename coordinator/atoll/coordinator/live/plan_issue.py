@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.live.fitness import joined
-from atoll.coordinator.planner.drafting import Route, plan_of
+from atoll.coordinator.live.attendance import joined
+from atoll.coordinator.planner.plan_builder import Route, plan_of
+from atoll.coordinator.planner.reduce_shares import MAX_UPLINK, Link, best_shares, needs_relay, span_rates
 from atoll.coordinator.planner.replicas import replicate
-from atoll.coordinator.planner.shares import MAX_UPLINK, Link, best_shares, needs_relay, span_rates
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from atoll.coordinator.live import routing
-from atoll.coordinator.live.fitness import Present, difference, fit_nodes, present
-from atoll.coordinator.live.issuing import issue, links, reduce_rates
-from atoll.coordinator.planner.shares import WORTH, gain
+from atoll.coordinator.live import replan_trigger as routing
+from atoll.coordinator.live.attendance import Present, difference, fit_nodes, present
+from atoll.coordinator.live.plan_issue import issue, links, reduce_rates
+from atoll.coordinator.planner.reduce_shares import WORTH, gain
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.core.plan import Plan

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from atoll.coordinator.live import planner_question, profile_doubts, standbys
-from atoll.coordinator.live.fitness import Present, difference, present
-from atoll.coordinator.live.issuing import Notes, issue_routes
+from atoll.coordinator.live.attendance import Present, difference, present
 from atoll.coordinator.live.pinning import span_of
-from atoll.coordinator.planner.drafting import Part, Route, routes_of
+from atoll.coordinator.live.plan_issue import Notes, issue_routes
+from atoll.coordinator.planner.plan_builder import Part, Route, routes_of
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.run_states import move

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from atoll.coordinator.live.fitness import Present, present
+from atoll.coordinator.live.attendance import Present, present
 from atoll.coordinator.live.pinning import pins_of
-from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import Measured, NamedRoute, Question, is_known, memory_of, of_its_layers
 from atoll.coordinator.state import availability
 from atoll.coordinator.state.peer_paths import fresh

@@ -14,29 +14,27 @@ import math
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.live import (
-    issuing,
-    standbys,
-)
-from atoll.coordinator.live import (
     neighbour_copies as second_copies,
 )
+from atoll.coordinator.live import plan_issue as issuing
 from atoll.coordinator.live import (
     planner_answer as answering,
 )
 from atoll.coordinator.live import (
     planner_question as asking,
 )
-from atoll.coordinator.live.fitness import Present
-from atoll.coordinator.live.issuing import Notes, issue_routes
+from atoll.coordinator.live import standbys
+from atoll.coordinator.live.attendance import Present
 from atoll.coordinator.live.pinning import span_of
+from atoll.coordinator.live.plan_issue import Notes, issue_routes
 from atoll.coordinator.live.span_fit import room_of
-from atoll.coordinator.planner.drafting import routes_of
-from atoll.coordinator.planner.shares import WORTH, span_gain, span_rates
+from atoll.coordinator.planner.plan_builder import routes_of
+from atoll.coordinator.planner.reduce_shares import WORTH, span_gain, span_rates
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 
 if TYPE_CHECKING:
-    from atoll.coordinator.planner.capacity import Room
+    from atoll.coordinator.planner.span_memory import Room
 
 _LINKS_SECONDS = 10.0  # between looks at whether other shares of reducing would pay
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from atoll.coordinator.state.snapshot import Live, State
 
 if TYPE_CHECKING:
-    from atoll.coordinator.planner.capacity import Room
+    from atoll.coordinator.planner.span_memory import Room
 
 
 def room_of(state: State, run_id: str, table: bytes = b"") -> Room | None:
@@ -15,7 +15,7 @@ def room_of(state: State, run_id: str, table: bytes = b"") -> Room | None:
     rows = state.runs[run_id].layers or table
     if not rows:
         return None
-    from atoll.coordinator.planner.capacity import room
+    from atoll.coordinator.planner.span_memory import room
 
     return room(rows, state.memory[run_id].spec)
 

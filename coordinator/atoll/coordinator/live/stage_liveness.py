@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.coordinator.live.fitness import Present
+from atoll.coordinator.live.attendance import Present
 from atoll.coordinator.state.snapshot import State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from atoll.coordinator.planner.checks import check_problem, without_unfit_pins
 from atoll.coordinator.planner.explain import left_out
-from atoll.coordinator.planner.measured import Seen, problem_of, wishes_of
 from atoll.coordinator.planner.problem import Pin, Problem, read_layers
+from atoll.coordinator.planner.problem_from_nodes import Seen, problem_of, wishes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
 from atoll.core.clock import Clock

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from atoll.coordinator.planner.build import Order
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Route
+from atoll.coordinator.planner.route_builder import Order
 from atoll.coordinator.planner.splits import best_split
-from atoll.coordinator.planner.tables import Tables
 
 Gap = tuple[int, int]  # layers from, up to
 Step = int | Gap  # a pinned machine, or layers that others must hold

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.links import islands
 from atoll.coordinator.planner.problem import Goal, Layer, Layout, Machine, Pin, Problem
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
 from atoll.core.units import bytes_text
 

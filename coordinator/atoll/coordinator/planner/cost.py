@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.coordinator.planner.exchange import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.exchange_time import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.in_flight_limit import Window, window
 from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route
-from atoll.coordinator.planner.tables import Tables
-from atoll.coordinator.planner.window import Window, window
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from atoll.coordinator.planner.exchange import link_rates
+from atoll.coordinator.planner.exchange_time import link_rates
 from atoll.coordinator.planner.links import transfer_rates
 from atoll.coordinator.planner.problem import BoolArray, FloatArray, IntArray, Machine, Problem, Reach
-from atoll.coordinator.planner.spans import SpanTables
+from atoll.coordinator.planner.span_tables import SpanTables
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from atoll.coordinator.planner.cost import (
     route_rate,
     score,
 )
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import FloatArray, Layout, Route, Stage
-from atoll.coordinator.planner.tables import Tables
 
 MOST_MACHINES = 8
 _MOST_ROUTES = 20_000  # of the same machines, where a round binds; beyond, the gap is told

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from atoll.coordinator.planner.problem import BoolArray, FloatArray
-from atoll.coordinator.planner.shares import LEAST, MOST
+from atoll.coordinator.planner.reduce_shares import LEAST, MOST
 
 _HARDLY = 1e-9  # of a vector: what rounding may leave
 

@@ -15,12 +15,12 @@ from itertools import pairwise
 import numpy as np
 
 from atoll.coordinator.planner.cost import Evaluation, evaluate, exchange_seconds, link_seconds, route_cost
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.links import complete, islands
 from atoll.coordinator.planner.problem import Layout, Machine, Problem, Reach, Route, Stage
 from atoll.coordinator.planner.regions import regions
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.splits import best_split
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import Clock
 
 DAY = 86400.0

@@ -18,12 +18,12 @@ from itertools import product
 import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.build import ALL_ORDERS, Builder, Order
 from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost, score
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Layout
 from atoll.coordinator.planner.round_floor import RoundFloor
+from atoll.coordinator.planner.route_builder import ALL_ORDERS, Builder, Order
 from atoll.coordinator.planner.splits import Split
-from atoll.coordinator.planner.tables import Tables
 
 _WARMTH = 0.1  # of a route's share of the whole: losses that are taken at the beginning
 _NEAR_A_ROUND = 0.8  # of the interval: from there on, what a round takes is part of every comparison

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atoll.coordinator.planner.capacity import holds_whole, training_of
 from atoll.coordinator.planner.checks import problem_with
 from atoll.coordinator.planner.links import complete
 from atoll.coordinator.planner.problem import Goal, Layer, Links, Machine, Pin, Problem, Reach, Wishes
 from atoll.coordinator.planner.question import Measured, Preferences, shares_memory
-from atoll.coordinator.planner.shares import MAX_UPLINK, needs_relay
+from atoll.coordinator.planner.reduce_shares import MAX_UPLINK, needs_relay
+from atoll.coordinator.planner.span_memory import holds_whole, training_of
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 

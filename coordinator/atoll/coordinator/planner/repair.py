@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atoll.coordinator.planner.around_pins import routes_around_pins
-from atoll.coordinator.planner.build import Builder
 from atoll.coordinator.planner.cost import route_cost
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Layout, Problem, Route, Stage
 from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.route_builder import Builder
 from atoll.coordinator.planner.splits import best_split
-from atoll.coordinator.planner.tables import Tables
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import Evaluation, evaluate
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Layout, Problem, Wishes
 from atoll.coordinator.planner.question import NamedRoute
 from atoll.coordinator.planner.repair import able_routes, extended, repaired
 from atoll.coordinator.planner.solve import solve
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import Clock
 from atoll.core.units import bytes_text, duration_text
 

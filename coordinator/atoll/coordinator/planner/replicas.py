@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from atoll.coordinator.planner.drafting import Part, plan_of
-from atoll.coordinator.planner.shares import reduce_rate
+from atoll.coordinator.planner.plan_builder import Part, plan_of
+from atoll.coordinator.planner.reduce_shares import reduce_rate
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import RunSpec
 

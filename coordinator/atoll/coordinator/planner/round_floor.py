@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from atoll.coordinator.planner.cost import Evaluation, layer_holders, link_seconds, round_latency
-from atoll.coordinator.planner.exchange import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.exchange_time import busy_seconds, levels, most, who_reduces
 from atoll.coordinator.planner.problem import Stage
 from atoll.coordinator.planner.splits import Split
-from atoll.coordinator.planner.tables import Tables
 
 
 class RoundFloor:

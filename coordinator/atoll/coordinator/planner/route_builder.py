@@ -13,10 +13,10 @@ from itertools import permutations
 
 import numpy as np
 
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import FloatArray
 from atoll.coordinator.planner.regions import groups_within
 from atoll.coordinator.planner.splits import Split, best_split
-from atoll.coordinator.planner.tables import Tables
 
 CIRCLES_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
 _FULLNESS = (1.0, 0.85, 0.7, 0.5, 0.3)  # of the most routes that the memory of a pool allows

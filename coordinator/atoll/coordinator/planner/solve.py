@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.build import Builder
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem, why_infeasible
 from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost
-from atoll.coordinator.planner.exact import MOST_MACHINES, solve_exactly
+from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.exact_solver import MOST_MACHINES, solve_exactly
 from atoll.coordinator.planner.links import islands
+from atoll.coordinator.planner.local_search import Search
 from atoll.coordinator.planner.problem import Goal, Layout, Problem
-from atoll.coordinator.planner.search import Search
+from atoll.coordinator.planner.route_builder import Builder
 from atoll.coordinator.planner.splits import Split
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import Clock
 
 _FOR_EXACT = 0.6  # of the time, before the other way is gone

@@ -21,7 +21,7 @@ from atoll.coordinator.planner.problem import (
     read_layers,
 )
 from atoll.coordinator.planner.question import shares_memory
-from atoll.coordinator.planner.spans import SpanTables
+from atoll.coordinator.planner.span_tables import SpanTables
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2

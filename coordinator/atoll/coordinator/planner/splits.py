@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from atoll.coordinator.planner.cost import flush_seconds, least_period, route_cost
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import FloatArray, Route, Stage
-from atoll.coordinator.planner.tables import Tables
 
 BOUNDS = (1.0, 1.02, 1.06, 1.15, 1.35, 2.0)  # times the least period
 

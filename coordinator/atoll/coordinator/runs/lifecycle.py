@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from atoll.coordinator.live.fitness import (
+from atoll.coordinator.live.attendance import (
     corpus_expected,
     most_common_corpus,
     ready_nodes,

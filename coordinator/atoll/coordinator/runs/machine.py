@@ -13,8 +13,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from atoll.coordinator.live import hand_over, planner_answer, predicted_pace
-from atoll.coordinator.live.fitness import FIT, corpus_expected
+from atoll.coordinator.live import hand_over, planner_answer
+from atoll.coordinator.live import plan_pace as predicted_pace
+from atoll.coordinator.live.attendance import FIT, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import check_table

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import routing, standbys
-from atoll.coordinator.live.fitness import fit_nodes, present
-from atoll.coordinator.live.issuing import Notes, issue, issue_routes, next_version
-from atoll.coordinator.planner.drafting import routes_of
+from atoll.coordinator.live import replan_trigger as routing
+from atoll.coordinator.live import standbys
+from atoll.coordinator.live.attendance import fit_nodes, present
+from atoll.coordinator.live.plan_issue import Notes, issue, issue_routes, next_version
+from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.rounds.round_checks import MAX_GAP
 from atoll.coordinator.state import lookup

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.live import fitness
+from atoll.coordinator.live import attendance as fitness
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import Uploads

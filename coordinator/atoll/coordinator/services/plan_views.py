@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from atoll.coordinator.live import neighbour_copies
-from atoll.coordinator.live.issuing import STATE_BYTES_PER_PARAMETER
+from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.live.span_fit import room_of
 from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
 from atoll.coordinator.state.snapshot import State

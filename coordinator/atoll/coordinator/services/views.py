@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from atoll.coordinator.live.fitness import ready_count, uncounted
+from atoll.coordinator.live.attendance import ready_count, uncounted
 from atoll.coordinator.rounds.tie_break_votes import Answer
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import part_in_plan

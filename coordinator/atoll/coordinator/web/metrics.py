@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.live.fitness import ready_count
+from atoll.coordinator.live.attendance import ready_count
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
 from atoll.v1 import membership_pb2 as mb

@@ -28,7 +28,7 @@ from atoll.node.direct.hosts import is_address, may_be_dialled
 from atoll.node.direct.protocol import MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import proof
-from atoll.node.direct.wire import Wire, dial
+from atoll.node.direct.tls_streams import Wire, dial
 
 DIAL_TIMEOUT = timedelta(seconds=3)  # TCP and TLS
 ASK_TIMEOUT = timedelta(seconds=5)  # for the way in

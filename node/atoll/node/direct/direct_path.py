@@ -32,7 +32,7 @@ from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.protocol import AT_ONCE, BULK, MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import TICKET_BYTES, Tickets
-from atoll.node.direct.wire import Wire, when_lost
+from atoll.node.direct.tls_streams import Wire, when_lost
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream

@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError, FrameInvalid, PortInUse, Unreachable
 from atoll.core.frames import PREFIX, FrameKind, check_frame, unpack_prefix
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import PROOF_BYTES, Tickets
-from atoll.node.direct.wire import Wire, accept
+from atoll.node.direct.tls_streams import Wire, accept
 
 STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a good ticket
 MAX_STRANGERS = 32

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from atoll.node.direct import tcp
-from atoll.node.direct.incoming import Ends, Incoming
+from atoll.node.direct.reader import Ends, Incoming
 
 
 class _Watched(Ends):

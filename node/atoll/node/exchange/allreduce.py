@@ -33,7 +33,7 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.average import Average, Take
+from atoll.node.exchange.averaged_parts import Average, Take
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.exchange.partition import Share
 from atoll.node.exchange.peer_deadlines import next_frame

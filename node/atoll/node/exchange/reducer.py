@@ -22,7 +22,7 @@ from torch import Tensor
 from atoll.core import log
 from atoll.core.errors import DeadlineExceeded, PartInvalid, Unreachable, first_error
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.exchange.average import Average
+from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.codecs import Opened
 from atoll.node.exchange.partition import Part, Share
 from atoll.node.exchange.peer_deadlines import SLICES, happens, next_frame

@@ -15,7 +15,7 @@ from datetime import timedelta
 from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.average import Average
+from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp

@@ -29,7 +29,7 @@ from atoll.core.records import Record, nodes_key
 from atoll.node.swarm.addresses import readable_seeds
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.p2p import GatedP2P
-from atoll.node.swarm.validators import MemberRecords
+from atoll.node.swarm.record_validator import MemberRecords
 
 REPLICAS = 5
 RPC_TIMEOUT = timedelta(seconds=6)  # hello included

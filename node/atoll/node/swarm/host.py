@@ -31,16 +31,16 @@ from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.records import MAX_MULTIADDRS, build_address_record, build_head_record, heads_key, nodes_key
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.direct_path import DirectConfig, DirectPath, way_in
 from atoll.node.direct.hosts import is_address
 from atoll.node.direct.pacer import Pacer
-from atoll.node.direct.path import DirectConfig, DirectPath, way_in
 from atoll.node.swarm import hello, stripes
 from atoll.node.swarm.addresses import AddressBook, readable_seeds, worth_telling
 from atoll.node.swarm.dht import Directory
-from atoll.node.swarm.door import Door, request_bytes
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 from atoll.node.swarm.p2pd_sockets import P2pdSockets
+from atoll.node.swarm.stream_acceptor import Door, request_bytes
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream
 from atoll.node.wire.traffic import Traffic

@@ -22,10 +22,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from atoll.core.clock import Clock
 from atoll.core.errors import DeadlineExceeded, HelloRequired, NotPermitted, PeerMisbehaved, Unreachable
 from atoll.node.swarm.addresses import AddressBook
-from atoll.node.swarm.control import Control
 from atoll.node.swarm.dht_messages import check_dht_message
 from atoll.node.swarm.hello import Introductions
 from atoll.node.swarm.p2pd import P2pdConfig
+from atoll.node.swarm.p2pd_control import Control
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 

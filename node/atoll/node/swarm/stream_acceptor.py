@@ -26,7 +26,7 @@ from atoll.core.errors import AtollError, DeadlineExceeded, PeerMisbehaved, Unre
 from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
 from atoll.node.direct import protocol as direct
 from atoll.node.swarm import hello, stripes
-from atoll.node.swarm.control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
+from atoll.node.swarm.p2pd_control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.refusals import refusal_header, run_handler
 from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream

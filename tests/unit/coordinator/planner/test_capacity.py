@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import LAYERS, TRAINING, machine, swarm
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.planner.capacity import Room, room
-from atoll.coordinator.planner.measured import problem_of
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Wishes
+from atoll.coordinator.planner.problem_from_nodes import problem_of
 from atoll.coordinator.planner.question import Measured
-from atoll.coordinator.planner.tables import Tables
+from atoll.coordinator.planner.span_memory import Room, room
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.memory_estimate import StageTraffic, stage_trainer_memory_bytes
 from atoll.node.model.span import Span

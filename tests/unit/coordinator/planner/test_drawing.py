@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from unit.coordinator.planner.worlds import GB, machine, swarm
 
 from atoll.coordinator.cli import main
-from atoll.coordinator.planner.drawing import drawing
 from atoll.coordinator.planner.explain import explain
+from atoll.coordinator.planner.layout_svg import drawing
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import SystemClock
 

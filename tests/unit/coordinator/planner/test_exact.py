@@ -11,14 +11,14 @@ from benchmarks.planner_brute import brute_force
 from benchmarks.planner_instances import small
 from unit.coordinator.planner.worlds import GB, TRAINING, machine, swarm
 
-from atoll.coordinator.planner import exact
+from atoll.coordinator.planner import exact_solver as exact
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.exact import solve_exactly
+from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.exact_solver import solve_exactly
 from atoll.coordinator.planner.links import Path
 from atoll.coordinator.planner.solve import solve
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import ManualClock, SystemClock
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.planner.exchange import busy_seconds, levels, most, who_reduces
-from atoll.coordinator.planner.shares import LEAST, Link, best_shares, vector_seconds
+from atoll.coordinator.planner.exchange_time import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.reduce_shares import LEAST, Link, best_shares, vector_seconds
 
 rates = st.sampled_from([LEAST, 1e6, 3e6, 1e7, 2.5e7, 1.25e8, 1e9]) | st.floats(1e5, 1e9)
 holders = st.tuples(rates, st.booleans())

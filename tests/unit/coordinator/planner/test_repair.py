@@ -11,11 +11,11 @@ from unit.coordinator.planner.worlds import GB, LAYERS, machine, swarm
 
 from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Layout, Pin, Problem, Wishes
 from atoll.coordinator.planner.question import NamedRoute
 from atoll.coordinator.planner.repair import able_routes, extended, repaired
 from atoll.coordinator.planner.replan import named_routes
-from atoll.coordinator.planner.tables import Tables
 
 LAST = len(LAYERS) - 1
 THIRDS: NamedRoute = (("ann", 0, 3), ("ben", 4, 7), ("cleo", 8, LAST))

@@ -11,10 +11,10 @@ from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
 
 from atoll.coordinator.planner.checks import check_layout, check_problem
 from atoll.coordinator.planner.cost import evaluate
+from atoll.coordinator.planner.cost_tables import Tables
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Wishes
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.splits import best_split
-from atoll.coordinator.planner.tables import Tables
 from atoll.core.clock import ManualClock
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
 

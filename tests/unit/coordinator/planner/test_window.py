@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.coordinator.planner.in_flight_limit import NO_WINDOW, window
 from atoll.coordinator.planner.problem import Training
-from atoll.coordinator.planner.window import NO_WINDOW, window
 from atoll.node.pipeline.schedule import Backward, Forward, flush_actions, stage_credits
 
 SECONDS = st.floats(0.001, 0.05)
